@@ -77,11 +77,11 @@ def to_dict(request: Explanation) -> dict[str, Any]:
 # ---------------------------------------------------------------- one request
 
 
-def report(request: Explanation, *, ascii_only: bool = False) -> Group:
-    """Everything about one request."""
+def report(request: Explanation, *, ascii_only: bool = False, shows_options: bool = True) -> Group:
+    """Everything about one request; without the options of its placement if `shows_options` is false."""
     parts: list[RenderableType] = [_facts(request)]
-    if request.options or request.HasField("chosen"):
-        parts += [Text(), Text("Why there", style="bold"), *_why(request)]
+    if shows_options and (request.options or request.HasField("chosen")):
+        parts += [Text(), Text("Why there", style="bold"), *why(request)]
     if forecast := _forecast(request):
         parts += [Text(), Text("Predicted and measured", style="bold"), forecast]
     if request.spans:
@@ -131,7 +131,8 @@ def _cached(request: Explanation) -> str:
 # ---------------------------------------------------------------- why there
 
 
-def _why(request: Explanation) -> list[RenderableType]:
+def why(request: Explanation) -> list[RenderableType]:
+    """The options of the latest placement, with the one that was taken."""
     chosen = request.chosen if request.HasField("chosen") else None
     options = list(request.options) or ([chosen] if chosen is not None else [])
     parts = [part for part in PARTS if any(getattr(option, f"{part}_ms") for option in options)]

@@ -226,6 +226,22 @@ def explain(
         run_explain(address, request_id, console(), as_json=json)
 
 
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog=examples("disagg replay FILE", "disagg replay FILE --request ID", "disagg replay FILE --json"),
+)
+def replay(
+    file: Annotated[Path, typer.Argument(help="A recording; see gateway.record_events.", dir_okay=False)],
+    request: Annotated[str | None, typer.Option("--request", "-r", help="Show what happened to this request.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Replay a recording of the router's events. Exit status: 0, or 1 if this version decides otherwise, 2 for a file
+    that is damaged or no recording."""
+    from disagg.cli.replay.command import run_replay
+
+    raise typer.Exit(run_replay(file, request, console(), as_json=json))
+
+
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg doctor", "disagg doctor --address 10.0.0.5:8470"))
 def doctor(
     address: Annotated[

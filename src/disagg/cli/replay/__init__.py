@@ -1,0 +1,1 @@
+"""`disagg replay`: recordings of a router's events."""
