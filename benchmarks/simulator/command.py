@@ -38,8 +38,9 @@ from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.world.cluster import Result, SimulatedCluster
-from disagg.simulator.world.settings import ClusterSpec, EngineKind, Overheads, PoolSpec
+from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 
 Row = dict[str, Any]

@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
+from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
 
 FORMAT: Final = "disagg-step-times"
 MAX_SAMPLES = 100_000
@@ -43,6 +44,9 @@ class StepRecording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """UTC, ISO 8601."""
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 0
     """All layers, K and V; 0 where it is not recorded."""
+    overheads: Overheads = NO_OVERHEADS
+    sharing: Sharing | None = None
+    """What workers of one machine take from each other; the samples are without it. None where it is not recorded."""
     samples: tuple[StepSample, ...]
     """`[ms, prefill_tokens, prefill_attended, num_decodes, decode_context]` each."""
 

@@ -65,8 +65,8 @@ class PiecewiseStepTimes:
     name = "piecewise"
 
     def __init__(self, samples: Sequence[StepSample]) -> None:
-        rows = [_features(work_of(sample)) for sample in samples]
-        size = len(_features(StepWork(0, 0, 0, 0)))
+        rows = [features(work_of(sample)) for sample in samples]
+        size = len(features(StepWork(0, 0, 0, 0)))
         # Unknowns are counted in what the largest step has of each, so that none is lost to rounding.
         self._units = [max((row[i] for row in rows), default=0.0) or 1.0 for i in range(size)]
         moments = Moments(size)
@@ -79,11 +79,12 @@ class PiecewiseStepTimes:
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one engine step."""
-        ms = sum([slope * value for slope, value in zip(self._slopes, _features(work), strict=True) if value])
+        ms = sum([slope * value for slope, value in zip(self._slopes, features(work), strict=True) if value])
         return max(LEAST_MS, ms) * 1e-3
 
 
-def _features(work: StepWork) -> list[float]:
+def features(work: StepWork) -> list[float]:
+    """What the piecewise fit is linear in: 1, then the work in each range, then attended pairs and context."""
     rows = work.prefill_tokens + work.num_decodes
     return [
         1.0,

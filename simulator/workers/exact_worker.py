@@ -15,7 +15,10 @@ attempts that wait for a pair.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from disagg.engine.commands import (
     Add,
@@ -57,6 +60,7 @@ from disagg.simulator.workers.hand_over import Pair
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import Surroundings
 from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.world.machine import Kind, RunningStep
 
 MAX_ROUNDS = 4
 """So often a turn looks for more commands before its step, as in `EngineThread`."""
@@ -133,6 +137,7 @@ class ExactWorker:
         """As D: attempts whose hand-over is under way."""
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         """As D: every attempt, from offer or dispatch to its end."""
+        self._running: RunningStep | None = None
         self._step = StepSample(0.0)
         """The latest one, with its time."""
         self._reports = Reports(
@@ -160,6 +165,8 @@ class ExactWorker:
         """End without a word; the pairs of others are closed by `Pair.close`."""
         self.is_dead = True
         self._reports.stop()
+        if self._running is not None and self._world.machine is not None:
+            self._world.machine.end(self._running)
 
     @property
     def num_preemptions(self) -> int:
@@ -282,6 +289,9 @@ class ExactWorker:
         if plan.entries:
             self._step = self._runner.timed(plan)
             step_s = self._step.ms / 1e3
+        if plan.entries and self._world.machine is not None:
+            kind: Kind = "prefill" if plan.prefills else "decode"
+            self._running = self._world.machine.begin(self.info.worker_id, kind, copy_s + step_s)
         if plan.entries or copy_s:
             self._loop.after(copy_s + step_s, self._end_step)
         else:
@@ -305,6 +315,15 @@ class ExactWorker:
     def _end_step(self) -> None:
         if self.is_dead:
             return
+        if self._running is not None:
+            machine = self._world.machine
+            assert machine is not None
+            if behind_s := machine.behind_s(self._running):
+                self._loop.after(behind_s, self._end_step)
+                return
+            machine.end(self._running)
+            self._step = replace(self._step, ms=(self._loop.now - self._running.began_at) * 1e3)
+            self._running = None
         happened = self.core.run_step()
         while self._inbox and isinstance(self._inbox[0][1], Gather):
             posted_at, command = self._inbox.popleft()
@@ -329,11 +348,18 @@ class ExactWorker:
             self._pacing.flushed(now)
             self._tell(happened)
         if self._inbox or self.core.has_work:
-            self._loop.after(self._world.overheads.step_s if plan.entries else 0.0, self._turn)
+            self._loop.after(self._gap_s(happened) if plan.entries else 0.0, self._turn)
             return
         self._is_busy = False
         if (deadline := self.core.next_deadline) is not None:
             self._loop.at(deadline, self._wake)
+
+    def _gap_s(self, happened: Sequence[Event]) -> float:
+        """Until the next step."""
+        gap_s, machine = self._world.overheads.step_s, self._world.machine
+        if machine is not None:
+            gap_s += machine.gap_s(self.info.worker_id, sum(isinstance(event, TokenSampled) for event in happened))
+        return gap_s
 
     def _take_copy_s(self) -> float:
         num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0

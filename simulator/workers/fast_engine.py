@@ -29,6 +29,7 @@ from disagg.simulator.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.world.machine import RunningStep
 
 TELL_S = 1.0
 """Tokens of running answers are sent together after so long."""
@@ -56,6 +57,9 @@ class FastEngine(ABC):
         self._loop = world.loop
         self._answers = world.answers
         self._step_times = times
+        self._machine = world.machine
+        if self._machine is not None:
+            self._machine.listen(info.worker_id, self._on_neighbour)
         self._room = FastRoom(config, info, world.answers)
         self._blocks = self._room.blocks
         self._max_model_len = info.max_model_len
@@ -97,6 +101,8 @@ class FastEngine(ABC):
         """Of copies that are to be made before the next step."""
         self._copy_token_s = self._bytes_per_token * world.overheads.copy_byte_s
         self._told_at = 0.0
+        self._gap_s = world.overheads.step_s
+        """Between two steps."""
 
     @abstractmethod
     def _computed(self, sequence: FastSequence) -> None:
@@ -195,16 +201,28 @@ class FastEngine(ABC):
             attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
             work = StepWork(tokens, attended, num_decodes, self._attends if num_decodes else 0, len(prefills))
             step_s = self._step_times.step_s(work)
-            self._loop.after(self._take_copy_s() + step_s, self._end_step, prefills, work, step_s)
+            copy_s = self._take_copy_s()
+            running = None
+            if self._machine is not None:
+                self._machine.occupy(self.info.worker_id, "prefill")
+                running = self._machine.running(self.info.worker_id, copy_s + step_s)
+            self._loop.after(copy_s + step_s, self._end_step, prefills, work, step_s, running)
         elif self._decoding:
             self._begin_jump()
         elif self._resumed:
             self._loop.after(self._take_copy_s(), self._turn)
         else:
             self._is_busy = False
+            if self._machine is not None:
+                self._machine.occupy(self.info.worker_id, None)
 
     def _begin_jump(self) -> None:
         num_steps, first_s, growth_s = self._jump_length()
+        if self._machine is not None:
+            factor, num_decodes = self._machine.stretch(self.info.worker_id), len(self._decoding)
+            first_s, growth_s = factor * first_s, factor * growth_s
+            self._gap_s = self._world.overheads.step_s + self._machine.gap_s(self.info.worker_id, num_decodes)
+            self._machine.occupy(self.info.worker_id, "decode", num_decodes, first_s + self._gap_s)
         self._jump = (self._loop.now + self._take_copy_s(), first_s, growth_s, num_steps)
         self._version += 1
         self._loop.at(self._boundary(num_steps), self._end_jump, self._version)
@@ -244,15 +262,20 @@ class FastEngine(ABC):
         """When step `number`, from 1, of the jump ends."""
         assert self._jump is not None
         start, first_s, growth_s, _ = self._jump
-        between_s = self._world.overheads.step_s
+        between_s = self._gap_s
         return start + number * first_s + growth_s * number * (number - 1) / 2 + between_s * (number - 1)
+
+    def _on_neighbour(self) -> None:
+        """Another worker of the machine does something else now: the pace of this one changes."""
+        if self._jump is not None:
+            self._cut()
 
     def _cut(self) -> None:
         """Something came: the jump ends with the step that is under way, or with the one before, where that is over and
         the next one has not begun."""
         assert self._jump is not None
         start, first_s, growth_s, num_steps = self._jump
-        between_s = self._world.overheads.step_s
+        between_s = self._gap_s
         passed = self._loop.now - between_s
         number = max(1, math.ceil((self._loop.now - start) / (first_s + between_s)))
         while number > 1 and self._boundary(number - 1) >= passed:
@@ -270,7 +293,7 @@ class FastEngine(ABC):
         start, first_s, growth_s, num_steps = self._jump
         ended = self._boundary(num_steps)
         self._jump = None
-        between_s = self._world.overheads.step_s
+        between_s = self._gap_s
         if num_steps == 1:
             self._times.append(ended)
         else:
@@ -285,7 +308,7 @@ class FastEngine(ABC):
     def _next_turn(self, ended: float) -> None:
         """The step before it ended then."""
         self._flush()
-        self._loop.at(ended + self._world.overheads.step_s, self._turn)
+        self._loop.at(ended + self._gap_s, self._turn)
 
     def _stepped(self, num_steps: int) -> None:
         """So many decode steps were done."""
@@ -308,9 +331,23 @@ class FastEngine(ABC):
             for sequence in self._decoding:
                 self._tell_tokens(sequence)
 
-    def _end_step(self, prefills: list[tuple[FastSequence, int, int]], work: StepWork, step_s: float) -> None:
+    def _end_step(
+        self,
+        prefills: list[tuple[FastSequence, int, int]],
+        work: StepWork,
+        step_s: float,
+        running: RunningStep | None,
+    ) -> None:
         if self.is_dead:
             return
+        if running is not None and self._machine is not None:
+            if behind_s := self._machine.behind_s(running):
+                self._loop.after(behind_s, self._end_step, prefills, work, step_s, running)
+                return
+            step_s = self._loop.now - running.began_at
+            num_tokens = work.num_decodes + sum(start + number == each.num_known for each, start, number in prefills)
+            self._machine.gateway_worked(self.info.worker_id, num_tokens)
+            self._gap_s = self._world.overheads.step_s + self._machine.gap_s(self.info.worker_id, num_tokens)
         self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
         self._reports.note()
         if work.num_decodes:

@@ -76,6 +76,8 @@ class FastWorker(FastEngine):
         """End without a word."""
         self.is_dead = True
         self._reports.stop()
+        if self._machine is not None:
+            self._machine.forget(self.info.worker_id)
 
     def forget_pair(self, peer: PeerRef) -> None:
         """Another worker died: what was to come from it, or to go to it, is given up."""

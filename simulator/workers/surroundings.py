@@ -7,10 +7,11 @@ from typing import Protocol
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import PeerRef
 from disagg.router.requests import events
+from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.world.clock import EventLoop
+from disagg.simulator.world.machine import Machine
 from disagg.simulator.world.network import Network
 from disagg.simulator.world.prompts import STOP_TOKEN
-from disagg.simulator.world.settings import Overheads
 
 GATEWAY = GatewayId("gateway")
 
@@ -64,6 +65,8 @@ class Surroundings(Protocol):
     network: Network
     overheads: Overheads
     answers: Answers
+    machine: Machine | None
+    """Where workers share one."""
 
     def to_gateway(self, event: events.Event) -> None:
         """Send something to the gateway; it arrives a message's time later."""

@@ -25,6 +25,7 @@ from disagg.simulator.workers.surroundings import Answers, Surroundings
 from disagg.simulator.workers.timed_runner import TimedRunner
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway
+from disagg.simulator.world.machine import Machine
 from disagg.simulator.world.network import Network
 from disagg.simulator.world.prompts import run_for
 from disagg.simulator.world.series import Sample
@@ -73,7 +74,10 @@ class SimulatedCluster(Surroundings):
         self.overheads = spec.overheads
         self.network = Network(self.loop, spec.link)
         self.answers = Answers()
-        self.gateway = Gateway(self.loop, spec.router, spec.overheads, self._on_drained)
+        self.machine = None if spec.sharing is None else Machine(self.loop, spec.sharing, spec.gateway_neighbour)
+        self.gateway = Gateway(
+            self.loop, spec.router, spec.overheads, self._on_drained, self.machine if spec.engine == "exact" else None
+        )
         self.samples: list[Sample] = []
         self._members: dict[WorkerId, _Member] = {}
         self._calibrations: dict[str, tuple[StepSample, ...]] = {}

@@ -17,9 +17,10 @@ from disagg.router.api import NO_LIMITS, CallDemand, Completion, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
+from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world.clock import EventLoop
-from disagg.simulator.world.settings import Overheads
+from disagg.simulator.world.machine import Machine
 
 
 class Client(Protocol):
@@ -60,11 +61,13 @@ class Gateway:
         config: RouterConfig,
         overheads: Overheads,
         on_drained: Callable[[WorkerId], None] = lambda worker_id: None,
+        machine: Machine | None = None,
     ) -> None:
         self.core = RouterCore(config, GATEWAY)
         self._loop = loop
         self._overheads = overheads
         self._on_drained = on_drained
+        self._machine = machine
         self._workers: dict[WorkerId, ServingWorker] = {}
         self._clients: dict[RequestId, Client] = {}
         self._timer_due = math.inf
@@ -118,6 +121,8 @@ class Gateway:
     def handle(self, event: events.Event) -> None:
         """Give an event to the core and carry out what it says."""
         now = self._loop.now
+        if self._machine is not None and isinstance(event, events.FromWorker):
+            self._machine.gateway_worked(event.worker_id, sum(len(out.token_ids) for out in event.update.tokens))
         commands = self.core.handle(event, now)
         if commands:
             seen = now

@@ -6,42 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from disagg.engine.config import WorkerConfig
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
 from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.interface import LinkTimes, StepTimes
+from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
 
 EngineKind = Literal["exact", "fast"]
 """`exact`: every step of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""
 
 
-class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What takes time besides steps and links, in seconds. All 0 is a cluster whose processes cost nothing."""
-
-    request_s: float = 0.0
-    """Until the gateway has routed a request: checks, tokenizing, hashing."""
-    request_token_s: float = 0.0
-    """The same for each token of its prompt."""
-    message_s: float = 0.0
-    """One message between two processes: dispatch, update, report, control message of a hand-over."""
-    token_s: float = 0.0
-    """Until a client has its tokens: for each token of the update that brought them."""
-    step_s: float = 0.0
-    """A worker's time between two steps: planning, events."""
-    copy_byte_s: float = 0.0
-    """A worker's time for each byte of KV that it copies between cache and staging or host memory, beside no step."""
-    pair_s: float = 0.0
-    """Until a pair of workers is formed that none was asked to form before."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name}: expected a time of at least 0; got {getattr(self, name)}")
-
-
-NO_OVERHEADS = Overheads()
 DEFAULT_LINK = LinkTimes(bandwidth_bytes_per_s=1e10, latency_s=1e-4)
 
 
@@ -87,6 +62,10 @@ class ClusterSpec:
     router: RouterConfig = field(default_factory=RouterConfig)
     link: LinkTimes = DEFAULT_LINK
     overheads: Overheads = NO_OVERHEADS
+    sharing: Sharing | None = None
+    """Of workers that run on one machine; None where each has its own."""
+    gateway_neighbour: WorkerId | None = None
+    """The worker whose core the gateway has, too."""
     engine: EngineKind = "exact"
     faults: Sequence[Fault] = ()
     sample_s: float = 1.0

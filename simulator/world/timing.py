@@ -4,7 +4,8 @@
     step: {base_ms: 5.0, prefill_token_ms: 0.4, attended_ms: 1.0e-4, decode_ms: 0.5, context_ms: 1.0e-3}
     pools: {decode: {base_ms: ...}}                       where they differ
     link: {bandwidth_bytes_per_s: 1.0e10, latency_s: 1.0e-4}
-    overheads: {message_s: 5.0e-4, ...}                   see `settings.Overheads`
+    overheads: {message_s: 5.0e-4, ...}                   see `step_times/overheads.py`
+    sharing: {decode_by_decode: 0.2, ...}                 where all workers run on one machine
     cold_start_s: 30
 
 A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted, see `step_times/fitted.py`.
@@ -16,12 +17,12 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from disagg.proto.messages import StepSample
+from disagg.simulator.step_times.calibration_file import FORMAT, StepRecording, check_samples
 from disagg.simulator.step_times.fitted import MIN_SAMPLES, fit
 from disagg.simulator.step_times.interface import LinkTimes, StepTimes, StepWork
-from disagg.simulator.world.settings import DEFAULT_LINK, NO_OVERHEADS, Overheads
+from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.world.settings import DEFAULT_LINK
 
-RECORDING = "disagg-step-times"
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -56,12 +57,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pools: dict[str, LinearSteps] = {}
     link: _Link | None = None
     overheads: Overheads = NO_OVERHEADS
+    sharing: Sharing | None = None
     cold_start_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
-
-
-class _Recording(msgspec.Struct, frozen=True, kw_only=True):
-    samples: tuple[StepSample, ...]
-    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Timing(NamedTuple):
@@ -73,6 +70,8 @@ class Timing(NamedTuple):
     link: LinkTimes
     overheads: Overheads
     cold_start_s: float
+    sharing: Sharing | None = None
+    """Of workers on one machine; None where each has its own."""
 
     def of_pool(self, name: str) -> StepTimes:
         """The step times of a pool's workers."""
@@ -84,15 +83,22 @@ def read_timing(raw: Any) -> Timing:
     if not isinstance(raw, dict):
         raise ValueError("expected the keys step and kv_bytes_per_token, or a recording of steps")
     try:
-        if raw.get("format") == RECORDING:
-            recording = msgspec.convert(raw, _Recording)
-            if len(recording.samples) < MIN_SAMPLES:
-                raise ValueError(f"samples: {len(recording.samples)} steps are too few; {MIN_SAMPLES} are needed")
-            return Timing(fit(recording.samples), {}, recording.kv_bytes_per_token, DEFAULT_LINK, NO_OVERHEADS, 0.0)
+        if raw.get("format") == FORMAT:
+            return _of_recording(msgspec.convert(raw, StepRecording))
         file = msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     link = DEFAULT_LINK
     if file.link is not None:
         link = LinkTimes(bandwidth_bytes_per_s=file.link.bandwidth_bytes_per_s, latency_s=file.link.latency_s)
-    return Timing(file.step, file.pools, file.kv_bytes_per_token, link, file.overheads, file.cold_start_s)
+    return Timing(file.step, file.pools, file.kv_bytes_per_token, link, file.overheads, file.cold_start_s, file.sharing)
+
+
+def _of_recording(recording: StepRecording) -> Timing:
+    check_samples(recording.samples, "recording")
+    if len(recording.samples) < MIN_SAMPLES:
+        raise ValueError(f"samples: {len(recording.samples)} steps are too few; {MIN_SAMPLES} are needed")
+    if recording.kv_bytes_per_token < 1:
+        raise ValueError("kv_bytes_per_token: expected at least 1")
+    step, per_token = fit(recording.samples), recording.kv_bytes_per_token
+    return Timing(step, {}, per_token, DEFAULT_LINK, recording.overheads, 0.0, recording.sharing)

@@ -20,11 +20,11 @@ from disagg.proto.errors import DeadlineError, DisaggError, OverloadedError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import Sampling
 from disagg.router.api import Completion, RoutedRequest
+from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway
 from disagg.simulator.world.prompts import EMPTY, STOP_TOKEN, PromptText, answer_token, answered, extend
-from disagg.simulator.world.settings import Overheads
 
 ROOT = root_hash("simulated")
 NO_TARGETS = Slo()

@@ -10,11 +10,13 @@ from disagg.engine.config import WorkerConfig
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart, WorkloadConfig, outline
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.simulator.step_times.overheads import Overheads, Sharing
 from disagg.simulator.world.cluster import Result, SimulatedCluster
-from disagg.simulator.world.settings import ClusterSpec, EngineKind, Fault, Overheads, PoolSpec
+from disagg.simulator.world.settings import ClusterSpec, EngineKind, Fault, PoolSpec
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest
 
 MAX_MODEL_LEN = 4096
@@ -52,6 +54,7 @@ def cluster_spec(
     bandwidth_bytes_per_s: float = 1e8,
     latency_s: float = 0.0,
     overheads: Overheads | None = None,
+    sharing: Sharing | None = None,
     faults: Sequence[Fault] = (),
     cold_start_s: float = 0.0,
     **worker: Any,
@@ -80,6 +83,8 @@ def cluster_spec(
         router=router or RouterConfig(),
         link=LinkTimes(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s),
         overheads=overheads or Overheads(),
+        sharing=sharing,
+        gateway_neighbour=WorkerId(f"{next(name for name, size, _ in pools if size)}-0"),
         engine=engine,
         faults=faults,
     )

@@ -22,6 +22,7 @@ from disagg.loadtests.verdict.goodput import Score, Slo, evaluate, meets
 from disagg.loadtests.verdict.plots import Chart, Series, check_installed
 from disagg.loadtests.verdict.report import is_met
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
 from disagg.simulator.world.cluster import Result, SimulatedCluster
 from disagg.simulator.world.phases import PlannedLoad, load_of_phases, load_of_scenario, make_phases
@@ -118,6 +119,8 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
         router=router_config(config),
         link=timing.link,
         overheads=timing.overheads,
+        sharing=timing.sharing,
+        gateway_neighbour=WorkerId(f"{pools[0].name}-0"),
         engine=engine,
         sample_s=sample_s,
     )

@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 
 from disagg.simulator.step_times.interface import LinkTimes, StepWork
-from disagg.simulator.world.settings import DEFAULT_LINK, Overheads
+from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.simulator.world.timing import read_timing
 
 STEP = {"base_ms": 1.0, "prefill_token_ms": 0.5, "attended_ms": 0.01, "decode_ms": 0.25, "context_ms": 0.001}
+RECORDED: dict[str, Any] = {
+    "format": "disagg-step-times",
+    "model": "m",
+    "dtype": "bfloat16",
+    "machine": "a machine",
+    "date": "2026-01-01",
+    "kv_bytes_per_token": 64,
+}
 RAW: dict[str, Any] = {"kv_bytes_per_token": 100, "step": STEP}
 
 
@@ -39,9 +48,7 @@ def test_what_is_left_out_has_a_default_and_what_is_there_counts() -> None:
 def test_a_recording_of_steps_is_fitted() -> None:
     samples = [[5.0 + 0.4 * n, n, n * (n + 1) // 2, 0, 0] for n in (16, 64, 128, 256, 512)]
     samples += [[5.0 + 0.5 * n, 0, 0, n, 300 * n] for n in (1, 8, 32, 64)]
-    timing = read_timing(
-        {"format": "disagg-step-times", "version": 1, "model": "m", "kv_bytes_per_token": 64, "samples": samples}
-    )
+    timing = read_timing({**RECORDED, "samples": samples})
     assert timing.kv_bytes_per_token == 64
     assert timing.step.step_s(StepWork(300, 45_150, 0, 0)) == pytest.approx(0.125, rel=0.03)
     assert timing.step.step_s(StepWork(0, 0, 16, 4800)) == pytest.approx(0.013, rel=0.03)
@@ -56,7 +63,9 @@ def test_a_recording_of_steps_is_fitted() -> None:
         ({**RAW, "step": {**STEP, "base_ms": 0}}, r"base_ms|step"),
         ({**RAW, "link": {"bandwidth_bytes_per_s": 0}}, "bandwidth_bytes_per_s"),
         ({**RAW, "overheads": {"message_s": -1}}, "message_s: expected a time of at least 0"),
-        ({"format": "disagg-step-times", "kv_bytes_per_token": 1, "samples": []}, "samples: 0 steps are too few"),
+        ({**RECORDED, "samples": []}, "samples: expected 1 to 100000 steps, not 0"),
+        ({**RECORDED, "samples": [[1, 1, 1, 0, 0]] * 7}, "samples: 7 steps are too few"),
+        ({**RECORDED, "samples": [[1, 1, 1, 0, 0]] * 8, "kv_bytes_per_token": 0}, "kv_bytes_per_token: expected at l"),
     ],
 )
 def test_mistakes_are_named(raw: object, message: str) -> None:

@@ -1,0 +1,334 @@
+"""Step times, sharing and overheads from recordings of a router's events (`disagg replay`): what a serving cluster
+measured of itself.
+
+    trace(events)      -> WorkerTrace of each worker: its steps with their times, its messages
+    calibrate(traces)  -> samples of steps as they are without neighbours, Sharing, Overheads
+
+A measured step is what it takes alone, plus shares of the time in which other workers of the machine computed, plus
+what the gateway took of its core. All of this is linear in its unknowns, which come from one least-squares fit of
+relative errors, none negative. The gateway's part is found before that, from the time between two steps: it is longer
+on the worker whose core the gateway has.
+
+Times of steps are those of the reports that carried them, so they are known to some 20 ms: good enough to see which
+neighbour computed, not for how long a message took.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from disagg.proto.errors import ConfigError
+from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import StepSample
+from disagg.router.requests.events import Event, FromWorker, Submit, WorkerReported, WorkerUp
+from disagg.router.workers.least_squares import Moments
+from disagg.simulator.step_times.fitted import MIN_SAMPLES, features, work_of
+from disagg.simulator.step_times.overheads import Overheads, Sharing
+
+WARM_UP_S = 3.0
+"""Steps of the first seconds after the first one are left out."""
+LONGEST_GAP_S = 0.05
+"""Messages that are further apart are not of two steps that follow each other."""
+MIN_GAPS = 20
+"""Of a kind, for a mean."""
+CONTEXT_BUCKET = 128
+"""Decode steps whose contexts differ by less, a sequence, are one kind of step."""
+MAX_MEANS = 8
+"""Of one kind of step: so many samples stand for all of it."""
+
+
+class TimedStep(NamedTuple):
+    """A step and about when it ran, in seconds of the router's clock."""
+
+    begin: float
+    end: float
+    sample: StepSample
+
+
+@dataclass
+class WorkerTrace:
+    """What one worker did."""
+
+    roles: tuple[str, ...] = ()
+    steps: list[TimedStep] = field(default_factory=list)
+    messages: list[tuple[float, int]] = field(default_factory=list)
+    """Time and number of tokens of each of its updates."""
+
+
+@dataclass
+class Trace:
+    """One recording."""
+
+    workers: dict[WorkerId, WorkerTrace] = field(default_factory=dict)
+    first_tokens_s: list[tuple[WorkerId, float, float]] = field(default_factory=list)
+    """Worker, when the request came, when its first token came."""
+
+
+class Calibration(NamedTuple):
+    """What was found."""
+
+    samples: tuple[StepSample, ...]
+    """Means of steps, each as it is alone on its machine."""
+    sharing: Sharing | None
+    """None where no worker had a neighbour."""
+    overheads: Overheads
+
+
+def trace(events: Iterable[tuple[float, Event]]) -> Trace:
+    """Sort a recording by worker."""
+    found = Trace()
+    arrived: dict[RequestId, float] = {}
+    for now, event in events:
+        match event:
+            case WorkerUp(info=info):
+                found.workers.setdefault(info.worker_id, WorkerTrace()).roles = info.roles
+            case WorkerReported(report=report):
+                worker, end = found.workers.setdefault(report.worker_id, WorkerTrace()), now
+                for sample in reversed(report.steps):
+                    worker.steps.append(TimedStep(end - sample.ms / 1e3, end, sample))
+                    end -= sample.ms / 1e3
+            case FromWorker(worker_id=worker_id, update=update):
+                worker = found.workers.setdefault(worker_id, WorkerTrace())
+                worker.messages.append((now, sum(len(out.token_ids) for out in update.tokens)))
+                for out in update.tokens:
+                    if (came := arrived.pop(out.request_id, None)) is not None:
+                        found.first_tokens_s.append((worker_id, came, now))
+            case Submit(request=request):
+                arrived[request.request_id] = now
+            case _:
+                """Nothing of it takes time."""
+    for worker in found.workers.values():
+        worker.steps.sort(key=lambda step: step.end)
+    return found
+
+
+def calibrate(traces: Sequence[Trace], *, is_one_machine: bool) -> Calibration:
+    """Fit all recordings together. With `is_one_machine` the workers of a recording share it, and the gateway has the
+    core of the first that computes prompts (as `cluster/control/cores.py` gives them).
+
+    Raises:
+        ConfigError: too few steps.
+    """
+    own_s, update_s, token_s = _gaps(traces, is_one_machine=is_one_machine)
+    steps = [step for each in traces for step in _disturbed(each, update_s, token_s, is_one_machine=is_one_machine)]
+    if len(steps) < MIN_SAMPLES:
+        raise ConfigError(f"recording: {len(steps)} measured steps are too few; at least {MIN_SAMPLES} are needed")
+    shares = _fit_shares(steps) if is_one_machine else (0.0,) * 4
+    samples = _means([(step.sample, step.sample.ms - step.lost_ms(shares)) for step in steps])
+    sharing = None
+    if is_one_machine:
+        sharing = Sharing(
+            prefill_by_prefill=shares[0],
+            prefill_by_decode=shares[1],
+            decode_by_prefill=shares[2],
+            decode_by_decode=shares[3],
+            update_s=update_s,
+            token_s=token_s,
+        )
+    return Calibration(samples, sharing, Overheads(message_s=_message_s(traces, own_s), step_s=own_s))
+
+
+# ---------------------------------------------------------------- between two steps
+
+
+def _gaps(traces: Sequence[Trace], *, is_one_machine: bool) -> tuple[float, float, float]:
+    """A worker's time between two steps, and what the gateway takes of its neighbour's core for a message and for each
+    token of it. Seconds."""
+    alone: list[tuple[int, float, int]] = []
+    beside: list[tuple[int, float, int]] = []
+    for each in traces:
+        neighbour = gateway_neighbour(each.workers) if is_one_machine else None
+        for worker_id, worker in each.workers.items():
+            (beside if worker_id == neighbour else alone).extend(_mean_gaps(worker))
+    own_s = max(0.0, _weighted_mean([(gap_s, number) for _, gap_s, number in alone]))
+    extra = [(tokens, gap_s - own_s, number) for tokens, gap_s, number in beside]
+    if not extra:
+        return own_s, 0.0, 0.0
+    moments = Moments(2)
+    for tokens, gap_s, number in extra:
+        moments.add([(0, 1.0), (1, float(tokens))], gap_s, float(number))
+        moments.add([(0, 1.0)], 0.0, 1e-9)
+        moments.add([(1, 1.0)], 0.0, 1e-9)
+    update_s, token_s = moments.solve()
+    return own_s, update_s, token_s
+
+
+def _mean_gaps(worker: WorkerTrace) -> list[tuple[int, float, int]]:
+    """For each number of sequences in a decode step: the mean time between the messages of two steps that follow each
+    other, less the mean step, and how often there was one."""
+    between: dict[int, list[float]] = {}
+    for (before, num_before), (now, num_tokens) in pairwise(worker.messages):
+        if num_tokens == num_before > 0 and now - before < LONGEST_GAP_S:
+            between.setdefault(num_tokens, []).append(now - before)
+    lengths: dict[int, list[float]] = {}
+    for _, _, sample in worker.steps:
+        if sample.prefill_tokens == 0 and sample.ms < LONGEST_GAP_S * 1e3:
+            lengths.setdefault(sample.num_decodes, []).append(sample.ms / 1e3)
+    return [
+        (number, _mean(times) - _mean(lengths[number]), len(times))
+        for number, times in between.items()
+        if len(times) >= MIN_GAPS and len(lengths.get(number, ())) >= MIN_GAPS
+    ]
+
+
+def _message_s(traces: Sequence[Trace], own_s: float) -> float:
+    """Of one message: the time from a request to its first token holds two of them, where the worker was idle and
+    needed one step. The lower quartile is taken for that."""
+    rests: list[float] = []
+    for each in traces:
+        for worker_id, came, first in each.first_tokens_s:
+            steps = [
+                step.sample.ms / 1e3
+                for step in each.workers[worker_id].steps
+                if came < step.begin + LONGEST_GAP_S and step.begin < first and step.sample.prefill_tokens
+            ]
+            if len(steps) == 1 and first - came > steps[0]:
+                rests.append(first - came - steps[0] - own_s)
+    if not rests:
+        return 0.0
+    rests.sort()
+    return max(0.0, rests[len(rests) // 4] / 2.0)
+
+
+# ---------------------------------------------------------------- beside neighbours
+
+
+class _Disturbed(NamedTuple):
+    """A step, and how long others computed meanwhile."""
+
+    sample: StepSample
+    beside_prefill_ms: float
+    beside_decode_ms: float
+    gateway_ms: float
+
+    @property
+    def beside(self) -> tuple[float, float, float, float]:
+        """In the order of the shares of `Sharing`."""
+        if self.sample.prefill_tokens:
+            return self.beside_prefill_ms, self.beside_decode_ms, 0.0, 0.0
+        return 0.0, 0.0, self.beside_prefill_ms, self.beside_decode_ms
+
+    def lost_ms(self, shares: Sequence[float]) -> float:
+        return self.gateway_ms + sum(share * ms for share, ms in zip(shares, self.beside, strict=True))
+
+
+class _Until:
+    """How much of something there was before a time."""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        ordered = sorted(intervals)
+        self._begins = [begin for begin, _ in ordered]
+        self._ends = [end for _, end in ordered]
+        self._before = list(accumulate((end - begin for begin, end in ordered), initial=0.0))
+
+    def until(self, time: float) -> float:
+        at = bisect_right(self._begins, time)
+        if at == 0:
+            return 0.0
+        return self._before[at - 1] + min(time, self._ends[at - 1]) - self._begins[at - 1]
+
+    def between(self, begin: float, end: float) -> float:
+        return max(0.0, self.until(end) - self.until(begin))
+
+
+def gateway_neighbour(workers: Mapping[WorkerId, WorkerTrace]) -> WorkerId | None:
+    """The first worker that computes prompts."""
+    return min((each for each, worker in workers.items() if "prefill" in worker.roles), default=None)
+
+
+def _disturbed(each: Trace, update_s: float, token_s: float, *, is_one_machine: bool) -> list[_Disturbed]:
+    begin = min((worker.steps[0].begin for worker in each.workers.values() if worker.steps), default=0.0) + WARM_UP_S
+    if not is_one_machine:
+        return [
+            _Disturbed(step.sample, 0.0, 0.0, 0.0)
+            for worker in each.workers.values()
+            for step in worker.steps
+            if step.begin >= begin
+        ]
+    prefills = {
+        worker_id: _Until((s.begin, s.end) for s in worker.steps if s.sample.prefill_tokens)
+        for worker_id, worker in each.workers.items()
+    }
+    decodes = {
+        worker_id: _Until((s.begin, s.end) for s in worker.steps if not s.sample.prefill_tokens)
+        for worker_id, worker in each.workers.items()
+    }
+    neighbour = gateway_neighbour(each.workers)
+    found = []
+    for worker_id, worker in each.workers.items():
+        others = [other for other in each.workers if other != worker_id]
+        messages = sorted(message for other in others for message in each.workers[other].messages)
+        taken = [0.0, *accumulate(update_s + tokens * token_s for _, tokens in messages)]
+        times = [time for time, _ in messages]
+        for step in worker.steps:
+            if step.begin < begin:
+                continue
+            gateway_s = 0.0
+            if worker_id == neighbour:
+                gateway_s = taken[bisect_left(times, step.end)] - taken[bisect_left(times, step.begin)]
+            prefill_s = sum(prefills[other].between(step.begin, step.end) for other in others)
+            decode_s = sum(decodes[other].between(step.begin, step.end) for other in others)
+            found.append(_Disturbed(step.sample, prefill_s * 1e3, decode_s * 1e3, gateway_s * 1e3))
+    return found
+
+
+def _fit_shares(steps: Sequence[_Disturbed]) -> tuple[float, ...]:
+    """Two passes: the weights of the second are the predictions of the first, so that a step that was disturbed by
+    something else does not count more because it came out short."""
+    rows = [[*features(work_of(step.sample)), *step.beside] for step in steps]
+    units = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    weights = [step.sample.ms for step in steps]
+    solution: list[float] = []
+    for _ in range(2):
+        moments = Moments(len(units))
+        for row, step, weight in zip(rows, steps, weights, strict=True):
+            scaled = [(i, value / units[i] / weight) for i, value in enumerate(row) if value]
+            moments.add(scaled, max(0.0, step.sample.ms - step.gateway_ms) / weight)
+        for i in range(len(units)):
+            moments.add([(i, 1.0)], 0.0, 1e-6)
+        solution = moments.solve()
+        weights = [
+            max(
+                0.1 * step.sample.ms, sum(x * value / unit for x, value, unit in zip(solution, row, units, strict=True))
+            )
+            for row, step in zip(rows, steps, strict=True)
+        ]
+    return tuple(min(0.9, value / unit) for value, unit in zip(solution[-4:], units[-4:], strict=True))
+
+
+def _means(steps: Sequence[tuple[StepSample, float]]) -> tuple[StepSample, ...]:
+    """Steps of one kind as a few means; what is left of a step is at least a tenth of it."""
+    kinds: dict[tuple[int, ...], list[tuple[StepSample, float]]] = {}
+    for sample, alone_ms in steps:
+        bucket = sample.decode_context // (CONTEXT_BUCKET * max(1, sample.num_decodes))
+        kind = (sample.prefill_tokens, sample.prefill_attended, sample.num_decodes, bucket)
+        kinds.setdefault(kind, []).append((sample, max(alone_ms, 0.1 * sample.ms)))
+    found = []
+    for members in kinds.values():
+        number = min(MAX_MEANS, len(members))
+        for start in range(number):
+            part = members[start::number]
+            first = part[0][0]
+            found.append(
+                StepSample(
+                    _mean([alone_ms for _, alone_ms in part]),
+                    first.prefill_tokens,
+                    first.prefill_attended,
+                    first.num_decodes,
+                    round(_mean([float(sample.decode_context) for sample, _ in part])),
+                )
+            )
+    return tuple(found)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
+    total = sum(number for _, number in values)
+    return sum(value * number for value, number in values) / total if total else 0.0

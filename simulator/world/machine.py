@@ -1,0 +1,153 @@
+"""Workers of one machine slow each other down: they share the memory's bandwidth, and one of them its core with the
+gateway.
+
+A step falls behind by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is
+a prefill), and by the time that the gateway takes of its worker's core. Linear, so that the shares can be found from
+recorded steps by least squares (`step_times/recorded.py`).
+
+    begin ... behind_s ... end    one step, whose end is looked at again until nothing is missing (exact engine)
+    stretch, occupy               many decode steps at once, at the pace of what neighbours do now (fast engine)
+
+Owner: the simulated cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from disagg.proto.ids import WorkerId
+from disagg.simulator.step_times.overheads import Sharing
+from disagg.simulator.world.clock import EventLoop
+
+Kind = Literal["prefill", "decode"]
+_LEAST_S = 2e-5
+"""A step that is behind by less than that has ended."""
+
+
+class RunningStep(NamedTuple):
+    """A step under way, and how much all workers had computed when it began."""
+
+    worker_id: WorkerId
+    kind: Kind
+    began_at: float
+    alone_s: float
+    """How long it takes without neighbours."""
+    prefill_s: float
+    decode_s: float
+    gateway_s: float
+
+
+class Machine:
+    """Time that workers and gateway have computed, and what steps lose by it."""
+
+    def __init__(self, loop: EventLoop, sharing: Sharing, gateway_neighbour: WorkerId | None) -> None:
+        self._loop = loop
+        self._sharing = sharing
+        self._neighbour = gateway_neighbour
+        self._num_busy = {"prefill": 0, "decode": 0}
+        self._busy_s = {"prefill": 0.0, "decode": 0.0}
+        """Of all workers together, until `_counted_at`."""
+        self._gateway_s = 0.0
+        self._counted_at = 0.0
+        self._kinds: dict[WorkerId, Kind] = {}
+        """What the workers do that `occupy` the machine."""
+        self._gateway_rates: dict[WorkerId, float] = {}
+        """What their messages take of the gateway's core, per second."""
+        self._listeners: dict[WorkerId, Callable[[], None]] = {}
+
+    # ------------------------------------------------------------ one step
+
+    def gateway_worked(self, worker_id: WorkerId, num_tokens: int) -> None:
+        """The gateway took a message of a worker with so many tokens; for its neighbour's own see `gap_s`."""
+        if worker_id != self._neighbour:
+            self._gateway_s += self._message_s(num_tokens)
+
+    def gap_s(self, worker_id: WorkerId, num_tokens: int) -> float:
+        """How much later a worker's next step begins because the gateway takes its message with so many tokens first:
+        0 but for the gateway's neighbour."""
+        return self._message_s(num_tokens) if worker_id == self._neighbour else 0.0
+
+    def begin(self, worker_id: WorkerId, kind: Kind, alone_s: float) -> RunningStep:
+        """A step begins."""
+        self._count()
+        self._num_busy[kind] += 1
+        busy = self._busy_s
+        return RunningStep(worker_id, kind, self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s)
+
+    def behind_s(self, step: RunningStep) -> float:
+        """What is left of a step at this moment; 0 where it has ended."""
+        self._count()
+        elapsed = self._loop.now - step.began_at
+        beside = {"prefill": self._busy_s["prefill"] - step.prefill_s, "decode": self._busy_s["decode"] - step.decode_s}
+        beside[step.kind] -= elapsed
+        lost_s = self._sharing.lost_s(step.kind, beside["prefill"], beside["decode"])
+        if step.worker_id == self._neighbour:
+            lost_s += self._gateway_s - step.gateway_s
+        left_s = step.alone_s + lost_s - elapsed
+        return left_s if left_s > _LEAST_S else 0.0
+
+    def end(self, step: RunningStep) -> None:
+        """A step has ended, or its worker is gone."""
+        self._count()
+        self._num_busy[step.kind] -= 1
+
+    # ------------------------------------------------------------ many steps
+
+    def listen(self, worker_id: WorkerId, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever another worker begins or ends to compute prompts, or to decode."""
+        self._listeners[worker_id] = changed
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker is gone."""
+        self.occupy(worker_id, None)
+        self._listeners.pop(worker_id, None)
+
+    def occupy(self, worker_id: WorkerId, kind: Kind | None, num_decodes: int = 0, step_s: float = 1.0) -> None:
+        """What a worker does from now on: steps with prompts, decode steps of so many sequences and about `step_s`
+        each, or nothing."""
+        before = self._kinds.get(worker_id)
+        if worker_id != self._neighbour:
+            self._gateway_rates[worker_id] = self._message_s(num_decodes) / step_s if kind == "decode" else 0.0
+        if before == kind:
+            return
+        self._count()
+        if before is not None:
+            self._num_busy[before] -= 1
+            del self._kinds[worker_id]
+        if kind is not None:
+            self._num_busy[kind] += 1
+            self._kinds[worker_id] = kind
+        for other, changed in self._listeners.items():
+            if other != worker_id:
+                changed()
+
+    def running(self, worker_id: WorkerId, alone_s: float) -> RunningStep:
+        """A step with prompts of a worker that occupies the machine with them."""
+        self._count()
+        busy = self._busy_s
+        return RunningStep(
+            worker_id, "prefill", self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s
+        )
+
+    def stretch(self, worker_id: WorkerId) -> float:
+        """By what factor a decode step is longer, as long as the others do what they do now."""
+        others = dict(self._num_busy)
+        if (own := self._kinds.get(worker_id)) is not None:
+            others[own] -= 1
+        lost = self._sharing.lost_s("decode", others["prefill"], others["decode"])
+        if worker_id == self._neighbour:
+            lost += sum(self._gateway_rates.values())
+        return 1.0 / (1.0 - min(0.9, lost))
+
+    # ------------------------------------------------------------ what both need
+
+    def _message_s(self, num_tokens: int) -> float:
+        return self._sharing.update_s + num_tokens * self._sharing.token_s
+
+    def _count(self) -> None:
+        passed, self._counted_at = self._loop.now - self._counted_at, self._loop.now
+        if passed:
+            for kind, number in self._num_busy.items():
+                self._busy_s[kind] += number * passed
+            self._gateway_s += passed * sum(self._gateway_rates.values())
