@@ -1,7 +1,7 @@
 """How many requests per second are simulated, how much of prompts policies reuse, and how far a run is from a real one.
 
     python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--requests N] [--exact-requests N] [--json FILE]
-    python -m benchmarks.simulator --recorded run.jsonl --scenario S --cluster cluster.yaml --times steps.json
+    python -m benchmarks.simulator --recordings DIR [DIR ...] --times steps.json [--engine exact]
 
 Speed: a Mooncake trace (its own, or one that is made here) at its own pace on 8P+8D, with 20,000 blocks of 64 tokens a
 worker, once for each policy with the fast engine and once with the exact one. Counted is processor time of this process
@@ -9,8 +9,8 @@ for the simulation alone, without reading the trace. Step times are the polynomi
 (`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What Dynamo itself gives
 for the trace is an argument, because it runs in another environment.
 
-Accuracy: the records of a real run (`disagg load run`, `--record`) beside those of the same scenario simulated.
-Figures that were not measured are null.
+Accuracy: each point of folders of `disagg load compare` (one folder a workload) simulated again, see `accuracy.py`.
+Step times are those of `disagg calibrate --recording` of other runs. Figures that were not measured are null.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import percentile, positive, print_table, report, write_json
-from disagg.cli.planning.simulate import SimulateOptions, cluster_spec, planned_load, read_times
-from disagg.cluster.config.cluster_config import load_config
+from benchmarks.simulator.accuracy import compare_folders, point_rows
+from benchmarks.simulator.accuracy import summary as accuracy_summary
 from disagg.engine.config import TransferLimits, WorkerConfig
-from disagg.loadtests.records import RequestRecord, read_file
-from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.traces import BLOCK_TOKENS
@@ -171,41 +169,21 @@ def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
     }
 
 
-# ---------------------------------------------------------------- beside a real run
-
-
-def errors(options: argparse.Namespace) -> Row:
-    """Simulated over recorded, minus one: of TPOT and TTFT at the median, and of goodput."""
-    arguments = SimulateOptions(scenario=options.scenario, cluster=options.cluster, times=options.times)
-    cluster = cluster_spec(load_config(options.cluster), read_times(options.times), "exact")
-    load, slo = planned_load(arguments, cluster)
-    simulated = SimulatedCluster(cluster, load.requests).run().records
-    return compare(read_file(options.recorded), simulated, slo, load.window_s)
-
-
-def compare(recorded: Sequence[RequestRecord], simulated: Sequence[RequestRecord], slo: Slo, window_s: float) -> Row:
-    """The relative errors of a simulation."""
-    real, made = evaluate(recorded, slo, window_s), evaluate(simulated, slo, window_s)
-    pairs = {
-        "tpot_error": (made.tpot.p50, real.tpot.p50),
-        "ttft_p50_error": (made.ttft.p50, real.ttft.p50),
-        "goodput_error": (made.goodput_per_s, real.goodput_per_s),
-    }
-    return {name: found / true - 1 if true else None for name, (found, true) in pairs.items()}
-
-
 # ---------------------------------------------------------------- the command
 
 
 def summary(rows: Sequence[Row], accuracy: Row, dynamo_reuse: float | None, dynamo_ttft_ms: float | None) -> Row:
     """The figures that matter; null where nothing was measured."""
-    fast = next((row for row in rows if row["engine"] == "fast" and row["policy"] == "joint"), None)
-    exact = next((row for row in rows if row["engine"] == "exact"), None)
+    fast = next((row for row in rows if row.get("engine") == "fast" and row["policy"] == "joint"), None)
+    exact = next((row for row in rows if row.get("engine") == "exact"), None)
     ratio = None if fast is None or not dynamo_ttft_ms else fast["ttft_mean_ms"] / dynamo_ttft_ms
     return {
-        "tpot_error": accuracy.get("tpot_error"),
+        "tpot_error": accuracy.get("tpot_p50_error"),
         "ttft_p50_error": accuracy.get("ttft_p50_error"),
+        "ttft_p90_error": accuracy.get("ttft_p90_error"),
         "goodput_error": accuracy.get("goodput_error"),
+        "difference_error_mean": accuracy.get("difference_error_mean"),
+        "order_kept": accuracy.get("order_kept"),
         "exact_requests_per_s": None if exact is None else exact["requests_per_s"],
         "fast_requests_per_s": None if fast is None else fast["requests_per_s"],
         "prefix_reuse": None if fast is None else fast["reuse"],
@@ -236,23 +214,27 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--dynamo-reuse", type=float, help="share of prompt tokens that Dynamo's router reuses")
     parser.add_argument("--dynamo-ttft-ms", type=float, help="its mean TTFT")
-    parser.add_argument("--recorded", type=Path, help="records of a real run of --scenario, to compare with")
-    parser.add_argument("--scenario")
-    parser.add_argument("--cluster", type=Path)
-    parser.add_argument("--times", type=Path)
+    parser.add_argument(
+        "--recordings", type=Path, nargs="+", help="folders of `disagg load compare`, to simulate again"
+    )
+    parser.add_argument("--times", type=Path, help="a file of step times")
+    parser.add_argument("--engine", choices=("exact", "fast"), default="exact", help="for --recordings")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     accuracy: Row = {}
     rows: list[Row] = []
-    if options.recorded is not None:
-        if options.scenario is None or options.times is None:
-            parser.error("--recorded needs --scenario and --times")
-        accuracy = errors(options)
+    if options.recordings is not None:
+        if options.times is None:
+            parser.error("--recordings needs --times")
+        compared = compare_folders(options.recordings, options.times, options.engine)
+        rows, accuracy = point_rows(compared), accuracy_summary(compared)
     else:
         rows = speed_rows(options)
-        columns = list(rows[0]) if rows else []
-        shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
-        print_table("simulated", columns, shown)
+    columns = list(rows[0]) if rows else []
+    shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
+    print_table("simulated", columns, shown)
+    if accuracy:
+        print(json.dumps(accuracy, indent=2))
     flat = summary(rows, accuracy, options.dynamo_reuse, options.dynamo_ttft_ms)
     print(json.dumps(flat, indent=2))
     if options.json is not None:

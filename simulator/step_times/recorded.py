@@ -33,6 +33,8 @@ WARM_UP_S = 3.0
 """Steps of the first seconds after the first one are left out."""
 LONGEST_GAP_S = 0.05
 """Messages that are further apart are not of two steps that follow each other."""
+SEEN_S = 0.03
+"""By so much the time of a step may be off."""
 MIN_GAPS = 20
 """Of a kind, for a mean."""
 CONTEXT_BUCKET = 128
@@ -176,22 +178,22 @@ def _mean_gaps(worker: WorkerTrace) -> list[tuple[int, float, int]]:
 
 
 def _message_s(traces: Sequence[Trace], own_s: float) -> float:
-    """Of one message: the time from a request to its first token holds two of them, where the worker was idle and
-    needed one step. The lower quartile is taken for that."""
+    """Of one message. From a request to its first token there are two, and four where the worker asks another one for
+    room first; the rest of the time is steps with prompts. The lower quartile is taken: the worker was idle."""
     rests: list[float] = []
     for each in traces:
         for worker_id, came, first in each.first_tokens_s:
+            worker = each.workers[worker_id]
             steps = [
                 step.sample.ms / 1e3
-                for step in each.workers[worker_id].steps
-                if came < step.begin + LONGEST_GAP_S and step.begin < first and step.sample.prefill_tokens
+                for step in worker.steps
+                if step.sample.prefill_tokens and came < step.begin + SEEN_S and step.end < first + SEEN_S
             ]
-            if len(steps) == 1 and first - came > steps[0]:
-                rests.append(first - came - steps[0] - own_s)
-    if not rests:
-        return 0.0
+            if steps:
+                rest_s = first - came - sum(steps) - len(steps) * own_s
+                rests.append(rest_s / (2 if "decode" in worker.roles else 4))
     rests.sort()
-    return max(0.0, rests[len(rests) // 4] / 2.0)
+    return max(0.0, rests[len(rests) // 4]) if rests else 0.0
 
 
 # ---------------------------------------------------------------- beside neighbours
