@@ -1,4 +1,4 @@
-"""Step times, sharing and overheads from recordings of a router's events (`disagg replay`): what a serving cluster
+"""Step times, sharing and overheads from recordings of a router's events (`router/recording`): what a serving cluster
 measured of itself.
 
     trace(events)      -> WorkerTrace of each worker: its steps with their times, its messages
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.proto.messages import StepSample
+from disagg.proto.messages import StepSample, WorkerInfo
 from disagg.router.requests.events import Event, FromWorker, Submit, WorkerReported, WorkerUp
 from disagg.router.workers.least_squares import Moments
 from disagg.simulator.step_times.fitted import MIN_SAMPLES, features, work_of
@@ -55,10 +55,15 @@ class TimedStep(NamedTuple):
 class WorkerTrace:
     """What one worker did."""
 
-    roles: tuple[str, ...] = ()
+    info: WorkerInfo | None = None
     steps: list[TimedStep] = field(default_factory=list)
     messages: list[tuple[float, int]] = field(default_factory=list)
     """Time and number of tokens of each of its updates."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What it registered for."""
+        return () if self.info is None else self.info.roles
 
 
 @dataclass
@@ -68,6 +73,11 @@ class Trace:
     workers: dict[WorkerId, WorkerTrace] = field(default_factory=dict)
     first_tokens_s: list[tuple[WorkerId, float, float]] = field(default_factory=list)
     """Worker, when the request came, when its first token came."""
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """What its workers registered."""
+        return [worker.info for worker in self.workers.values() if worker.info is not None]
 
 
 class Calibration(NamedTuple):
@@ -87,7 +97,7 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
     for now, event in events:
         match event:
             case WorkerUp(info=info):
-                found.workers.setdefault(info.worker_id, WorkerTrace()).roles = info.roles
+                found.workers.setdefault(info.worker_id, WorkerTrace()).info = info
             case WorkerReported(report=report):
                 worker, end = found.workers.setdefault(report.worker_id, WorkerTrace()), now
                 for sample in reversed(report.steps):

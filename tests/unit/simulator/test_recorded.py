@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -29,7 +31,7 @@ SHARING = Sharing(
 LENGTHS = RandomWorkload(isl=(16, 700), osl=(32, 200))
 
 
-def record(monkeypatch: pytest.MonkeyPatch, rate_per_s: float, sharing: Sharing | None, pools: dict[str, int]) -> Trace:
+def record(monkeypatch: pytest.MonkeyPatch, rate_per_s: float, sharing: Sharing | None, pools: dict[str, Any]) -> Trace:
     """What the router of a simulated cluster is given."""
     spec = cluster_spec(**pools, times=TIMES, overheads=OVERHEADS, sharing=sharing, router=NO_LOCAL)
     events: list[tuple[float, Event]] = []

@@ -1,5 +1,8 @@
-"""`disagg calibrate`: measures steps of one worker's engine on this machine and writes them to a file, from which
-`disagg plan` and `disagg simulate` take step times."""
+"""`disagg calibrate`: writes a file of step times for `disagg plan` and `disagg simulate`.
+
+run_calibrate    measures steps of one worker's engine on this machine
+run_recorded     takes what workers measured while they served, from recordings of their gateway
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
+from disagg.router.recording.entries import Handled
+from disagg.router.recording.recording_file import RecordingError, RecordingReader
 from disagg.simulator.step_times.calibration_file import StepRecording, decode_recording, encode_recording
 from disagg.simulator.step_times.fitted import FITS, MIN_SAMPLES, error_of, held_out_error
 from disagg.simulator.step_times.grid import grid
+from disagg.simulator.step_times.recorded import Trace, calibrate, trace
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 WARM_UPS = 1
@@ -163,6 +169,56 @@ def run_calibrate(
     out.write_bytes(encode_recording(recording))
     print_fits(console, samples)
     say(f"written to {out}; next: disagg plan --step-times {out} --device cpu-core --model {name} ...")
+
+
+def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: Console) -> None:
+    """Fit recordings of a router's events, write the file, print what was found. Raises `ConfigError`."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.parent}")
+    traces, epoch_s = [], 0.0
+    for file in files:
+        found, began_s = _read_trace(file)
+        traces.append(found)
+        epoch_s = max(epoch_s, began_s)
+    infos = [info for each in traces for info in each.infos]
+    if len({(info.fingerprint, info.kv_layout) for info in infos}) != 1:
+        raise ConfigError("--recording: the workers in it are of several models, or there is none; record one model")
+    is_one_machine = all(len({info.address.rpartition(":")[0] for info in each.infos}) == 1 for each in traces)
+    samples, sharing, overheads = calibrate(traces, is_one_machine=is_one_machine)
+    layout = infos[0].kv_layout
+    recording = StepRecording(
+        model=model or infos[0].fingerprint,
+        fingerprint=infos[0].fingerprint,
+        dtype=layout.dtype,
+        machine=machine_name(),
+        date=datetime.datetime.fromtimestamp(epoch_s, datetime.UTC).isoformat(timespec="seconds"),
+        kv_bytes_per_token=layout.bytes_per_token,
+        overheads=overheads,
+        sharing=sharing,
+        samples=samples,
+    )
+    out.write_bytes(encode_recording(recording))
+    print_fits(console, samples)
+    found_s = table("per", "ms>")
+    for part in (overheads, *([sharing] if sharing is not None else [])):
+        for name, value in msgspec.structs.asdict(part).items():
+            if value:
+                found_s.add_row(name, f"{value:.3f} of a step" if "_by_" in name else f"{value * 1e3:.3f}")
+    console.print(found_s)
+    console.print(f"written to {out}; next: disagg simulate ... --times {out}", highlight=False, soft_wrap=True)
+
+
+def _read_trace(file: Path) -> tuple[Trace, float]:
+    """One recording, and when it began in seconds since the epoch."""
+    try:
+        with file.open("rb") as opened:
+            reader = RecordingReader(opened)
+            events = ((entry.now, entry.event) for entry in reader.entries() if isinstance(entry, Handled))
+            return trace(events), reader.header.epoch_s
+    except OSError as error:
+        raise ConfigError(f"--recording: {file} cannot be read: {error.strerror}") from None
+    except RecordingError as error:
+        raise ConfigError(f"--recording: {file}: {error}") from None
 
 
 def machine_name() -> str:

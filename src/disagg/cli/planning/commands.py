@@ -18,6 +18,7 @@ def register(app: typer.Typer, panel: str) -> None:
         epilog=examples(
             "disagg calibrate --model smollm2-135m --out steps.json",
             "disagg calibrate --model smollm2-135m --threads 2 --limit-s 300 --out steps.json",
+            "disagg calibrate --recording events/FILE --model smollm2-135m --out steps.json",
         ),
     )(calibrate)
     app.command(
@@ -33,7 +34,14 @@ def register(app: typer.Typer, panel: str) -> None:
 
 def calibrate(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", dir_okay=False)],
-    model: Annotated[str, typer.Option("--model", "-m", help="Name of an imported model, or its folder.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Name of an imported model, or its folder. With --recording only a name."),
+    ] = None,
+    recording: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recorded events of a gateway whose workers' steps are taken; several times for several."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     quantization: Annotated[str, typer.Option(help="Of the weights: none, int8 (CPU) or fp8 (GPU).")] = "none",
     device: Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, ...")] = "cpu",
@@ -42,9 +50,19 @@ def calibrate(
     token_budget: Annotated[int, typer.Option(help="Tokens of the largest step.", min=16, max=65536)] = 512,
     limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds to measure.", min=1.0, max=86400.0)] = 120.0,
 ) -> None:
-    """Measure steps of one worker's engine on this machine, for `plan` and `simulate`. Nothing else should run."""
-    from disagg.cli.planning.calibrate import run_calibrate, worker_config
+    """Measure steps of one worker's engine on this machine, for `plan` and `simulate`. Nothing else should run.
 
+    With --recording nothing is run: the steps, and what processes of one machine take from each other, are those of a
+    cluster that served (`gateway.record_events`).
+    """
+    from disagg.cli.planning.calibrate import run_calibrate, run_recorded, worker_config
+    from disagg.proto.errors import ConfigError
+
+    if recording:
+        run_recorded(recording, model, out, console())
+        return
+    if model is None:
+        raise ConfigError("--model: say which model to measure, or give a --recording")
     config = worker_config(
         model,
         dtype=dtype,

@@ -10,11 +10,25 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.planning import calibrate
-from disagg.cli.planning.calibrate import machine_name, measure, read_recording, run_calibrate, worker_config
+from disagg.cli.planning.calibrate import (
+    machine_name,
+    measure,
+    read_recording,
+    run_calibrate,
+    run_recorded,
+    worker_config,
+)
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.factories import make_runner
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.proto.errors import ConfigError
+from disagg.router.recording.recorded_core import RecordedCore
+from disagg.simulator.step_times.fitted import fit
+from disagg.simulator.step_times.interface import StepWork
+from disagg.simulator.workers.surroundings import GATEWAY
+from disagg.simulator.world import gateway as simulated_gateway
+from tests.support.recordings import ListSink, file_of, header_of
+from tests.support.simulation import NO_LOCAL, LinearTimes, asked, cluster_spec, simulated
 
 
 def fake_config(token_budget: int = 64) -> WorkerConfig:
@@ -119,3 +133,53 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"^--step-times: \S+steps.json: not recorded step times: "):
         read_recording(tmp_path / "steps.json")
+
+
+# ---------------------------------------------------------------- from recordings of a cluster that served
+
+
+def recorded_run(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The recording of a simulated cluster's gateway, as a file."""
+    sink = ListSink()
+    monkeypatch.setattr(simulated_gateway, "RouterCore", lambda config, gateway_id: RecordedCore(config, GATEWAY, sink))
+    spec = cluster_spec(prefill=1, decode=1, router=NO_LOCAL, times=LinearTimes(base_s=0.004, token_s=0.0005))
+    simulated(spec, asked(*[(0.2 * i, 20 + 41 * i % 300, 10 + i % 40) for i in range(100)]))
+    return file_of(header_of(spec.router, GATEWAY), sink.entries)
+
+
+def test_step_times_come_from_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / "run.events", tmp_path / "steps.json"
+    file.write_bytes(recorded_run(monkeypatch))
+    shown = io.StringIO()
+    run_recorded([file], "small", out, Console(file=shown, width=200))
+    recording = read_recording(out)
+    assert (recording.model, recording.fingerprint, recording.kv_bytes_per_token) == ("small", "simulated", 1000)
+    assert recording.sharing is None  # each simulated worker has a host of its own
+    step = fit(recording.samples)
+    assert step.step_s(StepWork(200, 20_100, 0, 0)) == pytest.approx(0.104, rel=0.02)
+    assert step.step_s(StepWork(0, 0, 3, 600)) == pytest.approx(0.010, rel=0.02)
+    assert f"written to {out}; next: disagg simulate ... --times {out}" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no recording", "not a recording of a router's events"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "run.events"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        run_recorded([file], None, tmp_path / "steps.json", Console(file=io.StringIO()))
+    assert str(refused.value).startswith(f"--recording: {file}")
+    assert str(refused.value).endswith(message)
+
+
+def test_a_recording_without_workers_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.events"
+    file.write_bytes(file_of(header_of(NO_LOCAL, GATEWAY), []))
+    with pytest.raises(ConfigError, match=r"^--recording: the workers in it are of several models, or there is none"):
+        run_recorded([file], None, tmp_path / "steps.json", Console(file=io.StringIO()))
