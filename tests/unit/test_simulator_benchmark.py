@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmarks.simulator import command
-from disagg.loadtests.records import RequestRecord
-from disagg.loadtests.verdict.goodput import Slo
+from benchmarks.simulator import accuracy, command, decision
+from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.loadtests.campaign.shapes import parse_shape
+from disagg.loadtests.records import RequestRecord, to_line
+from disagg.loadtests.verdict import recordings
+from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.simulator.step_times.interface import StepWork
 
 
@@ -46,10 +52,56 @@ def test_step_times_are_the_polynomials() -> None:
     assert times.step_s(StepWork(0, 0, 2, 5000)) == pytest.approx((-25.74 + 54.01 + 5.74) / 1e3)
 
 
-def test_errors_are_relative_to_the_recorded_run() -> None:
-    recorded = [record(0, 1.0, 0.010), record(1, 2.0, 0.020)]
-    simulated = [record(0, 1.1, 0.011), record(1, 2.2, 0.022)]
-    errors = command.compare(recorded, simulated, Slo(ttft_s=2.0), 1.0)
-    assert errors["tpot_error"] == pytest.approx(0.1)
-    assert errors["ttft_p50_error"] == pytest.approx(0.1)
-    assert errors["goodput_error"] == -0.5
+def folder(path: Path, name: str, times: dict[int, tuple[float, float]]) -> list[Recording]:
+    """A folder of two shapes at rates 1 and 2, whose requests have these (TTFT, TPOT) at each rate; the second shape is
+    twice as slow."""
+    found = []
+    for shape, factor in (("1p1d", 1.0), ("2x1-chunked:64", 2.0)):
+        for rate, (ttft_s, tpot_s) in times.items():
+            point = Point(
+                shape=shape,
+                shape_config=msgspec.to_builtins(parse_shape(shape, ClusterConfig()).config),
+                workload=RandomWorkload(isl=100, osl=3),
+                arrivals=ArrivalConfig(kind="uniform", rate_per_s=float(rate), num_requests=2),
+            )
+            file = recordings.begin(path / name, point)
+            file.write_bytes(b"".join(to_line(record(i, factor * ttft_s, factor * tpot_s)) for i in range(2)))
+            recordings.finish(path / name, RunInfo(point=point, duration_s=2.0 / rate, num_requests=2))
+            found.append(recordings.load(path / name, point))
+    assert all(found)
+    return [each for each in accuracy.read_folder(path / name) if each in found]
+
+
+def test_errors_are_relative_to_the_measured_runs(tmp_path: Path) -> None:
+    measured = folder(tmp_path, "real", {1: (0.2, 0.008), 2: (0.4, 0.011)})
+    simulated = folder(tmp_path, "simulated", {1: (0.22, 0.008), 2: (0.4, 0.0088)})
+    compared = accuracy.Compared(name="short", measured=measured, simulated=simulated)
+    rows = {(row["shape"], row["rate"]): row for row in accuracy.point_rows([compared])}
+    assert rows["1p1d", 1.0]["ttft_p50_error"] == pytest.approx(0.1)
+    assert rows["1p1d", 2.0]["tpot_p90_error"] == pytest.approx(-0.2)
+    flat = accuracy.summary([compared])
+    assert flat["ttft_p50_error"] == pytest.approx(0.1)
+    assert flat["tpot_p50_error"] == pytest.approx(0.2)
+    # Measured at 0.3 s and 10 ms: 1p1d meets both at rate 1 and none at rate 2; simulated the same.
+    assert flat["goodput_error"] == pytest.approx(0.0)
+    assert flat["difference_error_worst"] == 1.0  # at rate 2 and 0.5 s, 10 ms simulated 1p1d alone meets both
+    assert (flat["orders_compared"], flat["order_kept"]) == (30, 0.9)  # not at rate 2 and 1 s, 20 ms
+
+
+def test_every_point_of_a_folder_is_simulated_again(tmp_path: Path) -> None:
+    folder(tmp_path, "short", {1: (0.2, 0.008), 2: (0.4, 0.011)})
+    times = tmp_path / "times.yaml"
+    times.write_text(
+        "{kv_bytes_per_token: 1000, step: {base_ms: 5, prefill_token_ms: 0.5, decode_ms: 1}, link: "
+        "{bandwidth_bytes_per_s: 1.0e+12, latency_s: 0}}"
+    )
+    (compared,) = accuracy.compare_folders([tmp_path / "short"], times, "exact")
+    assert [len(each.records) for each in compared.simulated] == [2, 2, 2, 2]
+    colocated = next(each for each in compared.simulated if each.info.point.shape == "2x1-chunked:64")
+    # 64 and 36 tokens of the prompt, each with the base.
+    assert colocated.records[0].ttft_s == pytest.approx(0.060, abs=1e-6)
+    assert colocated.records[0].tpot_s == pytest.approx(0.006, abs=1e-6)
+
+
+def test_a_decision_compares_twelve_settings() -> None:
+    assert len(decision.settings()) == 12
