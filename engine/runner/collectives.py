@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
+from disagg.engine.runner.device import torch_device
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -142,21 +143,21 @@ def _root_0() -> Any:
 
 
 class NcclCollective(GroupCollective):
-    """Construction blocks until all ranks are there. `device` is this rank's.
+    """Construction blocks until all ranks are there. `device` is this rank's, with its index.
 
     Raises:
-        RuntimeError: without a CUDA device or NCCL, or if the ranks do not all come in time.
+        RuntimeError: without NCCL, or if the ranks do not all come in time.
     """
 
-    def __init__(self, address: str, secret: ClusterSecret, shard: Shard, device: str) -> None:
-        if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-            raise RuntimeError("ranks on GPUs need a CUDA device and a torch that was built with NCCL")
+    def __init__(self, address: str, secret: ClusterSecret, shard: Shard, device: torch.device) -> None:
+        if not torch.distributed.is_nccl_available():
+            raise RuntimeError("ranks on GPUs need a torch that was built with NCCL")
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
         with rank_store(address, secret, shard, SET_UP_TIMEOUT_S) as store:
             super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options), store)
             # The communicator is made now, not within the first step.
-            self._group.eager_connect_single_device(torch.device(device))
+            self._group.eager_connect_single_device(device)
 
     @override
     def close(self) -> None:
@@ -171,8 +172,10 @@ def make_collective(device: str, address: str, secret: ClusterSecret, shard: Sha
     GPU's.
 
     Raises:
+        ConfigError: this torch does not see the device.
         RuntimeError: if they do not all come in time, or this machine lacks what the exchange needs.
     """
-    if torch.device(device).type == "cpu":
+    of_rank = torch_device(device)
+    if of_rank.type == "cpu":
         return GlooCollective(address, secret, shard, host)
-    return NcclCollective(address, secret, shard, device)
+    return NcclCollective(address, secret, shard, of_rank)

@@ -23,6 +23,7 @@ from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives import Collective
+from disagg.engine.runner.device import torch_device
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.runner.model.batch import to_batch
@@ -68,7 +69,7 @@ class TorchModelRunner(ShardRunner):
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         check_share_weights(config.share_weights, config.device, config.tp)
         set_num_threads(config.num_threads)
-        self._device = _device(config.device)
+        self._device = torch_device(config.device)
         if self._device.type == "cpu":
             logger.info("worker %s: CPU kernels %s", config.worker_id, describe())  # compiles them if needed
         self._config = config
@@ -254,16 +255,6 @@ def _as_tensor(buffer: Buffer) -> Tensor:
     """A staging buffer without a copy."""
     tensor: Tensor = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
     return tensor
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not a torch device: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: this torch sees no CUDA device")
-    return device
 
 
 def _max_model_len(model: ModelConfig, config: WorkerConfig, cache_tokens: int) -> int:

@@ -1,0 +1,60 @@
+"""CUDA devices by name, with torch's view of the machine replaced: no device is there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from disagg.engine.runner import collectives
+from disagg.engine.runner.device import torch_device
+from disagg.engine.sharding.shards import Shard
+from disagg.proto.errors import ConfigError
+from tests.support.secret import SECRET
+
+
+@pytest.fixture
+def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.mark.usefixtures("_two_devices")
+@pytest.mark.parametrize(("name", "index"), [("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_cuda_device_has_an_index(name: str, index: int) -> None:
+    assert torch_device(name) == torch.device("cuda", index)
+
+
+@pytest.mark.usefixtures("_two_devices")
+@pytest.mark.parametrize(("name", "reason"), [("cuda:2", "sees 2 CUDA devices"), ("gpu", "is not a torch device")])
+def test_what_is_no_device_here_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        torch_device(name)
+
+
+class PlayedGroup:
+    """Keeps communicators by the raw index of the device, as torch's `ProcessGroupNCCL` does, with -1 for none."""
+
+    communicators: ClassVar[list[int]] = []
+
+    class Options:
+        pass
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.communicators.append(-1 if device.index is None else device.index)
+
+
+@pytest.mark.usefixtures("_two_devices")
+def test_ranks_connect_by_the_index_that_their_tensors_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", PlayedGroup, raising=False)
+    monkeypatch.setattr(collectives, "rank_store", lambda *_: contextlib.nullcontext())
+    PlayedGroup.communicators.clear()
+    for rank, name in enumerate(("cuda:0", "cuda")):  # of rank 0, and of a follower that sees one device
+        collectives.make_collective(name, "", SECRET, Shard(rank, 2), "127.0.0.1")
+    assert PlayedGroup.communicators == [0, 1]
