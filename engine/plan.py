@@ -79,6 +79,20 @@ RowFault = Literal["model", "request"]
 good and the request's bias, masks, penalties and temperature left nothing finite (`request`)."""
 
 
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether a device gave this error that gives it for every later call, too: a CUDA context in which a kernel failed
+    cannot be used again, short of another process. Out of memory is no such error. Torch's class is found by its
+    name, because a worker without a model does not load torch; Triton's launcher raises plain RuntimeErrors."""
+    if any((base.__module__, base.__name__) == ("torch", "AcceleratorError") for base in type(error).__mro__):
+        return getattr(error, "error_code", None) != OUT_OF_MEMORY
+    text = str(error)
+    return isinstance(error, RuntimeError) and text.startswith("Triton Error [CUDA]") and "out of memory" not in text
+
+
 class BadLogitsError(InternalError, RuntimeError):
     """The model gave logits that nothing can be sampled from, in every row of a step."""
 

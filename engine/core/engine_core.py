@@ -50,7 +50,7 @@ from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.steps import Steps, failed
-from disagg.engine.plan import ModelRunner, StepPlan
+from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -278,6 +278,8 @@ class EngineCore:
                 try:
                     totals["swapped_out_blocks"] += self._swapper.swap_out(effect)
                 except Exception as error:
+                    if is_fatal(error):
+                        raise
                     _log.error(
                         "swapping out the KV of %s failed, it must be computed again", sequence.key, exc_info=error
                     )

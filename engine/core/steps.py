@@ -36,6 +36,7 @@ from disagg.engine.plan import (
     StepPlan,
     StepQueue,
     StepResult,
+    is_fatal,
 )
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.sampling_rules import edits_logits
@@ -182,6 +183,9 @@ def _check_logits(plan: StepPlan, result: StepResult) -> None:
 
 
 def failed(scheduler: Scheduler, sequence: Sequence, what: str, error: Exception) -> Ended:
-    """End a sequence whose step or copy raised."""
+    """End a sequence whose step or copy raised. Raises `error` where the device cannot be used any more, which ends the
+    worker: it would fail everything that comes, be empty, and so be given more."""
+    if is_fatal(error):
+        raise error
     _log.error("%s of %s failed", what, sequence.key, exc_info=error)
     return scheduler.end(sequence, "failed", f"{what}: {type(error).__name__}: {error}")

@@ -48,7 +48,7 @@ from disagg.engine.parallel.messages import (
     decode_step,
 )
 from disagg.engine.parallel.staging import StagingParts
-from disagg.engine.plan import Buffer
+from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
@@ -244,4 +244,6 @@ def _copy(runner: ShardRunner, staging: StagingParts, command: GatherPart | Scat
         runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
         return Done(call=command.call, ok=True)
     except (ValueError, RuntimeError) as error:
+        if is_fatal(error):
+            raise
         return Done(call=command.call, ok=False, error=f"{type(error).__name__}: {error}")

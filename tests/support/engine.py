@@ -172,11 +172,12 @@ def move_kv(source: EngineCore, target: EngineCore, key: AttemptKey, ranges: Seq
 
 
 class FailingRunner(FakeModelRunner):
-    """A fake runner whose operations named in `failing` raise."""
+    """A fake runner whose operations named in `failing` raise: `error`, or one that names the operation."""
 
     def __init__(self, num_blocks: int = 10, block_size: int = BLOCK) -> None:
         super().__init__(num_blocks, block_size, 4096, VOCAB_SIZE)
         self.failing: set[str] = set()
+        self.error: Exception | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         self._fail_if_told("run")
@@ -192,7 +193,7 @@ class FailingRunner(FakeModelRunner):
 
     def _fail_if_told(self, operation: str) -> None:
         if operation in self.failing:
-            raise RuntimeError(f"{operation} is broken")
+            raise self.error or RuntimeError(f"{operation} is broken")
 
 
 def make_scheduler(

@@ -5,6 +5,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from disagg.engine.commands import (
     Add,
@@ -286,6 +287,19 @@ class TestEveryCommandInEveryState:
         assert_idle(core)
 
 
+def accelerator_error(text: str, code: int) -> torch.AcceleratorError:
+    error = torch.AcceleratorError(f"CUDA error: {text}")
+    error.error_code = code  # type: ignore[attr-defined]  # torch sets it
+    return error
+
+
+FATAL = (
+    accelerator_error("an illegal memory access was encountered", 700),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+)
+PASSING = (accelerator_error("out of memory", 2), torch.OutOfMemoryError("CUDA out of memory."))
+
+
 class TestFaults:
     def test_a_failing_step_ends_its_sequences_and_no_others(self) -> None:
         runner = FailingRunner()
@@ -334,6 +348,34 @@ class TestFaults:
             Gathered(KEY, 4, ok=False),
             Ended(KEY, GATEWAY, "failed", "gather: RuntimeError: gather is broken"),
         ]
+        assert_idle(core)
+
+    @pytest.mark.parametrize("error", FATAL, ids=str)
+    def test_an_error_that_a_device_gives_for_ever_is_raised(self, error: Exception) -> None:
+        runner = FailingRunner()
+        runner.error = error
+        core = make_core(runner=runner)
+        handle_all(core, Add(make_spec("held", PROMPT), hold_after_prefill=True), Reserve(make_spec("a", PROMPT)))
+        run_until_idle(core)
+        handle_all(core, Add(make_spec("b", PROMPT)))
+        runner.failing = {"run", "gather", "scatter"}
+        for operation in (
+            lambda: core.step(0.0),
+            lambda: core.handle(Gather(key_of("held"), 1, 0, 40, new_buffer(40)), 0.0),
+            lambda: core.handle(Scatter(KEY, 1, 0, 40, new_buffer(40)), 0.0),
+        ):
+            with pytest.raises(RuntimeError) as raised:
+                operation()
+            assert raised.value is error
+
+    @pytest.mark.parametrize("error", PASSING, ids=str)
+    def test_a_device_that_is_out_of_memory_ends_the_step_only(self, error: Exception) -> None:
+        runner = FailingRunner()
+        runner.error = error
+        core = make_core(runner=runner)
+        handle_all(core, Add(make_spec("a", PROMPT)))
+        runner.failing = {"run"}
+        assert end_of(core.step(0.0), "a").reason == "failed"
         assert_idle(core)
 
     def test_a_buffer_that_is_too_small_ends_its_sequence(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from disagg.engine.parallel.messages import (
     Answer,
@@ -210,6 +211,19 @@ def test_a_follower_that_cannot_compute_says_so_and_ends() -> None:
     assert failed.error.startswith("IndexError: ")
     assert leader.rank.join() == 3
     assert leader.rank.transports.is_closed
+
+
+def test_a_copy_that_fails_for_ever_ends_a_follower() -> None:
+    class Lost(FakeModelRunner):
+        def gather_part(self, *_: object) -> list[int]:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    leader = Leader(Lost(8, 16, 4096, VOCAB_SIZE, num_kv_heads=2, shard=Shard(1, 2)))
+    leader.begin()
+    leader.connection.send(gather(1))
+    failed = leader.hear()
+    assert failed == Failed(error="AcceleratorError: CUDA error: an illegal memory access was encountered")
+    assert leader.rank.join() == 3
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", b"\x81\xa4type\xa4Boom"])
