@@ -41,6 +41,7 @@ from disagg.cluster.system.children import (
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
+from disagg.engine.device_environment import device_environment
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.ids import WorkerId
@@ -122,11 +123,12 @@ class ProcessLauncher(Launcher):
 
     @override
     def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
-        self._start(config.worker_id, WORKER_MODULE, config, controller_address, config.num_threads)
+        environment = thread_environment(config.num_threads) | device_environment(config.device)
+        self._start(config.worker_id, WORKER_MODULE, config, controller_address, environment)
 
     @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        self._start(GATEWAY, GATEWAY_MODULE, spec, controller_address, 1)
+        self._start(GATEWAY, GATEWAY_MODULE, spec, controller_address, thread_environment(1))
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -161,7 +163,14 @@ class ProcessLauncher(Launcher):
         with self._lock:
             return self._children[name].process.pid
 
-    def _start(self, name: str, module: str, config: msgspec.Struct, controller_address: str, num_threads: int) -> None:
+    def _start(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        controller_address: str,
+        environment: dict[str, str],
+    ) -> None:
         try:
             child = start_child(
                 name,
@@ -170,7 +179,7 @@ class ProcessLauncher(Launcher):
                 controller_address,
                 self._secret,
                 self._log_dir,
-                thread_environment(num_threads) | log_environment(self._logs.level, self._logs.format, os.environ),
+                environment | log_environment(self._logs.level, self._logs.format, os.environ),
             )
         except OSError as error:
             raise LaunchError(f"{module} cannot be run: {error}") from error

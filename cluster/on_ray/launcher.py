@@ -50,6 +50,7 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.logs import log_environment
 from disagg.cluster.system.process_tools import describe, thread_environment
 from disagg.engine.config import WorkerConfig
+from disagg.engine.device_environment import device_environment
 from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
 
@@ -106,7 +107,8 @@ class RayLauncher(Launcher):
             bind_node=self._config.network.bind == "node",
             tp=config.tp,
         )
-        self._start(settings, config, config.num_threads, self._worker_bundle(config), self._labels(name))
+        environment = thread_environment(config.num_threads) | device_environment(config.device)
+        self._start(settings, config, environment, self._worker_bundle(config), self._labels(name))
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -121,7 +123,7 @@ class RayLauncher(Launcher):
             spec = msgspec.structs.replace(spec, cores=())
         settings = ProcessSettings(name=GATEWAY, kind="gateway", cores=self._cores)
         here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
-        self._start(settings, spec, 1, _on_node(ray.util.get_node_ip_address()), here)
+        self._start(settings, spec, thread_environment(1), _on_node(ray.util.get_node_ip_address()), here)
 
     @override
     def stop_gateway(self) -> None:
@@ -167,7 +169,7 @@ class RayLauncher(Launcher):
         self,
         settings: ProcessSettings,
         content: msgspec.Struct,
-        num_threads: int,
+        environment: dict[str, str],
         bundle: Bundle,
         labels: dict[str, str],
     ) -> None:
@@ -179,7 +181,7 @@ class RayLauncher(Launcher):
         name = settings.name
         self._stop([name])  # whatever is left of an earlier process
         ray_store.delete(ray_store.failure_key(name))
-        environment = self._environment(num_threads)
+        environment = environment | self._log_environment()
         try:
             group = self._groups[name] = ray.util.placement_group(
                 [bundle] * settings.tp,
@@ -205,9 +207,9 @@ class RayLauncher(Launcher):
             self._stop([name])
             raise LaunchError(f"Ray cannot start it: {describe(error)}") from error
 
-    def _environment(self, num_threads: int) -> dict[str, str]:
+    def _log_environment(self) -> dict[str, str]:
         logs = self._config.logging
-        return thread_environment(num_threads) | log_environment(logs.level, logs.format, os.environ)
+        return log_environment(logs.level, logs.format, os.environ)
 
     def _worker_bundle(self, config: WorkerConfig) -> Bundle:
         import ray

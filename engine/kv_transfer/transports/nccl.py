@@ -15,7 +15,14 @@ On the one thread of a device that would hold up all pairs, and two workers that
 exchanges a byte while both sides are in `accept` and `connect`.
 
 A dead peer, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
-process for either, so it is switched off.
+process for either, so it is switched off (`engine/device_environment.py`).
+
+Torch has 32 pooled streams for each device and priority, and hands them out in turn. So a pair's stream is our own, and
+the one that torch takes for its communicator comes from the pool of high priority, which nothing else here uses: the
+first 32 pairs share none. (One that is formed later shares with the 32nd before it, should that still be open.)
+
+An error that the device gives for ever, or a bug, ends the thread and with it the process: without the thread all pairs
+would wait for ever.
 
 Only a communicator that is gone proves that nothing writes to a buffer any more. Where `abort` does not return in time,
 no timeout gives that evidence, and a worker that went on could answer with other requests' KV: the process ends
@@ -24,14 +31,14 @@ no timeout gives that evidence, and a worker that went on could answer with othe
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import datetime
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +46,7 @@ import torch
 import torch.distributed
 from typing_extensions import override
 
+from disagg.engine.device_environment import GPU_ENVIRONMENT
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
 from disagg.engine.kv_transfer.transports.transport import (
@@ -54,7 +62,7 @@ from disagg.engine.kv_transfer.transports.transport import (
     ignore_posted,
     with_checksum,
 )
-from disagg.engine.plan import Buffer
+from disagg.engine.plan import Buffer, is_fatal
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
@@ -72,6 +80,8 @@ EXIT_STATUS = 3
 def _require_nccl() -> None:
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         raise RuntimeError("transport nccl needs a CUDA device and a torch that was built with NCCL; use gloo")
+    for name, value in GPU_ENVIRONMENT.items():  # all there in a worker's process
+        os.environ.setdefault(name, value)
 
 
 class NcclRendezvous(Rendezvous):
@@ -123,59 +133,44 @@ class NcclConnector:
 def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> NcclTransport:
     rank = RANK_OF[side]
     device = torch.device("cuda", torch.cuda.current_device())
+    thread = _device_thread(device.index)
+    stream: OwnStream | None = None
+    group: Any = None
     try:
+        stream = thread.new_stream()
         with member_store(pair_name, address, secret, rank, 2, SET_UP_TIMEOUT_S) as store:
             group = _new_group(store, rank)
             group.eager_connect_single_device(device)
-            _exchange_a_byte(group, rank, device)
+            _exchange_a_byte(group, rank, device, stream.torch_stream)
     except (OSError, RuntimeError, ValueError) as error:
+        if is_fatal(error):
+            thread.end_process(error)
+        if group is not None:
+            group.abort()  # waits as long as torch still tries, which holds up this pair alone
+        if stream is not None:
+            stream.destroy()
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return NcclTransport(group, store, 1 - rank, _device_thread(device.index), Checksum.of_secret(secret))
+    return NcclTransport(group, store, 1 - rank, thread, stream, Checksum.of_secret(secret))
 
 
-_WATCHDOG_OFF = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-}
-"""Torch takes these from the environment only, when a group is made. Its watchdog thread runs all the same, and at an
-error waits four times the last one, with a lock that new operations and the end of the group need."""
 _NEVER = datetime.timedelta(days=1)
 """When the watchdog would call an operation late: the state machines are quicker."""
-_environment_lock = threading.Lock()
+_MAX_CTAS = 4
+"""Blocks of a send or receive: while it waits it keeps as many processors from the engine."""
 
 
 def _new_group(store: Any, rank: int) -> Any:
     options = _dist.ProcessGroupNCCL.Options()
     options.config.blocking = False
+    options.config.max_ctas = _MAX_CTAS
+    options.is_high_priority_stream = True
     options._timeout = _NEVER
-    with _environment_lock:
-        # How long a call may wait for the peer's half of it; read once in a process, at the first such wait.
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(SET_UP_TIMEOUT_S)))
-        with _environment(_WATCHDOG_OFF):
-            return _dist.ProcessGroupNCCL(store, rank, 2, options)
+    return _dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """With these variables, and as it was again afterwards."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _exchange_a_byte(group: Any, rank: int, device: torch.device) -> None:
+def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any) -> None:
     """From rank 0 to rank 1, in the direction in which KV goes. RuntimeError where it does not arrive in time."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    stream = _cuda.Stream(device)
     stream.wait_stream(_cuda.current_stream(device))
     with torch.cuda.stream(stream):
         (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
@@ -184,9 +179,43 @@ def _exchange_a_byte(group: Any, rank: int, device: torch.device) -> None:
     ends_at = time.monotonic() + SET_UP_TIMEOUT_S
     while not event.query():
         if time.monotonic() > ends_at:
-            group.abort()
             raise RuntimeError(f"no byte came through in {SET_UP_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)
+
+
+class OwnStream:
+    """A CUDA stream of our own, which waits for no other one.
+
+    Raises:
+        RuntimeError: if the driver has none.
+    """
+
+    _NON_BLOCKING = 1
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._check(_driver().cuStreamCreate(ctypes.byref(self._handle), self._NON_BLOCKING), "cuStreamCreate")
+        self.torch_stream: Any = _cuda.ExternalStream(self._handle.value, device=device)
+
+    def destroy(self) -> None:
+        """Give it back; nothing may use it any more."""
+        with torch.cuda.device(self._device):
+            self._check(_driver().cuStreamDestroy_v2(self._handle), "cuStreamDestroy")
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            raise RuntimeError(f"{call} on CUDA device {self._device} failed with error {status}")
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _exit_process() -> None:
+    logging.shutdown()
+    os._exit(EXIT_STATUS)
 
 
 @dataclass(slots=True, eq=False)
@@ -198,29 +227,55 @@ class _Operation:
     event: Any = None
     error: str = ""
 
-    @property
-    def over(self) -> bool:
-        return bool(self.error) or self.transport.closed or self.event.query()
+    def is_over(self) -> bool:
+        """Raises what the device raises, where that is fatal."""
+        if self.error or self.transport.closed:
+            return True
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            self.fail(error)
+            return True
+
+    def fail(self, error: Exception) -> None:
+        """Answer with `error`, unless that ends the process."""
+        if is_fatal(error):
+            raise error
+        self.error = str(error) or type(error).__name__
 
 
 class _DeviceThread:
-    """The one thread that makes the NCCL calls of a device. Runs as long as the process."""
+    """The one thread that makes the NCCL calls of a device. Runs as long as the process, which ends with it."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, exit_process: Callable[[], None] = _exit_process) -> None:
         self._device = device
+        self._exit_process = exit_process
         self._queue: deque[_Operation] = deque()
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name=f"kv-nccl-{device}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"kv-nccl-{device}", daemon=True)
+        self._thread.start()
 
-    def new_stream(self) -> Any:
-        return _cuda.Stream(self._device)
+    def new_stream(self) -> OwnStream:
+        """For one pair."""
+        return OwnStream(self._device)
 
     def submit(self, operation: _Operation) -> None:
         with self._changed:
             self._queue.append(operation)
             self._changed.notify()
 
+    def end_process(self, error: BaseException) -> None:
+        """The device cannot be used any more, or this thread cannot go on."""
+        logger.critical("NCCL on CUDA device %d: ending the process", self._device, exc_info=error)
+        self._exit_process()
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.end_process(error)
+
+    def _serve(self) -> None:
         torch.cuda.set_device(self._device)
         under_way: list[_Operation] = []
         while True:
@@ -233,7 +288,7 @@ class _DeviceThread:
                 with torch.cuda.stream(operation.transport.stream):
                     self._post(operation)
             under_way += fresh
-            finished = [operation for operation in under_way if operation.over]
+            finished = [operation for operation in under_way if operation.is_over()]
             under_way = [operation for operation in under_way if operation not in finished]
             for operation in finished:
                 error = operation.error or (CLOSED if operation.transport.closed else "")
@@ -251,8 +306,8 @@ class _DeviceThread:
             work.wait()  # Makes the stream wait, not the thread.
             operation.event = _cuda.Event()
             operation.event.record(operation.transport.stream)
-        except RuntimeError as error:
-            operation.error = str(error)
+        except Exception as error:
+            operation.fail(error)
 
 
 _threads: dict[int, _DeviceThread] = {}
@@ -269,14 +324,23 @@ def _device_thread(device: int) -> _DeviceThread:
 class NcclTransport(PairTransport):
     """An NCCL communicator of two ranks, with a CUDA stream of its own, used on its device's thread."""
 
-    def __init__(self, group: Any, store: MemberStore, peer: int, thread: _DeviceThread, checksum: Checksum) -> None:
+    def __init__(
+        self,
+        group: Any,
+        store: MemberStore,
+        peer: int,
+        thread: _DeviceThread,
+        stream: OwnStream,
+        checksum: Checksum,
+    ) -> None:
         self.group: Any = group
         self._store = store
         """The group's C++ side calls it, and does not keep it alive."""
         self._checksum = checksum
         self.peer = peer
         self.closed = False
-        self.stream: Any = thread.new_stream()
+        self._own_stream = stream
+        self.stream: Any = stream.torch_stream
         self._thread = thread
         self._close_lock = threading.Lock()
 
@@ -307,11 +371,7 @@ class NcclTransport(PairTransport):
         last = _Operation(self, torch.empty(0), True, lambda *_: answered.set())
         self._thread.submit(last)
         answered.wait()
-
-
-def _exit_process() -> None:
-    logging.shutdown()
-    os._exit(EXIT_STATUS)
+        self._own_stream.destroy()
 
 
 def return_or_exit(

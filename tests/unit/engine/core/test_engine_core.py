@@ -287,7 +287,7 @@ class TestEveryCommandInEveryState:
         assert_idle(core)
 
 
-def accelerator_error(text: str, code: int) -> torch.AcceleratorError:
+def accelerator_error(text: str, code: int) -> RuntimeError:
     error = torch.AcceleratorError(f"CUDA error: {text}")
     error.error_code = code  # type: ignore[attr-defined]  # torch sets it
     return error

@@ -1,25 +1,101 @@
-"""What of the NCCL transport needs no GPU: the order of its calls, with a communicator and a device thread that the
-test plays."""
+"""What of the NCCL transport needs no GPU: the order of its calls, its streams, and what becomes of errors. Torch's
+CUDA functions, its process group and the driver are played; the device's thread is the real one where it is tested."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import os
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from disagg.engine.device_environment import GPU_ENVIRONMENT, device_environment
 from disagg.engine.kv_transfer.transports import nccl
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.kv_transfer.transports.transport import UNKEYED, TransportError
+from tests.support.secret import SECRET
+
+WAIT_S = 30.0
+POOL_SIZE = 32
+"""Streams of a device that torch hands out in turn (kStreamsPerPool)."""
+NOTHING: Any = None
+
+
+class PlayedPools:
+    """Torch's two pools of streams, by priority, and the driver; a stream is a number."""
+
+    def __init__(self) -> None:
+        self._next = {False: itertools.cycle(range(POOL_SIZE)), True: itertools.cycle(range(100, 100 + POOL_SIZE))}
+        self._handles = itertools.count(1000)
+        self.destroyed: list[int | None] = []
+
+    def take(self, is_high: bool = False) -> int:
+        return next(self._next[is_high])
+
+    def cuStreamCreate(self, handle: Any, flags: int) -> int:  # noqa: N802
+        assert flags == 1, "a stream that the default stream waits for"
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = next(self._handles)
+        return 0
+
+    def cuStreamDestroy_v2(self, handle: ctypes.c_void_p) -> int:  # noqa: N802
+        self.destroyed.append(handle.value)
+        return 0
 
 
 class PlayedGroup:
-    def __init__(self) -> None:
+    """A communicator, which takes a stream when it is made."""
+
+    made: list[PlayedGroup]
+    pools: PlayedPools
+
+    class Options:
+        class Config:
+            blocking = True
+            max_ctas = 32
+
+        def __init__(self) -> None:
+            self.config = self.Config()
+            self.is_high_priority_stream = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._options = arguments[3] if arguments else self.Options()
         self.num_aborts = 0
+        self.error: Exception | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device.index == 0
+        self.stream = self.pools.take(self._options.is_high_priority_stream)
+        self.made.append(self)
+
+    def send(self, *_: object) -> PlayedGroup:
+        if self.error is not None:
+            raise self.error
+        return self
+
+    recv = send
+
+    def wait(self) -> None: ...
 
     def abort(self) -> None:
         self.num_aborts += 1
+
+
+class PlayedEvent:
+    """Of an operation that is over, or whose device gives an error."""
+
+    error: Exception | None = None
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
 
 
 class PlayedThread:
@@ -28,8 +104,8 @@ class PlayedThread:
     def __init__(self) -> None:
         self.operations: list[Any] = []
 
-    def new_stream(self) -> None:
-        return None
+    def new_stream(self) -> nccl.OwnStream:
+        return nccl.OwnStream(0)
 
     def submit(self, operation: Any) -> None:
         self.operations.append(operation)
@@ -39,12 +115,66 @@ class PlayedThread:
                 each.done(False, "the channel is closed")
 
 
-def test_a_closed_pair_is_aborted_once_and_has_answered_everything() -> None:
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
+    """A machine with one CUDA device and NCCL, as torch presents it."""
+    played = PlayedPools()
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "device": lambda _: contextlib.nullcontext(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda _: None,
+        "Stream": lambda *_: PlayedStream(played.take()),
+        "ExternalStream": lambda handle, device: PlayedStream(handle),
+        "Event": PlayedEvent,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", PlayedGroup, raising=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **others: zeros(*shape, **others))
+    monkeypatch.setattr(nccl, "member_store", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(nccl, "_driver", lambda: played)
+    monkeypatch.setattr(nccl, "_threads", {0: PlayedThread()})
+    PlayedGroup.made, PlayedGroup.pools, PlayedEvent.error = [], played, None
+    return played
+
+
+class PlayedStream:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait_stream(self, other: object) -> None: ...
+
+
+class Exits(queue.SimpleQueue[None]):
+    """One for each time that the process would have ended."""
+
+
+@pytest.fixture
+def exits() -> Exits:
+    return Exits()
+
+
+@pytest.fixture
+def thread(pools: PlayedPools, exits: Exits) -> Iterator[Any]:
+    running: Any = nccl._DeviceThread(0, lambda: exits.put(None))
+    yield running
+    running.submit(None)  # no operation, at which it ends like at any other bug
+    running._thread.join(WAIT_S)
+
+
+def transport_on(thread: Any, group: Any) -> NcclTransport:
+    return NcclTransport(group, NOTHING, 1, thread, nccl.OwnStream(0), UNKEYED)
+
+
+def test_a_closed_pair_is_aborted_once_and_has_answered_everything(pools: PlayedPools) -> None:
     group = PlayedGroup()
     said: list[object] = []
-    thread: Any = PlayedThread()
-    store: Any = None
-    transport = NcclTransport(group, store, 1, thread, UNKEYED)
+    thread = PlayedThread()
+    transport = transport_on(thread, group)
     buffer = torch.zeros(8, dtype=torch.uint8)
     transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
     assert said == ["posted"]
@@ -52,16 +182,104 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything() -> None:
     transport.close()
     transport.close()
     assert group.num_aborts == 1
+    assert pools.destroyed == [1000]
     assert said == ["posted", (False, "the channel is closed", 0)]
     transport.recv(buffer, 8, lambda *answer: said.append(answer), lambda: said.append("posted"))
     transport.send(buffer, 4, lambda *answer: said.append(answer))
     assert said[2:] == [(False, "the channel is closed", 0), (False, "the channel is closed")]
 
 
-def test_the_watchdog_is_off_for_the_groups_of_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    with nccl._environment(nccl._WATCHDOG_OFF):
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+@pytest.mark.usefixtures("pools")
+def test_no_stream_is_used_by_two_of_as_many_pairs_as_a_worker_keeps() -> None:
+    pairs = [nccl._join(f"p{number}", "address", SECRET, "sender") for number in range(POOL_SIZE)]
+    streams = [pair.stream.number for pair in pairs] + [group.stream for group in PlayedGroup.made]
+    assert len(streams) == len(set(streams)) == 2 * POOL_SIZE
+
+
+def test_a_pair_that_cannot_be_formed_leaves_nothing(monkeypatch: pytest.MonkeyPatch, pools: PlayedPools) -> None:
+    groups: list[PlayedGroup] = []
+
+    def refuse(group: PlayedGroup, _: torch.device) -> None:
+        groups.append(group)
+        raise torch.distributed.DistBackendError("the peer is gone")
+
+    monkeypatch.setattr(PlayedGroup, "eager_connect_single_device", refuse)
+    with pytest.raises(TransportError, match="the peer is gone"):
+        nccl._join("p", "address", SECRET, "receiver")
+    assert [group.num_aborts for group in groups] == [1]
+    assert pools.destroyed == [1000]
+
+
+# ---------------------------------------------------------------- errors on the device's thread
+
+
+def lost() -> torch.AcceleratorError:
+    return torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def fail_query(group: PlayedGroup, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(PlayedEvent, "error", error)
+
+
+def fail_post(group: PlayedGroup, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    group.error = error
+
+
+Fail = Callable[[PlayedGroup, pytest.MonkeyPatch, Exception], None]
+FAILURES = [fail_query, fail_post]
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_an_error_of_one_operation_is_its_answer_and_the_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch, thread: Any, exits: Exits, fail: Fail
+) -> None:
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+    group, healthy = PlayedGroup(), PlayedGroup()
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    fail(group, monkeypatch, ValueError("no such peer") if fail is fail_post else RuntimeError("no such peer"))
+    transport_on(thread, group).send(buffer, 8, lambda *answer: said.put(answer))
+    assert said.get(timeout=WAIT_S) == (False, "no such peer")
+    monkeypatch.setattr(PlayedEvent, "error", None)
+    other = transport_on(thread, healthy)
+    other.send(buffer, 8, lambda *answer: said.put(answer))
+    assert said.get(timeout=WAIT_S) == (True, "")
+    other.close()
+    assert healthy.num_aborts == 1
+    assert exits.empty()
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, thread: Any, exits: Exits, fail: Fail) -> None:
+    group = PlayedGroup()
+    fail(group, monkeypatch, lost())
+    transport_on(thread, group).send(torch.zeros(8, dtype=torch.uint8), 8, lambda *_: None)
+    exits.get(timeout=WAIT_S)
+
+
+def test_a_checksum_that_raises_ends_the_process(thread: Any, exits: Exits) -> None:
+    class Unreadable:
+        def __getitem__(self, _: slice) -> Unreadable:
+            return self
+
+        def detach(self) -> Unreadable:
+            raise lost()
+
+    transport_on(thread, PlayedGroup()).recv(Unreadable(), 8, lambda *_: None)
+    exits.get(timeout=WAIT_S)
+
+
+def test_the_environment_is_complete_before_a_communicator_is_made(
+    monkeypatch: pytest.MonkeyPatch, pools: PlayedPools
+) -> None:
+    for name in GPU_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    nccl.NcclConnector(SECRET)
+    environment = {name: os.environ[name] for name in GPU_ENVIRONMENT}
+    assert environment == dict(GPU_ENVIRONMENT) | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    changes: list[object] = []
+    monkeypatch.setattr(os, "putenv", lambda *change: changes.append(change))
+    nccl._join("p", "address", SECRET, "sender")
+    assert changes == []
+    assert device_environment("cpu") == {}
+    assert device_environment("cuda:1") == dict(GPU_ENVIRONMENT)

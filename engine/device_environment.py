@@ -1,0 +1,34 @@
+"""Environment variables of a process that computes on a GPU.
+
+Torch, NCCL and the CUDA runtime read them at their start or whenever a communicator is made. Changing the environment
+is not safe beside threads that read it, so a process gets them when it is started, or before its first communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+NCCL_SET_UP_TIMEOUT_S: Final = 20
+"""How long a call on a communicator that is being made may wait for the peer's half of it."""
+
+GPU_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        # Torch's watchdog would end the process for a dead peer, and after an error holds a lock that new operations
+        # and the end of a group need: a hang is for the state machines and the controller to judge.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_SET_UP_TIMEOUT_S),
+        # A receive is a kernel that waits on the device; streams that share a hardware queue with it would wait, too.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
+)
+
+
+def device_environment(device: str) -> dict[str, str]:
+    """What a worker's process on this device (`cpu`, `cuda`, `cuda:1`) has besides; nothing on a CPU."""
+    return dict(GPU_ENVIRONMENT) if device.partition(":")[0] == "cuda" else {}
