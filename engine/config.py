@@ -73,8 +73,9 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     cached_keep_s: NonNegative = 600.0
     """How long a tenant keeps that without a request."""
     device: Name = "cpu"
-    """`cpu`, `cuda` or `cuda:<index>`. Without Ray the ranks of a worker take the devices from there on; with Ray each
-    rank has the one that Ray gives it."""
+    """`cpu`, `cuda` or `cuda:<index>`. Without Ray each rank of each worker takes a device of its own: with `cuda` the
+    pools divide the devices, with an index a pool takes those from there on. With Ray each rank has the one that Ray
+    gives it, whatever the index."""
 
     @property
     def num_places(self) -> int:

@@ -1,18 +1,21 @@
-"""Which worker runs on which cores. Pure: the machine's cores come as an argument.
+"""Which worker runs on which cores and CUDA devices of one machine. Pure: what the machine has comes as an argument.
 
 plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
 worker_cores    the same for any worker, also for one that a pool grows by later
+worker_device   the first device of any worker
+check_devices   finds workers that would share a device, or have none
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools
 from disagg.cluster.control.workers import worker_id
 from disagg.proto.control import PoolName
+from disagg.proto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,63 @@ def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: S
     if not _is_pinned_by_us(pool):
         return pool.cores if isinstance(pool.cores, tuple) else ()
     counts = {other: min(num_cores(p), len(available)) for other, p in pools if _is_pinned_by_us(p)}
-    sizes = {other: dict(pools)[other].size for other in counts}
-    before = list(counts)[: list(counts).index(name)]
-    if index < pool.size:
-        first = sum(counts[other] * sizes[other] for other in before) + counts[name] * index
-    else:
-        rounds = index - pool.size
-        first = sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[o] for o in before)
+    first = _first(counts, {other: p.size for other, p in pools}, name, index)
     return tuple(available[(first + offset) % len(available)] for offset in range(counts[name]))
+
+
+def _first(counts: Mapping[PoolName, int], sizes: Mapping[PoolName, int], name: PoolName, index: int) -> int:
+    """The first of a worker's cores or devices, counted through the workers of the pools in `counts`, which take so
+    many each: first those of the configured sizes, pool by pool, then one of each pool in turn."""
+    before = list(counts)[: list(counts).index(name)]
+    if index < sizes[name]:
+        return sum(counts[other] * sizes[other] for other in before) + counts[name] * index
+    rounds = index - sizes[name]
+    return sum(counts[other] * (sizes[other] + rounds) for other in counts) + sum(counts[other] for other in before)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def worker_device(config: ClusterConfig, name: PoolName, index: int) -> str:
+    """The first device of one worker, whatever the size of its pool is now; its ranks take the next ones. Workers with
+    `device: cuda` divide the devices from the first one on, those with `cuda:<index>` the devices from there on."""
+    pools = active_pools(config)
+    pool = dict(pools)[name]
+    kind, _, given = pool.device.partition(":")
+    if kind == "cpu":
+        return pool.device
+    if given:
+        return f"{kind}:{int(given) + pool.tp * index}"
+    counts = {other: p.tp for other, p in pools if p.device == kind}
+    return f"{kind}:{_first(counts, {other: p.size for other, p in pools}, name, index)}"
+
+
+def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
+    """Find out before anything is started that workers would share a CUDA device: each takes the memory of all of it,
+    and NCCL joins no two on one. `num_devices`: of the machine; None where that is unknown.
+
+    Raises:
+        ConfigError: naming the workers.
+    """
+    users: dict[int, str] = {}
+    for name, pool in active_pools(config):
+        for index in range(pool.size):
+            worker = str(worker_id(name, index))
+            _, _, first = worker_device(config, name, index).partition(":")
+            for device in range(int(first), int(first) + pool.tp) if first else ():
+                if device in users:
+                    raise ConfigError(
+                        f"pools.{name}.device: {worker} would share CUDA device {device} with {users[device]}"
+                    )
+                users[device] = worker
+    if users and num_devices is not None and max(users) >= num_devices:
+        raise ConfigError(
+            f"pools: {users[max(users)]} needs CUDA device {max(users)}; this machine has {num_devices}, and each rank "
+            "of a worker takes one"
+        )
+
+
+# ---------------------------------------------------------------- cores
 
 
 def num_cores(pool: PoolConfig) -> int:

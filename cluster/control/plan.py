@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, NetworkConfig, PoolConfig, active_pools
-from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores
+from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores, worker_device
 from disagg.cluster.control.workers import worker_id
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
@@ -115,9 +115,10 @@ def worker_config(
 ) -> WorkerConfig:
     """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`."""
     pool = dict(active_pools(config))[name]
+    limits = _fields(EngineLimits, pool) | {"device": worker_device(config, name, index)}
     return WorkerConfig(
         **_fields(ModelOptions, config.model),
-        **_fields(EngineLimits, pool),
+        **limits,
         transfer=TransferLimits(**_fields(TransferLimits, config.transfer)),
         worker_id=worker_id(name, index),
         roles=ROLES[name],

@@ -25,6 +25,7 @@ from typing_extensions import override
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.control.cores import check_devices
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
@@ -38,6 +39,7 @@ from disagg.cluster.system.children import (
     spawn,
     with_log,
 )
+from disagg.cluster.system.cores import num_cuda_devices
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import WorkerConfig
@@ -229,6 +231,7 @@ class ProcessCluster(Cluster):
     def _open(self, check_stop: CheckStop) -> None:
         from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC
 
+        check_devices(self._plan.config, num_cuda_devices(os.environ))
         self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
         self._controller = ControllerThread(self._plan, self._launcher, self.secret)
         self._controller.start()

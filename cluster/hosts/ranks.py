@@ -38,13 +38,14 @@ def rank_cores(cores: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
 
 
 def rank_config(config: WorkerConfig, rank: int, *, sees_all_devices: bool) -> WorkerConfig:
-    """The worker's configuration on one of its ranks: its cores, its device. With one rank, the configuration as it is.
+    """The worker's configuration on one of its ranks: its cores, its device.
 
     Args:
-        sees_all_devices: whether the ranks must choose different CUDA devices; otherwise each sees only its own.
+        sees_all_devices: whether the ranks must choose different CUDA devices; otherwise each sees only its own, which
+            has no other index there than 0.
     """
-    if config.tp == 1:
-        return config
     kind, _, first = config.device.partition(":")
-    device = f"cuda:{int(first or 0) + rank}" if kind == "cuda" and sees_all_devices else config.device
+    device = config.device
+    if kind == "cuda":
+        device = f"cuda:{int(first or 0) + rank}" if sees_all_devices else kind
     return msgspec.structs.replace(config, cores=rank_cores(config.cores, Shard(rank, config.tp)), device=device)

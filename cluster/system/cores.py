@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,14 @@ def pin_process(cores: Iterable[int]) -> bool:
             logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
             return False
     return True
+
+
+def num_cuda_devices(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> int | None:
+    """The CUDA devices of this machine, or those of them that CUDA_VISIBLE_DEVICES names, without loading CUDA; None
+    where neither says."""
+    if (visible := environment.get(VISIBLE_DEVICES)) is not None:
+        return len([name for name in visible.split(",") if name])
+    return sum(file.name[len("nvidia") :].isdigit() for file in device_files.glob("nvidia*")) or None
 
 
 def see_own_devices(device: str, count: int) -> str:

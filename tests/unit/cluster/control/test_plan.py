@@ -7,7 +7,7 @@ import pytest
 
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.config.reader import read_struct
-from disagg.cluster.control.cores import CorePlan, plan_cores
+from disagg.cluster.control.cores import CorePlan, check_devices, plan_cores, worker_device
 from disagg.cluster.control.plan import (
     ClusterPlan,
     gateway_config,
@@ -19,6 +19,7 @@ from disagg.cluster.control.plan import (
 )
 from disagg.engine.config import EngineLimits, ModelOptions, TransferLimits
 from disagg.proto.control import PoolName
+from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
 from disagg.router.config import RecordingOptions
@@ -68,6 +69,58 @@ def test_explicit_cores_none_and_gpus_are_left_as_they_are() -> None:
     assert plan.warnings == ("core 9 (for prefill-0) is not among this process's cores; they will not be pinned",)
     gpu = parse_config({"pools": {"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}})
     assert plan_cores(gpu, (0, 1)).workers == {"prefill-0": (), "decode-0": ()}
+
+
+GPU_POOLS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}, ["cuda:0", "cuda:1"]),
+    (
+        {"prefill": {"device": "cuda", "size": 2}, "decode": {"device": "cuda", "tp": 2}},
+        ["cuda:0", "cuda:1", "cuda:2"],
+    ),
+    ({"prefill": {"device": "cuda:2", "size": 2}, "decode": {"device": "cuda"}}, ["cuda:2", "cuda:3", "cuda:0"]),
+]
+
+
+@pytest.mark.parametrize(("pools", "devices"), GPU_POOLS)
+def test_each_worker_has_devices_of_its_own(pools: dict[str, Any], devices: list[str]) -> None:
+    config = parse_config({"pools": pools})
+    plan = ClusterPlan(config, "fake", (0, 1))
+    assert [worker.device for worker in plan.workers] == devices
+    check_devices(config, 4)
+    check_devices(config, None)
+
+
+def test_workers_that_come_later_take_the_next_devices() -> None:
+    config = parse_config({"pools": {"prefill": {"device": "cuda", "tp": 2}, "decode": {"device": "cuda"}}})
+    pools: tuple[PoolName, ...] = ("prefill", "decode")
+    assert [[worker_device(config, pool, index) for pool in pools] for index in range(3)] == [
+        ["cuda:0", "cuda:2"],
+        ["cuda:3", "cuda:5"],
+        ["cuda:6", "cuda:8"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pools", "error"),
+    [
+        (
+            {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}},
+            "pools.decode.device: decode-0 would share CUDA device 0 with prefill-0",
+        ),
+        (
+            {"prefill": {"device": "cuda", "tp": 2}, "decode": {"device": "cuda:1"}},
+            "pools.decode.device: decode-0 would share CUDA device 1 with prefill-0",
+        ),
+        (
+            {"prefill": {"device": "cuda", "size": 3}, "decode": {"device": "cuda", "tp": 2}},
+            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one",
+        ),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(pools: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_devices(parse_config({"pools": pools}), 4)
+    assert str(raised.value) == error
 
 
 def test_worker_configs_carry_pool_transfer_and_model() -> None:

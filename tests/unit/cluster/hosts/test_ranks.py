@@ -90,9 +90,15 @@ def test_the_first_of_its_own_devices_is_the_first_that_a_process_sees(monkeypat
     assert (see_own_devices("cpu", 1), os.environ[VISIBLE_DEVICES]) == ("cpu", "6")
 
 
-def test_the_only_rank_is_told_what_its_worker_is_told() -> None:
-    config = worker(1, cores=(0, 1), device="cuda")
-    assert ranks.rank_config(config, 0, sees_all_devices=True) is config
+@pytest.mark.parametrize(
+    ("device", "sees_all", "expected"),
+    [("cpu", True, "cpu"), ("cuda:1", True, "cuda:1"), ("cpu", False, "cpu"), ("cuda:1", False, "cuda")],
+)
+def test_the_only_rank_has_the_device_of_its_worker_where_that_is_visible(
+    device: str, sees_all: bool, expected: str
+) -> None:
+    config = worker(1, cores=(0, 1), device=device)
+    assert ranks.rank_config(config, 0, sees_all_devices=sees_all) == msgspec.structs.replace(config, device=expected)
 
 
 def test_what_a_rank_reads_is_what_was_written() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster.system.cores import CoreClaims, shared_folder
+from disagg.cluster.system.cores import CoreClaims, num_cuda_devices, shared_folder
 
 
 def test_each_takes_cores_that_nobody_has(tmp_path: Path) -> None:
@@ -35,6 +35,17 @@ def test_a_machine_with_fewer_cores_gives_what_it_has(tmp_path: Path) -> None:
     claims = CoreClaims(tmp_path)
     assert claims.take(8, [0, 1]) == (0, 1)
     claims.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [({}, 2), ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, 3), ({"CUDA_VISIBLE_DEVICES": ""}, 0)],
+)
+def test_devices_are_counted_without_cuda(tmp_path: Path, environment: dict[str, str], count: int) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert num_cuda_devices(environment, tmp_path) == count
+    assert num_cuda_devices({}, tmp_path / "none") is None
 
 
 def test_the_folder_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -359,11 +360,12 @@ class TestFaults:
         run_until_idle(core)
         handle_all(core, Add(make_spec("b", PROMPT)))
         runner.failing = {"run", "gather", "scatter"}
-        for operation in (
+        operations: tuple[Callable[[], object], ...] = (
             lambda: core.step(0.0),
             lambda: core.handle(Gather(key_of("held"), 1, 0, 40, new_buffer(40)), 0.0),
             lambda: core.handle(Scatter(KEY, 1, 0, 40, new_buffer(40)), 0.0),
-        ):
+        )
+        for operation in operations:
             with pytest.raises(RuntimeError) as raised:
                 operation()
             assert raised.value is error
