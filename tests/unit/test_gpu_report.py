@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import attention
 from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
 from scripts.gpu_check import REPOSITORY, Outcome, Section, check, check_section, ending, exit_status, sections
 
@@ -104,3 +105,14 @@ def test_all_sections_fit_into_ten_minutes_and_exist() -> None:
     assert all(
         (REPOSITORY / name).exists() for name in [*files, *(test for section in found for test in section.tests)]
     )
+
+
+def test_what_flash_attention_3_takes_is_within_every_target_of_prefill() -> None:
+    shape = attention.Shape()
+    assert round(attention.prefill_rate(shape, 2048, 0, 87.4)) == 393
+    for num_tokens, us in attention.FA3_PREFILL_US.items():
+        share, target = attention.prefill_share(shape, num_tokens, 0, us, 700.0)
+        assert share == 1.0 > target
+    share, target = attention.prefill_share(shape, 2048, 8192, 700.0, 700.0)  # without a figure of it
+    assert share == pytest.approx(0.631, abs=0.001)
+    assert target == attention.PREFILL_RATE_TARGET
