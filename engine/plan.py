@@ -138,6 +138,18 @@ class StepQueue(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """Steps to compute before the first request, because kernels are compiled at their first use."""
+
+    chunks: tuple[int, ...] = (8,)
+    """Lengths of prompts."""
+    batches: tuple[int, ...] = (1,)
+    """Numbers of sequences that are decoded together."""
+    copies: bool = False
+    """Whether KV is copied out of the cache and back."""
+
+
 class ModelRunner(Protocol):
     """The model with its paged KV cache. Owner: the engine thread."""
 
@@ -149,6 +161,7 @@ class ModelRunner(Protocol):
     fingerprint: str
     tp: int
     """Ranks that compute together."""
+    warm_up: WarmUp
 
     @property
     def step_queue(self) -> StepQueue | None:

@@ -59,6 +59,7 @@ class GroupRunner(ModelRunner):
         self.vocab_size = local.vocab_size
         self.fingerprint = local.fingerprint
         self.tp = followers.size
+        self.warm_up = local.warm_up
         self.checksum = local.checksum
         self._numbers = itertools.count(1)
         self._freed: deque[int] = deque()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
-from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.randomness import first_outputs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
@@ -84,6 +84,7 @@ class FakeModelRunner(ModelRunner):
         self.vocab_size = vocab_size
         self.shard = shard
         self.tp = shard.size
+        self.warm_up = WarmUp()
         self.layout = KvLayout(
             num_layers=1,
             num_kv_heads=num_kv_heads,

@@ -20,7 +20,7 @@ from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, 
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
-from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.device import torch_device
@@ -29,6 +29,7 @@ from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
@@ -38,6 +39,7 @@ from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.shared_weights import shared_parameters
 from disagg.engine.runner.weights import load_parameters
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import describe, draws_on, set_num_threads
@@ -45,7 +47,6 @@ from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 8
 GPU_WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Attention has tiles of fewer rows for shorter chunks, each a kernel of its own."""
 
@@ -90,11 +91,13 @@ class TorchModelRunner(ShardRunner):
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
             self._staging_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._computed = Mark(pinned=self._device.type == "cuda")
         self._draws: DeviceDraws | None = None
         if draws_on(self._device):
             self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
         self._sampler = Sampler(model.vocab_size, self._draws)
         self._step_queue: DeviceStepQueue | None = None
+        self.warm_up = _warm_up_of(self._device, shard, config)
         if shard.size == 1:
             self.join(None, self.num_blocks)
 
@@ -139,14 +142,10 @@ class TorchModelRunner(ShardRunner):
         """Compute the plan and sample."""
         return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
 
-    @property
-    def warm_up_lengths(self) -> tuple[int, ...]:
-        """Prompts to compute before the first request."""
-        return (WARM_UP_TOKENS,) if self._device.type == "cpu" else GPU_WARM_UP_TOKENS
-
     def capture_steps(self) -> None:
-        """Capture what is captured at start: on a GPU, the decode steps of every bucket size."""
-        if self._replayed is not None:
+        """Capture what is captured at start: on a GPU, the decode steps of every bucket size. A worker that only
+        prefills has none."""
+        if self._replayed is not None and "decode" in self._config.roles:
             self._replayed.capture_all()
 
     def forward(self, plan: StepPlan) -> Tensor:
@@ -165,9 +164,18 @@ class TorchModelRunner(ShardRunner):
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
         logits_SV, largest_S = self._score(arrays)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
-        token_ids = self._sampler.sample(logits_SV, sequences, largest_S) if sequences else []
+        if not sequences:
+            self._wait_computed()
+            return StepResult([])
+        token_ids = self._sampler.sample(logits_SV, sequences, largest_S)
         logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
         return StepResult(token_ids, logprobs, row_faults(logits_SV, self.vocab_size, token_ids))
+
+    def _wait_computed(self) -> None:
+        """Until the device has computed all that was launched: a chunk that samples nothing is waited for too, or its
+        time would be that of its launches. The copy of its KV would wait for it anyhow."""
+        self._computed.set()
+        self._computed.wait()
 
     @override
     def compute(self, arrays: BatchArrays) -> None:
@@ -224,17 +232,37 @@ def warm_up(runner: ModelRunner) -> None:
 
     To be called before any sequence: it overwrites the first tokens of the cache.
     """
-    lengths = [WARM_UP_TOKENS]
     if isinstance(runner, TorchModelRunner):
         runner.capture_steps()
-        lengths = list(runner.warm_up_lengths)
-    for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in lengths} - {0}):
+    for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in runner.warm_up.chunks} - {0}):
         sequence = dummy_sequence(num_tokens, 0, runner.block_size)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         sequence.token_ids.append(0)
         runner.run(_decode_of(sequence, num_tokens))
     if runner.max_model_len > 1:
+        for num_seqs in runner.warm_up.batches[1:]:
+            rows = [dummy_sequence(1, 0, runner.block_size) for _ in range(num_seqs)]
+            runner.run(StepPlan(decodes=tuple(ScheduledSequence(row, 0, 1, samples=True) for row in rows)))
         _warm_up_choices(runner)
+    if runner.warm_up.copies:
+        _warm_up_copies(runner)
+
+
+def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> WarmUp:
+    """On a GPU kernels are compiled for chunks of some lengths; decode steps of every bucket, where ranks exchange
+    tensors and nothing is captured."""
+    if device.type == "cpu":
+        return WarmUp()
+    decodes = shard.size > 1 and "decode" in config.roles
+    batches = tuple(min(size, config.num_places) for size in bucket_sizes(config.num_places)) if decodes else (1,)
+    return WarmUp(chunks=GPU_WARM_UP_TOKENS, batches=batches, copies=True)
+
+
+def _warm_up_copies(runner: ModelRunner) -> None:
+    """The KV of one token of block 0, out and back."""
+    buffer = runner.new_staging(plan_pair(runner.layout, runner.tp, 1).bytes_per_token)
+    runner.gather([0], 0, 1, buffer)
+    runner.scatter([0], 0, 1, buffer)
 
 
 def _warm_up_choices(runner: ModelRunner) -> None:

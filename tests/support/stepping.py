@@ -32,10 +32,8 @@ class Computes(Protocol):
 
 def make_runner(folder: Path, **changes: Any) -> TorchModelRunner:
     """A runner in fp32 on one CPU thread with 64 blocks of 16 tokens; `changes` are fields of `WorkerConfig`."""
-    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 64}
-    return TorchModelRunner(
-        WorkerConfig(worker_id="test-0", roles=("prefill",), model_path=str(folder), **{**fields, **changes})
-    )
+    fields: dict[str, Any] = {"roles": ("prefill", "decode"), "dtype": "float32", "num_blocks": 64}
+    return TorchModelRunner(WorkerConfig(worker_id="test-0", model_path=str(folder), **{**fields, **changes}))
 
 
 def assert_logits_close(actual: Tensor, expected: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,22 @@ def test_steps_of_all_sizes_are_at_one_place() -> None:
     assert small.block_tables_SM[:, 0].tolist() == [50, 60]
     inputs.fill_padding(2)
     assert (small.slot_mapping_T.tolist(), small.context_lens_S.tolist()) == ([-1, -1], [0, 0])
+
+
+@pytest.mark.parametrize(("role", "captured"), [("prefill", []), ("decode", [4, 2, 1])])
+def test_a_worker_that_only_prefills_captures_no_decode_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, captured: list[int]
+) -> None:
+    class PlayedCapturer:
+        def capture(self, run: Callable[[], Any]) -> tuple[Any, None]:
+            return run(), None
+
+    monkeypatch.setattr(replay, "capturer", lambda _: PlayedCapturer())
+    monkeypatch.setattr(replay, "StepInputs", DeviceStepInputs)
+    runner = make_runner(make_checkpoint("llama", tmp_path), max_num_seqs=3, roles=(role,))
+    runner.capture_steps()
+    assert runner._replayed is not None
+    assert list(runner._replayed._captured) == captured
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])

@@ -92,6 +92,7 @@ class Ranks:
         self.vocab_size = runners[0].vocab_size
         self.block_size = runners[0].block_size
         self.max_model_len = runners[0].max_model_len
+        self.warm_up = runners[0].warm_up
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits, from rank 0."""

@@ -15,7 +15,8 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.messages import Failed
 from disagg.engine.parallel.staging import GroupBuffer, StagingParts
-from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
+from disagg.engine.runner import model_runner
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.kv_routes import head_slices
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
@@ -266,6 +267,34 @@ def test_a_step_that_fails_here_leaves_the_others_inside_it_and_ends_the_group()
         with pytest.raises(RuntimeError, match="a rank is gone"):
             prefill(group.runner)
     assert [str(fault) for fault in group.faults] == ["a rank is gone"]
+
+
+def test_warm_up_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is compiled at its first use on a GPU: chunks, batches, and copies of KV."""
+    steps: list[tuple[int, int]] = []
+    copies: list[str] = []
+    compute, gather, scatter = FakeModelRunner.compute, FakeModelRunner.gather_part, FakeModelRunner.scatter_part
+
+    def computed(runner: FakeModelRunner, arrays: Any) -> None:
+        steps.append((arrays.num_decodes, sum(chunk.num_tokens for chunk in arrays.prefills)))
+        compute(runner, arrays)
+
+    def gathered(runner: FakeModelRunner, *arguments: Any) -> list[int]:
+        copies.append(f"gather {runner.shard.rank}")
+        return gather(runner, *arguments)
+
+    def scattered(runner: FakeModelRunner, *arguments: Any) -> None:
+        copies.append(f"scatter {runner.shard.rank}")
+        scatter(runner, *arguments)
+
+    monkeypatch.setattr(FakeModelRunner, "compute", computed)
+    monkeypatch.setattr(FakeModelRunner, "gather_part", gathered)
+    monkeypatch.setattr(FakeModelRunner, "scatter_part", scattered)
+    with fake_group(2, 2) as group:
+        group.runner.warm_up = WarmUp(chunks=(1, 4), batches=(1, 2, 3), copies=True)
+        model_runner.warm_up(group.runner)
+    assert steps == [(0, 1), (1, 0), (0, 4), (1, 0), (2, 0), (3, 0), (1, 0), (1, 0)]
+    assert sorted(copies) == ["gather 0", "gather 1", "scatter 0", "scatter 1"]
 
 
 def test_a_follower_that_fails_ends_the_group_with_its_reason() -> None:

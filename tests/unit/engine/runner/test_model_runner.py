@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from disagg.engine.checkpoint.checkpoint import model_fingerprint
-from disagg.engine.plan import ModelRunner, StepPlan, StepResult
+from disagg.engine.config import WorkerConfig
+from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence
-from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
+from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model_runner import TorchModelRunner, _warm_up_of, warm_up
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout, TokenLogprobs
+from disagg.proto.messages import KvLayout, RoleName, TokenLogprobs
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -291,6 +294,43 @@ def test_warm_up_touches_only_the_head_of_block_0(folder: Path) -> None:
     assert not cache[0, :, :, :, :9].eq(7.0).any()
     assert cache[0, :, :, :, 9:].eq(7.0).all()
     assert cache[1:].eq(7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "role", "batches"),
+    [
+        ("cuda:0", 2, "decode", (1, 2, 4, 6)),
+        ("cuda:0", 2, "prefill", (1,)),
+        ("cuda:0", 1, "decode", (1,)),  # captured
+        ("cpu", 2, "decode", (1,)),
+    ],
+)
+def test_what_a_worker_computes_before_the_first_request(
+    device: str, size: int, role: RoleName, batches: tuple[int, ...]
+) -> None:
+    config = WorkerConfig(worker_id="test-0", roles=(role,), model_path="/m", max_num_seqs=6)
+    found = _warm_up_of(torch.device(device), Shard(0, size), config)
+    assert (found.batches, found.copies, len(found.chunks)) == (batches, device != "cpu", 1 if device == "cpu" else 8)
+
+
+def test_a_chunk_that_samples_nothing_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class PlayedEvent:
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    runner = make_runner(folder)
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    runner._computed = Mark(pinned=True)  # as on a GPU
+    sequence = make_sequence(PROMPT, BLOCKS)
+    assert runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, 5, samples=False),))).token_ids == []
+    assert calls == ["record", "synchronize"]
+    runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 5, len(PROMPT) - 5, samples=True),)))
+    assert calls == ["record", "synchronize"]
 
 
 def _overwrite(runner: TorchModelRunner, blocks: list[int]) -> None:
