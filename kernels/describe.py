@@ -6,19 +6,42 @@ was not done yet.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 
 from disagg.kernels import dispatch
+
+LDCONFIG = "/sbin/ldconfig"
+"""By which Triton finds the driver."""
+
+
+def triton_lacks() -> list[str]:
+    """What Triton needs to launch kernels, and this machine has not: it compiles its launcher at the first use."""
+    compiler = os.environ.get("CC", "gcc")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    found = {
+        "triton": bool(importlib.util.find_spec("triton")),
+        f"a C compiler ({compiler})": bool(shutil.which(compiler) or shutil.which("clang")),
+        f"Python's headers ({header})": header.exists(),
+        LDCONFIG: "TRITON_LIBCUDA_PATH" in os.environ or Path(LDCONFIG).exists(),
+    }
+    return [name for name, is_there in found.items() if not is_there]
 
 
 def main() -> None:
     """Print versions, devices and kernels of this process as JSON."""
     found = {
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "num_cuda_devices": torch.cuda.device_count(),
+        "triton_lacks": triton_lacks(),
         "cpu_kernels": dispatch.describe(),
     }
     json.dump(found, sys.stdout)

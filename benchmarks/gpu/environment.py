@@ -1,6 +1,6 @@
 """What this machine has: GPU, driver, packages; and whether the engine can be imported here at all.
 
-Ends with status 3 where there is no CUDA device, so that whoever started it need not import torch to know.
+Ends with status 3 where torch sees no CUDA device, so that whoever started it need not import torch to know.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def device_rows(device: str) -> Iterator[Row]:
         yield Row(section=SECTION, name="device", status="info", detail="cpu: tiny sizes, no targets")
         return
     if not torch.cuda.is_available():
-        yield Row(section=SECTION, name="device", status="open", detail="no CUDA device")
+        yield no_device_row(_nvidia_smi("name,driver_version"), f"torch {torch.__version__}, CUDA {torch.version.cuda}")
         return
+    yield from tool_rows()
     properties = torch.cuda.get_device_properties(0)
     found = {
         "device": properties.name,
@@ -82,13 +83,32 @@ def device_rows(device: str) -> Iterator[Row]:
         yield Row(section=SECTION, name=name, status="info", detail=value)
 
 
+def no_device_row(listed: str, torch: str) -> Row:
+    """Without a device in torch: open, unless `nvidia-smi` lists one (`listed`, `unknown` where it does not run)."""
+    if listed.startswith(UNKNOWN):
+        return Row(section=SECTION, name="device", status="open", detail="no CUDA device")
+    detail = f"nvidia-smi lists {listed}, and {torch} sees no device: is the driver too old for it?"
+    return failure(SECTION, "device", detail)
+
+
+def tool_rows() -> Iterator[Row]:
+    """What the kernels need to be launched."""
+    from disagg.kernels.describe import triton_lacks
+
+    for name in triton_lacks():
+        yield failure(SECTION, name, "missing; Triton cannot compile its launcher")
+
+
+UNKNOWN = "unknown"
+
+
 def _nvidia_smi(fields: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({error})"
-    return done.stdout.strip().splitlines()[0]
+        return f"{UNKNOWN} ({error})"
+    return next(iter(done.stdout.strip().splitlines()), f"{UNKNOWN} (no device)")
 
 
 def main() -> None:
@@ -102,11 +122,11 @@ def main() -> None:
     python = Row(section=SECTION, name="python", status="info", detail=sys.version.split()[0])
     for row in (python, *package_rows()):
         rows.write(row)
-    is_open = False
+    has_device = True
     for row in device_rows(arguments.device):
-        is_open |= row.status == "open"
+        has_device &= row.name != "device" or row.status == "info"
         rows.write(row)
-    if is_open:
+    if not has_device:
         sys.exit(NO_DEVICE)
     is_importable = True
     for row in import_rows():

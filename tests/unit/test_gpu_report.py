@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import attention
+from benchmarks.gpu import attention, environment
 from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
 from scripts.gpu_check import REPOSITORY, Outcome, Section, check, check_section, ending, exit_status, sections
 
@@ -116,3 +116,12 @@ def test_what_flash_attention_3_takes_is_within_every_target_of_prefill() -> Non
     share, target = attention.prefill_share(shape, 2048, 8192, 700.0, 700.0)  # without a figure of it
     assert share == pytest.approx(0.631, abs=0.001)
     assert target == attention.PREFILL_RATE_TARGET
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_failure() -> None:
+    unknown = environment.no_device_row("unknown (no such file)", "torch 2.13.0, CUDA 13.0")
+    assert (unknown.status, unknown.name) == ("open", "device")
+    listed = environment.no_device_row("NVIDIA H100, 550.54.15", "torch 2.13.0, CUDA 13.0")
+    assert (listed.status, listed.name) == ("failed", "device")
+    assert exit_status([unknown]) == 3
+    assert exit_status([listed]) == 1

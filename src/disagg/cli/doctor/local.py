@@ -10,12 +10,13 @@ import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models.catalog import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
-from disagg.cluster.system.cores import available_cores
+from disagg.cluster.system.cores import available_cores, num_cuda_devices
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 3 << 30
@@ -30,9 +31,9 @@ RAY_TOKEN_FILE = "~/.ray/auth_token"
 
 def local_findings() -> Iterator[Finding]:
     """All of this machine, one after the other, as they are found."""
+    yield python_finding(sys.version_info[:3])
+    yield from _engine()
     checks: tuple[Callable[[], Finding], ...] = (
-        lambda: python_finding(sys.version_info[:3]),
-        _engine,
         lambda: cores_finding(len(available_cores())),
         _memory,
         lambda: files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
@@ -63,6 +64,25 @@ def engine_finding(described: dict[str, object]) -> Finding:
     if "DISAGG_KERNELS" in kernels:
         return Finding("warn", "engine", f"{text}; several times slower", "unset DISAGG_KERNELS")
     return Finding("warn", "engine", f"{text}; several times slower", "install a C++ compiler, such as g++")
+
+
+def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Finding | None:
+    """Of the machine's NVIDIA devices, if it has any, `described` as above."""
+    seen, torch = described["num_cuda_devices"], f"torch {described['torch']}"
+    if not num_devices and not seen:
+        return None
+    if described["cuda"] is None:
+        text = f"{num_devices} NVIDIA devices, but {torch} is built for CPUs"
+        return Finding("FAIL", "GPUs", text, "install a torch with CUDA")
+    if not seen:
+        text = (
+            f"{torch} (CUDA {described['cuda']}) sees none of {num_devices} NVIDIA devices: its driver may be too old"
+        )
+        return Finding("FAIL", "GPUs", text, "nvidia-smi shows the driver; CUDA 13 needs 580 or newer")
+    if lacks := described["triton_lacks"]:
+        text = f"Triton cannot launch kernels: {', '.join(lacks)} missing"
+        return Finding("FAIL", "GPUs", text, "apt install gcc python3-dev; pip install triton")
+    return Finding("ok", "GPUs", f"{seen}, CUDA {described['cuda']}")
 
 
 def cores_finding(num_cores: int) -> Finding:
@@ -116,18 +136,23 @@ def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
 # ---------------------------------------------------------------- read
 
 
-def _engine() -> Finding:
+def _engine() -> Iterator[Finding]:
     """In a process of its own: see `disagg.kernels.describe`."""
     command = [sys.executable, "-m", "disagg.kernels.describe"]
     install = "install disagg anew: make install"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("FAIL", "engine", f"torch did not load in {DESCRIBE_TIMEOUT_S:g} s", install)
+        yield Finding("FAIL", "engine", f"torch did not load in {DESCRIBE_TIMEOUT_S:g} s", install)
+        return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return Finding("FAIL", "engine", f"torch does not load: {lines[-1]}", install)
-    return engine_finding(json.loads(done.stdout))
+        yield Finding("FAIL", "engine", f"torch does not load: {lines[-1]}", install)
+        return
+    described = json.loads(done.stdout)
+    yield engine_finding(described)
+    if (gpus := gpu_finding(num_cuda_devices(os.environ), described)) is not None:
+        yield gpus
 
 
 def _memory() -> Finding:

@@ -49,6 +49,29 @@ def test_engine(kernels: str, level: str, next_step: str) -> None:
     assert found.text.startswith(f"torch 2.13.0, 0 CUDA devices, CPU kernels: {kernels}")
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "changes", "level", "text"),
+    [
+        (2, {}, "ok", "2, CUDA 13.0"),
+        (2, {"cuda": None, "num_cuda_devices": 0}, "FAIL", "2 NVIDIA devices, but torch 2.13.0 is built for CPUs"),
+        (2, {"num_cuda_devices": 0}, "FAIL", "torch 2.13.0 (CUDA 13.0) sees none of 2 NVIDIA devices: its driver may"),
+        (None, {"triton_lacks": ["Python.h"]}, "FAIL", "Triton cannot launch kernels: Python.h missing"),
+    ],
+)
+def test_gpus(num_devices: int | None, changes: dict[str, object], level: str, text: str) -> None:
+    described = {"torch": "2.13.0", "cuda": "13.0", "num_cuda_devices": 2, "triton_lacks": []} | changes
+    found = doctor_local.gpu_finding(num_devices, described)
+    assert found is not None
+    assert found.level == level
+    assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize("num_devices", [None, 0])
+def test_a_machine_without_gpus_hears_nothing_of_them(num_devices: int | None) -> None:
+    described = {"torch": "2.13.0", "cuda": "13.0", "num_cuda_devices": 0, "triton_lacks": ["Python.h"]}
+    assert doctor_local.gpu_finding(num_devices, described) is None
+
+
 def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libtorch.so: no such file\n")
