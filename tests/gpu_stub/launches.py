@@ -1,0 +1,241 @@
+"""Compiles, binds and launches every Triton op of several models for a Hopper GPU, and prints what was launched.
+
+    python -m tests.gpu_stub.launches DRIVER_FOLDER NAME ...     NAME: of `MODELS`
+
+Triton's compiler, its argument checks and its C launcher are the real ones, the driver is `cuda_stub.c`, built in
+DRIVER_FOLDER. Nothing is computed, so tensors lie in host memory. Each model has one layer and a small matrix product
+behind attention: torch computes those. One JSON object on standard output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["DISAGG_KERNELS"] = "triton"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.request import dummy_sequence
+from disagg.engine.runner.model.arrays import BatchBuilder
+from disagg.engine.runner.model.batch import to_batch
+from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
+from disagg.engine.runner.model.parameters import allocate_parameters
+from disagg.engine.runner.model.rope import RopeTable
+from disagg.kernels import dispatch
+from disagg.kernels.triton import attention, fp8_rows, ops
+from tests.support.triton_compile import resources
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "Llama-3-8B, TP 2": {"hidden_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4},
+    "Llama-3-70B, TP 8": {"hidden_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "Qwen3-8B": {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "Qwen3-14B": {"model_type": "qwen3", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8},
+}
+"""Fields of `config.json`; head_dim is 128. A share of several ranks is a model with that many heads."""
+FEATURES = {
+    "Llama-3-8B": 14336,
+    "Llama-3-8B, TP 2": 7168,
+    "Llama-3-70B, TP 8": 3584,
+    "Qwen3-8B": 12288,
+    "Qwen3-14B": 17408,
+}
+"""Of the MLP, of one rank."""
+VOCAB = {"Llama": 128256, "Qwen3": 151936}
+SMALL = 512
+"""Features and vocabulary of what torch computes here."""
+BLOCK, NUM_BLOCKS, MAX_LEN = 64, 64, 2048
+KV_DTYPES = ("bfloat16", "float8_e4m3fn")
+
+
+@dataclass
+class Found:
+    """What was launched, by step of a model of one layer."""
+
+    steps: dict[str, dict[str, int]] = field(default_factory=dict)
+    declined: list[str] = field(default_factory=list)
+    """Ops that fell back to torch."""
+    kernels: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """(registers, spilled bytes, bytes of shared memory) of a thread or program, the most of all variants of a kernel
+    that a dtype of KV was the first to need."""
+    descriptors: int = 0
+
+
+class StubDriver(CudaDriver):  # type: ignore[misc]  # untyped
+    """Triton's driver for NVIDIA, on whatever libcuda was loaded, without torch's view of the device."""
+
+    def __init__(self) -> None:
+        self.utils = CudaUtils()
+        self.launcher_cls = CudaLauncher
+        self.get_current_device = lambda: 0
+        self.set_current_device = lambda _: None
+        self.get_current_stream = lambda _: 0
+        self.get_device_capability = lambda _: (9, 0)
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launches:
+    """The stub's counts."""
+
+    def __init__(self, library: Path) -> None:
+        self._stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self._stub.stub_name.restype = ctypes.c_char_p
+
+    def counts(self) -> Counter[str]:
+        stub = self._stub
+        found: Counter[str] = Counter()
+        for at in range(stub.stub_num_functions()):
+            found[stub.stub_name(at).decode()] += stub.stub_launches(at)
+        return found
+
+    def of(self, run: Callable[[], object]) -> dict[str, int]:
+        """By kernel, those of the second of two runs: the first one compiles."""
+        run()
+        before = self.counts()
+        run()
+        return dict(self.counts() - before)
+
+    @property
+    def descriptors(self) -> int:
+        return int(self._stub.stub_descriptors())
+
+
+def model_config(name: str) -> ModelConfig:
+    family = "Qwen3" if "Qwen3" in name else "Llama"
+    fields = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "intermediate_size": SMALL,
+        "num_hidden_layers": 1,
+        "vocab_size": SMALL,
+        "head_dim": 128,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields | MODELS[name]), encoding="utf-8")
+        return read_model_config(folder)
+
+
+def prefills(num_tokens: int, count: int, start: int = 0) -> StepPlan:
+    sequences = [dummy_sequence(start + num_tokens, 4 * at, BLOCK) for at in range(count)]
+    return StepPlan(prefills=tuple(ScheduledSequence(each, start, num_tokens, True) for each in sequences))
+
+
+def decodes(count: int) -> StepPlan:
+    sequences = [dummy_sequence(100, 2 * at, BLOCK) for at in range(count)]
+    return StepPlan(decodes=tuple(ScheduledSequence(each, 99, 1, True) for each in sequences))
+
+
+STEPS = {
+    "prefill of 200": prefills(200, 1),
+    "4 prefills of 5": prefills(5, 4),
+    "prefill of 16 behind 100": prefills(16, 1, 100),
+    "8 decodes": decodes(8),
+}
+
+
+def launch_model(found: Found, launches: Launches, name: str, kv_dtype: str) -> None:
+    """A step of each kind, and KV out of the cache and back, whole and for a worker of two ranks."""
+    config, cpu = model_config(name), torch.device("cpu")
+    cache = KvCache(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK, cpu)
+    rope = RopeTable(config, MAX_LEN, torch.bfloat16, cpu)
+    decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), rope, cache)
+    builder = BatchBuilder(BLOCK, MAX_LEN)
+    for label, plan in STEPS.items():
+        batch = to_batch(builder.arrays(plan), cpu)
+        found.steps[f"{name}, {kv_dtype}, {label}"] = launches.of(lambda batch=batch: decoder.forward(batch))  # type: ignore[misc]
+    for peer_tp in {1, min(2, config.num_kv_heads)}:
+        staged = torch.zeros(32 * cache.layout.bytes_per_token, dtype=torch.uint8)
+
+        def copy(peer_tp: int = peer_tp, staged: torch.Tensor = staged) -> None:
+            cache.gather_part([3, 1], 5, 37, staged, peer_tp)
+            cache.scatter_part([3, 1], 5, 37, staged, peer_tp)
+
+        found.steps[f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] = launches.of(copy)
+
+
+def launch_wide_ops(found: Found, launches: Launches, name: str) -> None:
+    """What the small model does not have: the MLP's width, the vocabulary, rows that are drawn, fp8 rows."""
+    vocab_size = VOCAB["Qwen3" if "Qwen3" in name else "Llama"]
+    features, logits_SV = FEATURES[name], torch.zeros(8, vocab_size, dtype=torch.bfloat16)
+    draws = DeviceDraws(8, vocab_size, torch.device("cpu"))
+    rows = [dummy_sequence(1, 0, BLOCK, temperature=1.0) for _ in range(8)]
+    gate_up_T2F = torch.zeros(200, 2 * features, dtype=torch.bfloat16)
+    x_TI = torch.zeros(200, MODELS[name]["hidden_size"], dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], object]] = {
+        "silu_mul": lambda: dispatch.silu_mul(gate_up_T2F),
+        "argmax_rows": lambda: dispatch.argmax_rows(logits_SV, vocab_size),
+        "draw_rows": lambda: draws.draw(logits_SV, rows, [0] * 8),
+        "quantize_rows": lambda: fp8_rows.quantize_rows(x_TI),
+    }
+    for label, call in calls.items():
+        found.steps[f"{name}, {label}"] = launches.of(call)
+
+
+def note_resources(found: Found, kv_dtype: str) -> None:
+    """From now on add to `found` what each kernel uses that is compiled, or found in Triton's cache."""
+
+    def compiled(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: object) -> None:
+        cubin = next(path for path in metadata_group.values() if path.endswith(".cubin"))
+        usage = (*resources(Path(cubin).read_bytes()), int(metadata["shared"]))
+        name = f"{metadata['name']}, {kv_dtype}"
+        most = map(max, found.kernels.get(name, usage), usage)
+        found.kernels[name] = (next(most), next(most), next(most))
+
+    triton.knobs.compilation.listener = compiled
+
+
+class Declined(logging.Handler):
+    """Collects what `dispatch` warns of."""
+
+    def __init__(self, into: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._into.append(record.getMessage())
+
+
+def main(folder: str, *names: str) -> None:
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    launches = Launches(Path(folder) / "libcuda.so.1")
+    triton.runtime.driver.set_active(StubDriver())
+    ops._takes = lambda _: True  # type: ignore[assignment]  # tensors in host memory
+    attention._num_multiprocessors = lambda _: 132  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    found = Found()
+    logging.getLogger("disagg.kernels.dispatch").addHandler(Declined(found.declined))
+    for name in names:
+        for kv_dtype in KV_DTYPES:
+            note_resources(found, kv_dtype)
+            launch_model(found, launches, name, kv_dtype)
+        launch_wide_ops(found, launches, name)
+    found.descriptors = launches.descriptors
+    json.dump(asdict(found), sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""What is launched for models of real sizes: `make test-gpu-stub`. About half a minute, nearly all of it compiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAYER = {"_rms_norm_kernel": 1, "_kernel": 1, "_add_rms_norm_kernel": 2, "_silu_mul_kernel": 1, "_embed_kernel": 1}
+"""Of every step of one layer, with the embedding before it and the norm behind it; `_kernel` is that of
+`rope_write.py`."""
+STEPS = {
+    "prefill of 200": LAYER | {"_prefill_kernel": 1},
+    "4 prefills of 5": LAYER | {"_prefill_kernel": 4},
+    "prefill of 16 behind 100": LAYER | {"_prefill_kernel": 1},
+    "8 decodes": LAYER | {"_decode_kernel": 1, "_join_kernel": 1},
+}
+WIDE_OPS = {
+    "silu_mul": {"_silu_mul_kernel": 1},
+    "argmax_rows": {"_chunk_kernel": 1, "_row_kernel": 1},
+    "draw_rows": dict.fromkeys(
+        (f"_{name}_kernel" for name in ("groups", "bounds", "collect", "rank", "uniform", "draw", "search")), 1
+    ),
+    "quantize_rows": {"_quantize_rows_kernel": 1},
+}
+MODELS = {"Llama-3-8B": 8, "Llama-3-8B, TP 2": 4, "Llama-3-70B, TP 8": 1, "Qwen3-8B": 8, "Qwen3-14B": 8}
+"""With their KV heads."""
+SPILLED = {"_prefill_kernel": 352, "_decode_kernel": 40}
+"""Most bytes of a thread; of all other kernels none. The decode kernel spills with fp8 only."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("driver")
+    triton = pytest.importorskip("triton")
+    header = Path(triton.__file__).parent / "backends/nvidia/include"
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_name("cuda_stub.c")
+    build = ["gcc", "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{header}", "-o", library, source]
+    subprocess.run(build, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu_stub.launches", folder, *MODELS],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=environment | {"TRITON_CACHE_DIR": str(folder / "cache")},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_every_op_takes_every_model(found: dict[str, Any]) -> None:
+    assert found["declined"] == []
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", MODELS)
+def test_launches_of_a_step_with_one_layer(found: dict[str, Any], name: str, kv_dtype: str) -> None:
+    for label, expected in STEPS.items():
+        assert found["steps"][f"{name}, {kv_dtype}, {label}"] == expected, label
+    for peer_tp in {1, min(2, MODELS[name])}:  # out of the cache and back, a launch for each slice
+        assert found["steps"][f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] == {"_copy_kernel": 2 * peer_tp}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_launches_of_ops_of_full_width(found: dict[str, Any], name: str) -> None:
+    for label, expected in WIDE_OPS.items():
+        assert found["steps"][f"{name}, {label}"] == expected, label
+
+
+def test_prefill_fetches_keys_and_values_by_descriptors(found: dict[str, Any]) -> None:
+    """Two for each of the two launches of 200 tokens over a cache in bf16; some shapes use them for fewer tokens."""
+    assert found["descriptors"] >= 4 * len(MODELS)
+
+
+def test_registers_and_spills(found: dict[str, Any]) -> None:
+    for name, (registers, spilled, shared) in found["kernels"].items():
+        kernel = name.partition(",")[0]
+        assert registers <= 255, name
+        assert spilled <= SPILLED.get(kernel, 0), name
+        assert shared <= 232448, name
+    assert found["kernels"]["_decode_kernel, bfloat16"][1] == 0
