@@ -15,7 +15,7 @@ when there is room again. A copy that fails ends, at worst, its sequence.
 
 An error of a peer never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
 that would start a key that is in use means that it would have two owners: the attempt is ended as
-failed, so that the answer (nothing is held) is true. A late `Gather` or `Scatter` is answered with
+failed, so that the answer (nothing is held) is true. An error of the device after which it cannot be used raises. A late `Gather` or `Scatter` is answered with
 `ok=False`.
 """
 

@@ -6,7 +6,7 @@
     stop()    roles give up their attempts, the server closes, both threads end, then the other ranks
 
 A bug, on either thread, ends the worker (`crashed`): after a lost event none of its counts could be trusted. So does
-the loss of a rank. What peers and gateways send never does.
+the loss of a rank or of the device. What peers and gateways send never does.
 
 Threads: the engine thread owns model, cache and scheduler; one asyncio thread owns sockets, sessions, roles and
 outbox. They meet in `EngineThread.post` (commands down) and `Worker._on_batch` (events up).
