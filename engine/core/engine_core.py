@@ -13,10 +13,10 @@ command changes meanwhile, it changes behind that step.
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.
 
-An error of a peer never raises. A malformed spec is answered with `Ended` (`Reserve`: `ReserveRefused`). A command
-that would start a key that is in use means that it would have two owners: the attempt is ended as
-failed, so that the answer (nothing is held) is true. An error of the device after which it cannot be used raises. A late `Gather` or `Scatter` is answered with
-`ok=False`.
+An error of a peer never raises; one of the device after which it cannot be used (`is_fatal`) does. A malformed spec is
+answered with `Ended` (`Reserve`: `ReserveRefused`). A command that would start a key that is in use means that it would
+have two owners: the attempt is ended as failed, so that the answer (nothing is held) is true. A late `Gather` or
+`Scatter` is answered with `ok=False`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     header = Path(triton.__file__).parent / "backends/nvidia/include"
     library = folder / "libcuda.so.1"
     source = Path(__file__).with_name("cuda_stub.c")
-    build: list[str | Path] = ["gcc", "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{header}", "-o", library, source]
+    build: list[str | Path] = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wl,-soname,libcuda.so.1",
+        f"-I{header}",
+        "-o",
+        library,
+        source,
+    ]
     subprocess.run(build, check=True)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
