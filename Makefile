@@ -26,7 +26,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -125,6 +125,21 @@ gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; ne
 test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 against a driver that does nothing
 	@echo "Testing launches for an H100 (about half a minute)"
 	@$(BIN)/python -m pytest tests/gpu_stub $(ARGS)
+
+test-gpu-bindings: build/cuda-torch/.install-stamp ## what the GPU path calls, against a torch that is built for CUDA
+	@PYTHONPATH=src build/cuda-torch/bin/python -m pytest -c tests/gpu/pytest.ini --rootdir . --noconftest \
+	  tests/gpu_stub/test_bindings.py $(ARGS)
+
+# `===` takes no build of another kind, such as +cpu.
+build/cuda-torch/.install-stamp: constraints.txt
+	@mkdir -p build
+	@$(QUIET) "Creating build/cuda-torch" build/cuda-torch-venv.log $(PYTHON) -m venv build/cuda-torch
+	@$(QUIET) "Installing a torch for CUDA (5 GB)" build/cuda-torch-install.log \
+	  build/cuda-torch/bin/python $(INSTALL) -c constraints.txt '$(subst ==,===,$(TORCH))' \
+	  cryptography msgspec numpy pytest typing_extensions xxhash
+	@build/cuda-torch/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "This package index has a torch for CPUs only"; exit 1; }
+	@touch $@
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster with injected faults (about seven minutes)
