@@ -100,6 +100,8 @@ class Outbox:
 
     def flush(self) -> dict[GatewayId, StepUpdate]:
         """One update for each gateway with something to send; the outbox is empty afterwards."""
+        if not self._pending:
+            return {}
         pending, self._pending = self._pending, {}
         return {gateway_id: box.to_update() for gateway_id, box in pending.items()}
 

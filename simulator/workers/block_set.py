@@ -87,49 +87,50 @@ class BlockSet:
 
     def lock(self, keys: Sequence[PieceKey]) -> None:
         """Hold for one more sequence what can be found."""
-        held, cached = self._held, self._cached
+        held, take, num_found = self._held, self._cached.pop, 0
         for key in keys:
-            size = cached.pop(key, 0)
-            if size:
+            if size := take(key, 0):
                 held[key] = 1
-                self.num_cached -= size
-                self.num_held += size
+                num_found += size
             else:
                 held[key] += 1
+        self.num_cached -= num_found
+        self.num_held += num_found
 
     def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int]) -> None:
         """Computed pieces of one sequence, its own until now, can be found from now on; it goes on holding them. What
         can be found already replaces the sequence's own copy."""
-        held, cached = self._held, self._cached
+        held, take, num_found, num_held = self._held, self._cached.pop, 0, 0
         new: list[BlockHash] = []
         for key, size in zip(keys, sizes, strict=True):
-            self.num_own -= size
-            if key in held:
-                held[key] += 1
+            if count := held.get(key, 0):
+                held[key] = count + 1
                 continue
-            if cached.pop(key, 0):
-                self.num_cached -= size
+            held[key] = 1
+            num_held += size
+            if take(key, 0):
+                num_found += size
             elif not isinstance(key, AttemptKey):
                 new.append(key)
-            held[key] = 1
-            self.num_held += size
+        self.num_own -= sum(sizes)
+        self.num_cached -= num_found
+        self.num_held += num_held
         self._announce(True, new)
 
-    def release(self, keys: Sequence[PieceKey], ends: Sequence[int], num_own: int) -> None:
+    def release(self, keys: Sequence[PieceKey], sizes: Sequence[int], num_own: int) -> None:
         """A sequence lets go of the pieces that it holds, and of `num_own` units of its own."""
+        held, cached, num_free = self._held, self._cached, 0
+        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
+            count = held[key] - 1
+            if count:
+                held[key] = count
+            else:
+                del held[key]
+                cached[key] = size
+                num_free += size
         self.num_own -= num_own
-        held, cached = self._held, self._cached
-        for number in range(len(keys) - 1, -1, -1):
-            key = keys[number]
-            count = held[key]
-            if count > 1:
-                held[key] = count - 1
-                continue
-            del held[key]
-            size = ends[number] - (ends[number - 1] if number else 0)
-            cached[key] = size
-            self.num_held -= size
-            self.num_cached += size
+        self.num_held -= num_free
+        self.num_cached += num_free
 
     def make_room(self) -> None:
         """Evict what is written over."""
@@ -137,12 +138,13 @@ class BlockSet:
         if surplus <= 0:
             return
         gone: list[BlockHash] = []
-        while surplus > 0:
-            key, size = self._cached.popitem(last=False)
-            surplus -= size
-            self.num_cached -= size
+        evict, num_left = self._cached.popitem, surplus
+        while num_left > 0:
+            key, size = evict(last=False)
+            num_left -= size
             if not isinstance(key, AttemptKey):
                 gone.append(key)
+        self.num_cached -= surplus - num_left
         self._announce(False, gone)
 
     # ------------------------------------------------------------ what the router hears

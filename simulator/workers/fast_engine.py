@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.config import WorkerConfig
@@ -84,7 +84,7 @@ class FastEngine(ABC):
         self._attends = 0
         """Tokens that the next decode step attends to, of all that decode."""
         self._times: list[float] = []
-        """When each decode step ended, from number `_first_time` on."""
+        """When clients have the tokens of each decode step, from number `_first_time` on."""
         self._first_time = 0
         self._safe_until = 0
         """Until this count of steps no sequence needs a block beyond its promise."""
@@ -103,6 +103,7 @@ class FastEngine(ABC):
         self._told_at = 0.0
         self._gap_s = world.overheads.step_s
         """Between two steps."""
+        self._to_client_s = world.overheads.message_s + world.overheads.token_s
 
     @abstractmethod
     def _computed(self, sequence: FastSequence) -> None:
@@ -295,11 +296,10 @@ class FastEngine(ABC):
         self._jump = None
         between_s = self._gap_s
         if num_steps == 1:
-            self._times.append(ended)
+            self._times.append(ended + self._to_client_s)
         else:
-            step_s = first_s + between_s
-            durations = (step_s + growth_s * number for number in range(1, num_steps))
-            self._times += accumulate(durations, initial=start + first_s)
+            durations = accumulate(repeat(growth_s, num_steps - 2), initial=first_s + between_s + growth_s)
+            self._times += accumulate(durations, initial=start + first_s + self._to_client_s)
         num_decodes = len(self._decoding)
         self._reports.offer(StepSample(first_s * 1e3, 0, 0, num_decodes, self._attends))
         self._stepped(num_steps)
@@ -330,6 +330,8 @@ class FastEngine(ABC):
             self._reports.note()
             for sequence in self._decoding:
                 self._tell_tokens(sequence)
+            self._times.clear()
+            self._first_time = steps
 
     def _end_step(
         self,
@@ -351,7 +353,7 @@ class FastEngine(ABC):
         self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
         self._reports.note()
         if work.num_decodes:
-            self._times.append(self._loop.now)
+            self._times.append(self._loop.now + self._to_client_s)
             self._stepped(1)
         else:
             self._num_steps += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Protocol
 
 from disagg.engine.config import WorkerConfig
@@ -71,6 +72,7 @@ class FastSequence:
         "promised",
         "queue_s",
         "sent",
+        "sizes",
         "spec",
         "swapped",
         "told_at",
@@ -85,6 +87,8 @@ class FastSequence:
         """Of the full blocks of what was given, each perhaps for several."""
         self.ends: Sequence[int] = ()
         """Up to which unit of 16 tokens each of them goes."""
+        self.sizes: Sequence[int] = ()
+        """Units of each of them."""
         self.note_hashes(spec.block_hashes)
         self.num_given = self.num_known = spec.num_known_tokens
         """`num_known`: to be computed before the next token is sampled."""
@@ -127,7 +131,12 @@ class FastSequence:
     def note_hashes(self, hashes: tuple[BlockHash, ...]) -> None:
         """Of its full blocks."""
         self.keys = tuple(hashes)
-        self.ends = hashes.ends if isinstance(hashes, HashRuns) else range(1, len(hashes) + 1)
+        if isinstance(hashes, HashRuns):
+            self.ends = hashes.ends
+            self.sizes = list(map(sub, self.ends, (0, *self.ends)))
+        else:
+            self.ends = range(1, len(hashes) + 1)
+            self.sizes = (1,) * len(hashes)
 
     @property
     def num_locked(self) -> int:
@@ -200,8 +209,7 @@ class FastRoom:
         if last <= first or not sequence.spec.root_hash:
             return
         before = sequence.num_locked
-        sizes = [ends[number] - (ends[number - 1] if number else 0) for number in range(first, last)]
-        self.blocks.publish(sequence.keys[first:last], sizes)
+        self.blocks.publish(sequence.keys[first:last], sequence.sizes[first:last])
         sequence.own -= ends[last - 1] - before
         sequence.locked = last
 
@@ -225,7 +233,7 @@ class FastRoom:
     def let_go(self, sequence: FastSequence) -> None:
         """Take back all that it holds and was promised."""
         blocks = self.blocks
-        blocks.release(sequence.keys[: sequence.locked], sequence.ends, sequence.own)
+        blocks.release(sequence.keys[: sequence.locked], sequence.sizes[: sequence.locked], sequence.own)
         blocks.num_reserved -= sequence.promised
         sequence.locked = sequence.own = sequence.promised = 0
 

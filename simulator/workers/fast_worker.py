@@ -344,7 +344,7 @@ class FastWorker(FastEngine):
     def _computed(self, sequence: FastSequence) -> None:
         """The prompt is computed and its first token sampled."""
         now, key, index = self._loop.now, sequence.key, sequence.sent
-        self._answers.note_times(key.request_id, index, [now])
+        self._answers.note_times(key.request_id, index, [now + self._to_client_s])
         self._tokens.append(TokenOut(key.request_id, key.attempt, index, (self._answers.token(key.request_id, index),)))
         sequence.sent += 1
         if self._num_left(sequence) == 0:
@@ -374,12 +374,8 @@ class FastWorker(FastEngine):
             return
         first, last = sequence.sent, self._steps - self._first_time
         request_id, attempt = sequence.key
-        answers = self._answers
-        answers.note_times(request_id, first, self._times[last - num_new : last])
-        ids = (answers.token(request_id, first),) * num_new
-        if num_new > 1:
-            ids = (*ids[:-1], answers.token(request_id, first + num_new - 1))
-        self._tokens.append(TokenOut(request_id, attempt, first, ids))
+        self._answers.note_times(request_id, first, self._times[last - num_new : last])
+        self._tokens.append(TokenOut(request_id, attempt, first, self._answers.tokens(request_id, first, num_new)))
         sequence.sent += num_new
         sequence.told_at = self._steps
 

@@ -25,7 +25,7 @@ class Answers:
         self._no_answer = (2, 1 << 60)
         self._followed: set[RequestId] = set()
         self.times: dict[RequestId, list[float]] = {}
-        """When each output token left the worker that made it, where workers send several together."""
+        """When the client has each output token, where workers send several together."""
 
     def add(self, request_id: RequestId, token_id: int, num_tokens: int, *, is_followed: bool) -> None:
         """The answer to a request; a later prompt may repeat it."""
@@ -44,7 +44,7 @@ class Answers:
         return request_id in self._followed
 
     def note_times(self, request_id: RequestId, first_index: int, times: list[float]) -> None:
-        """Output tokens from `first_index` on left their worker at these times."""
+        """When the client has the output tokens from `first_index` on."""
         if request_id in self._answers:
             self.times.setdefault(request_id, [])[first_index:] = times
 
@@ -52,6 +52,11 @@ class Answers:
         """Output token `index`; the last one is `STOP_TOKEN`, which ends the answer unless its length is forced."""
         token_id, num_tokens = self._answers.get(request_id, self._no_answer)
         return STOP_TOKEN if index + 1 == num_tokens else token_id
+
+    def tokens(self, request_id: RequestId, first: int, num_tokens: int) -> tuple[int, ...]:
+        """So many of them, at least one, from index `first` on; none but the last of them ends the answer."""
+        ids = (self._answers.get(request_id, self._no_answer)[0],) * (num_tokens - 1)
+        return (*ids, self.token(request_id, first + num_tokens - 1))
 
     def num_tokens(self, request_id: RequestId) -> int:
         """Of the answer, its last token included."""

@@ -17,6 +17,8 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import repeat
 from typing import SupportsIndex, overload
 
 from disagg.loadtests.workload.workload import PromptPart
@@ -61,9 +63,7 @@ class HashRuns(tuple[BlockHash, ...]):
         at = index.__index__()
         if at < 0:
             at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        return tuple.__getitem__(self, bisect_right(self.ends, at))
+        return tuple.__getitem__(self, bisect_right(self.ends, at) if at >= 0 else len(self.ends))
 
     def __add__(self, other: tuple[BlockHash, ...]) -> HashRuns:  # type: ignore[override]
         length = len(self)
@@ -76,7 +76,8 @@ class HashRuns(tuple[BlockHash, ...]):
     def _slice(self, index: slice) -> tuple[BlockHash, ...]:
         start, stop, step = index.indices(len(self))
         if step != 1:
-            return tuple([tuple.__getitem__(self, bisect_right(self.ends, at)) for at in range(start, stop, step)])
+            places = map(bisect_right, repeat(self.ends), range(start, stop, step))
+            return tuple(map(tuple.__getitem__, repeat(self), places))
         if stop <= start:
             return HashRuns.of((), ())
         first, last = bisect_right(self.ends, start), bisect_right(self.ends, stop - 1)
@@ -101,7 +102,7 @@ class PromptText:
     @property
     def token_ids(self) -> PackedTokenIds:
         """As a request carries them."""
-        return PackedTokenIds(bytes(len(self.hashes) * _BLOCK_BYTES) + self.tail)
+        return PackedTokenIds(self.tail.rjust(len(self.hashes) * _BLOCK_BYTES + len(self.tail), b"\0"))
 
 
 EMPTY = PromptText((), b"")
@@ -133,7 +134,7 @@ def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run
         if num_blocks:
             seed = b"%b%d %b" % (hashes[-1] if hashes else root, start, key)
             if num_blocks == run > 1:  # most often, in a trace of blocks
-                hashes.append(BlockHash(hashlib.shake_128(seed).digest(HASH_BYTES)))
+                hashes.append(BlockHash(blake2b(seed, digest_size=HASH_BYTES).digest()))
                 ends.append((ends[-1] if ends else 0) + run)
             elif run > 1:
                 before = ends[-1] if ends else 0
@@ -141,7 +142,7 @@ def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run
                 ends += range(before + run, before + num_blocks, run)
                 ends.append(before + num_blocks)
             else:
-                hashes += _cut(hashlib.shake_128(seed).digest(num_blocks * HASH_BYTES))
+                hashes += _part_hashes(seed, num_blocks)
         if num_left:
             tail = _id_of(key) * num_left
     return PromptText(HashRuns.of(hashes, ends) if run > 1 else tuple(hashes), tail)
@@ -161,17 +162,21 @@ def answer_token(index: int) -> int:
 
 def _run_hashes(seed: bytes, num_blocks: int, run: int) -> list[BlockHash]:
     """One for each `run` blocks; a shorter run at the end is another one than a whole one."""
-    hashes = _cut(hashlib.shake_128(seed).digest(-(-num_blocks // run) * HASH_BYTES))
+    hashes = _part_hashes(seed, -(-num_blocks // run))
     if rest := num_blocks % run:
         hashes[-1] = BlockHash(hashlib.sha256(b"%b%d" % (hashes[-1], rest)).digest()[:HASH_BYTES])
     return hashes
 
 
-def _cut(digest: bytes) -> list[BlockHash]:
-    return [BlockHash(digest[at : at + HASH_BYTES]) for at in range(0, len(digest), HASH_BYTES)]
+def _part_hashes(seed: bytes, num_hashes: int) -> list[BlockHash]:
+    """The first so many hashes of a part, at least one. That is made alone, in the quickest way for so few bytes: most
+    parts of a trace need no other."""
+    first = BlockHash(blake2b(seed, digest_size=HASH_BYTES).digest())
+    rest = hashlib.shake_128(seed).digest((num_hashes - 1) * HASH_BYTES)
+    return [first, *[BlockHash(rest[at : at + HASH_BYTES]) for at in range(0, len(rest), HASH_BYTES)]]
 
 
 def _id_of(key: bytes) -> bytes:
     """One packed id for all tokens of a part that get one."""
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+    number = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
     return struct.pack("<I", 2 + number % (VOCAB_SIZE - 2))

@@ -183,14 +183,10 @@ class Users:
             group=outlined.group,
         )
 
-    def left_at(self, request_id: RequestId, first: int, num_tokens: int) -> list[float] | None:
+    def came_at(self, request_id: RequestId, first: int, num_tokens: int) -> list[float] | None:
         """When so many tokens came, where they were sent later than they were made; None where they came just now."""
         times = self._answers.times.get(request_id)
-        if times is None:
-            return None
-        delay_s = self._overheads.message_s + self._overheads.token_s
-        times = times[first : first + num_tokens]
-        return [time + delay_s for time in times] if delay_s else times
+        return None if times is None else times[first : first + num_tokens]
 
     def ended(self, user: _User, status: Status, end_s: float, error: str, cached_tokens: int) -> None:
         """One request is over."""
@@ -240,7 +236,7 @@ class _User:
         self.is_over = False
 
     def on_tokens(self, num_tokens: int, now: float) -> None:
-        times = self.users.left_at(self.request_id, len(self.times), num_tokens)
+        times = self.users.came_at(self.request_id, len(self.times), num_tokens)
         self.times += [now] * num_tokens if times is None else times
 
     def on_finish(self, completion: Completion, now: float) -> None:
