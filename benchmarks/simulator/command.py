@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import tempfile
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.traces import BLOCK_TOKENS
-from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
+from disagg.loadtests.workload.workload import Outline, RandomWorkload, TraceWorkload, outline
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.simulator.step_times.interface import LinkTimes, StepWork
@@ -50,6 +52,10 @@ MAX_MODEL_LEN = 200_000
 KV_BYTES_PER_TOKEN = 131_072
 LINK = LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=5e-5)
 TOKEN_BUDGET = 8192
+SCALE_ISL, SCALE_OSL = (64, 24_000), (1, 686)
+"""Lengths of the run with many workers: in the mean those of Mooncake's conversation trace."""
+SCALE_RATE_PER_PAIR = 2.0
+"""Its requests per second for each prefill worker, which is then busy for half of the time."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,14 @@ class MockerTimes:
         return ms / 1e3
 
 
-def spec(engine: EngineKind, policy: PolicyName) -> ClusterSpec:
-    """8P+8D."""
+def spec(engine: EngineKind, policy: PolicyName, num_workers: int = NUM_WORKERS) -> ClusterSpec:
+    """As many prefill as decode workers."""
     times = MockerTimes(NUM_BLOCKS * BLOCK_SIZE)
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     pools = [
         PoolSpec(
             name=role,
-            size=NUM_WORKERS,
+            size=num_workers,
             worker=WorkerConfig(
                 worker_id="",
                 roles=(role,),
@@ -169,6 +175,55 @@ def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
     }
 
 
+# ---------------------------------------------------------------- many workers
+
+
+def measure_scale(num_requests: int, num_workers: int) -> Row:
+    """One run with the fast engine: wall time and memory from before its requests are made. Records are not kept."""
+    began = time.monotonic()
+    num_pairs = num_workers // 2
+    workload = RandomWorkload(isl=SCALE_ISL, osl=SCALE_OSL)
+    arrivals = ArrivalConfig(kind="poisson", rate_per_s=num_pairs * SCALE_RATE_PER_PAIR, num_requests=num_requests)
+    requests = outline(workload, arrivals, max_model_len=MAX_MODEL_LEN)
+    users = [UserRequest(each) for each in requests.requests]
+    gc.collect()
+    gc.freeze()  # what is there for the whole run need not be looked through again and again
+    ttfts, tpots = array("d"), array("d")
+
+    def note(record: RequestRecord) -> None:
+        assert record.status == "ok", record.error
+        if record.ttft_s is not None:
+            ttfts.append(record.ttft_s)
+        if record.tpot_s is not None:
+            tpots.append(record.tpot_s)
+
+    cluster = SimulatedCluster(spec("fast", "joint", num_pairs), users, on_record=note)
+    made_s, made_mib = time.monotonic() - began, peak_mib()
+    result = cluster.run()
+    wall_s = time.monotonic() - began
+    gc.unfreeze()
+    assert not result.problems, result.problems
+    return {
+        "workers": 2 * num_pairs,
+        "requests": num_requests,
+        "simulated_s": result.end_s,
+        "wall_s": wall_s,
+        "of_it_made_s": made_s,
+        "requests_per_s": num_requests / (wall_s - made_s),
+        "events": result.num_events,
+        "peak_mib": peak_mib(),
+        "of_it_made_mib": made_mib,
+        "ttft_mean_ms": 1e3 * sum(ttfts) / len(ttfts),
+        "ttft_p99_ms": 1e3 * percentile(ttfts, 99),
+        "tpot_mean_ms": 1e3 * sum(tpots) / max(1, len(tpots)),
+    }
+
+
+def peak_mib() -> float:
+    """The most memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -214,6 +269,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--dynamo-reuse", type=float, help="share of prompt tokens that Dynamo's router reuses")
     parser.add_argument("--dynamo-ttft-ms", type=float, help="its mean TTFT")
+    parser.add_argument("--scale", type=positive, help="instead: so many requests on --scale-workers workers")
+    parser.add_argument("--scale-workers", type=positive, default=1000)
     parser.add_argument(
         "--recordings", type=Path, nargs="+", help="folders of `disagg load compare`, to simulate again"
     )
@@ -229,7 +286,7 @@ def main() -> None:
         compared = compare_folders(options.recordings, options.times, options.engine)
         rows, accuracy = point_rows(compared), accuracy_summary(compared)
     else:
-        rows = speed_rows(options)
+        rows = speed_rows(options) if options.scale is None else [measure_scale(options.scale, options.scale_workers)]
     columns = list(rows[0]) if rows else []
     shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
     print_table("simulated", columns, shown)

@@ -8,7 +8,7 @@ Everything is a function of its arguments: no clock, no randomness. The same spe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,7 +51,7 @@ class Result:
     """What a run gave."""
 
     records: list[RequestRecord]
-    """One for each request, in the order of their indices."""
+    """One for each request, in the order of their indices; none where `on_record` took them."""
     samples: list[Sample]
     end_s: float
     """When the last request ended."""
@@ -66,9 +66,23 @@ class Result:
 
 
 class SimulatedCluster(Surroundings):
-    """All parts on one event loop. A caller may step it by `advance`, look at it, and change it between two steps."""
+    """All parts on one event loop. A caller may step it by `advance`, look at it, and change it between two steps.
 
-    def __init__(self, spec: ClusterSpec, requests: Sequence[UserRequest], habits: Habits = LOAD_TEST) -> None:
+    Args:
+        spec: the cluster.
+        requests: in the order of their due times.
+        habits: of the users.
+        on_record: called for each record when its request ends. Then none is kept: a million of them, with the time of
+            each token, would be many gigabytes.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        requests: Sequence[UserRequest],
+        habits: Habits = LOAD_TEST,
+        on_record: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
         self.spec = spec
         self.loop = EventLoop()
         self.overheads = spec.overheads
@@ -93,6 +107,7 @@ class SimulatedCluster(Surroundings):
             requests,
             habits,
             run=1 if spec.engine == "exact" else run_for(_smallest_cache(spec)),
+            take=on_record,
         )
         for fault in spec.faults:
             if WorkerId(fault.worker_id) not in self._members:

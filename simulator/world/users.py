@@ -7,7 +7,7 @@ cancels what has no first token before its timeout (`patience_s`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -73,9 +73,12 @@ class Users:
         habits: Habits = LOAD_TEST,
         *,
         run: int = 1,
+        take: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.records: list[RequestRecord] = []
-        """In the order in which requests ended."""
+        """In the order in which requests ended; empty where `take` takes them instead."""
+        self._take = take or self.records.append
+        self._num_ended = 0
         self.prompt_tokens = self.cached_tokens = 0
         """Of answered requests."""
         self._loop = loop
@@ -101,7 +104,7 @@ class Users:
     @property
     def is_done(self) -> bool:
         """Whether every request has its record."""
-        return len(self.records) == len(self._requests)
+        return self._num_ended == len(self._requests)
 
     # ------------------------------------------------------------ when
 
@@ -204,7 +207,8 @@ class Users:
         self._record(user.number, record, user.text if status == "ok" else None)
 
     def _record(self, number: int, record: RequestRecord, text: PromptText | None) -> None:
-        self.records.append(record)
+        self._take(record)
+        self._num_ended += 1
         if self.is_done:
             self._loop.stop()
         followers = self._followers.pop(number, None)
