@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from disagg.engine.plan import Buffer
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
@@ -75,8 +77,7 @@ class Scatter:
 Command = Add | Reserve | Join | Release | Gather | Scatter
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSampled:
+class TokenSampled(msgspec.Struct, frozen=True):
     """Output token `index` of the request."""
 
     key: AttemptKey

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from disagg.engine.request import Sequence
 from disagg.proto.errors import InternalError
@@ -23,8 +24,7 @@ Buffer = Any
 GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """Tokens [start, start + num_tokens) of `sequence.token_ids` are computed in this step."""
 
     sequence: Sequence
@@ -39,8 +39,7 @@ class ScheduledSequence:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """One step of the engine. The block table of every entry covers `start + num_tokens` tokens."""
 
     decodes: tuple[ScheduledSequence, ...] = ()
@@ -60,15 +59,14 @@ class StepPlan:
 
     def measured(self, ms: float) -> StepSample:
         """What this step computed, with the time that it took."""
-        return StepSample(
-            ms=ms,
-            prefill_tokens=sum(entry.num_tokens for entry in self.prefills),
-            prefill_attended=sum(
-                e.num_tokens * e.start + e.num_tokens * (e.num_tokens + 1) // 2 for e in self.prefills
-            ),
-            num_decodes=len(self.decodes),
-            decode_context=sum(entry.start + 1 for entry in self.decodes),
-        )
+        tokens = attended = context = 0
+        for entry in self.prefills:
+            num_tokens = entry.num_tokens
+            tokens += num_tokens
+            attended += num_tokens * entry.start + num_tokens * (num_tokens + 1) // 2
+        for entry in self.decodes:
+            context += entry.start + 1
+        return StepSample(ms, tokens, attended, len(self.decodes), context)
 
 
 NO_TOKEN = -1
@@ -97,17 +95,16 @@ class BadLogitsError(InternalError, RuntimeError):
     """The model gave logits that nothing can be sampled from, in every row of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step sampled. The rows of a step do not depend on each other: a row without a token ends its own sequence
     only."""
 
     token_ids: list[int]
     """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     """By place in `token_ids`: of exactly those that have a token and whose sequences request it (`Sampling.logprobs`
     is not negative)."""
-    faults: Mapping[int, RowFault] = field(default_factory=dict)
+    faults: Mapping[int, RowFault] = msgspec.field(default_factory=dict)
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
 
 

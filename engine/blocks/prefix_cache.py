@@ -67,7 +67,7 @@ class PrefixCache:
             return published
         self._hashes_of[block] = tuple(hashes)
         self._tag_of[block] = tag if after is None else self._tag_of[after]
-        self._announce(BlocksStored, [block_hash for block_hash in hashes if not self._announced[block_hash]])
+        self._announce(BlocksStored, [block_hash for block_hash in hashes if block_hash not in self._announced])
         self._announced.update(hashes)
         return block
 

@@ -45,12 +45,12 @@ class Outbox:
         """Output token `index` of an attempt; the indices of one attempt come in order. All of its tokens have
         `logprobs`, or none."""
         tokens = self._for(gateway_id).tokens
-        if key not in tokens:
-            tokens[key] = (index, [], [])
-        _, token_ids, all_logprobs = tokens[key]
-        token_ids.append(token_id)
+        of_attempt = tokens.get(key)
+        if of_attempt is None:
+            of_attempt = tokens[key] = (index, [], [])
+        of_attempt[1].append(token_id)
         if logprobs is not None:
-            all_logprobs.append(logprobs)
+            of_attempt[2].append(logprobs)
 
     def prefill_done(
         self,
@@ -106,7 +106,10 @@ class Outbox:
         return {gateway_id: box.to_update() for gateway_id, box in pending.items()}
 
     def _for(self, gateway_id: GatewayId) -> _Pending:
-        return self._pending.setdefault(gateway_id, _Pending())
+        pending = self._pending.get(gateway_id)
+        if pending is None:
+            pending = self._pending[gateway_id] = _Pending()
+        return pending
 
 
 class TokenPacing:

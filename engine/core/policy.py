@@ -13,16 +13,17 @@ from disagg.engine.request import Sequence
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
     """Why the last known token ends the sequence, or None. A stop id counts from `min_tokens` output tokens on."""
-    sampling = sequence.spec.sampling
-    if sequence.token_ids[-1] in sampling.stop_token_ids and sequence.num_output_tokens >= max(1, sampling.min_tokens):
+    sampling, token_ids = sequence.spec.sampling, sequence.token_ids
+    if token_ids[-1] in sampling.stop_token_ids and sequence.num_output_tokens >= max(1, sampling.min_tokens):
         return "stop"
     return "length" if is_full(sequence, max_model_len) else None
 
 
 def is_full(sequence: Sequence, max_model_len: int, num_pending: int = 0) -> bool:
     """Whether the answer is as long as it may be, with `num_pending` tokens whose ids are not known yet."""
-    num_output_tokens = sequence.num_output_tokens + num_pending
-    return num_output_tokens >= sequence.spec.sampling.max_tokens or sequence.num_tokens + num_pending >= max_model_len
+    num_tokens = len(sequence.token_ids) + num_pending
+    max_tokens = sequence.num_prompt_tokens + sequence.spec.sampling.max_tokens
+    return num_tokens >= max_tokens or num_tokens >= max_model_len
 
 
 _WORTH_A_TAIL = 8

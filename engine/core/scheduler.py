@@ -101,7 +101,7 @@ class Scheduler:
         """Sequences in state RESERVED."""
         self.num_preempted = 0
         """Sequences that wait because they were preempted, suspended ones included."""
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter(preemptions=0, cached_tokens=0)
         """Since the start: preemptions, cached_tokens."""
         self.tail_tokens = tail_tokens
         self.kv_cache = KVCacheManager(
@@ -226,19 +226,21 @@ class Scheduler:
 
     def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
         planned: dict[Sequence, ScheduledSequence] = {}
-        victims = self._victims()
+        victims, block_size = self._victims(), self.blocks.block_size
         for sequence in list(self.running.values()):
-            if sequence.num_uncomputed_tokens != 1:
+            start = sequence.num_computed_tokens
+            num_tokens = len(sequence.token_ids)
+            if num_tokens - start != 1:
                 continue
-            while sequence.state is SequenceState.RUNNING and not self.kv_cache.can_extend(
-                sequence, sequence.num_tokens
-            ):
-                victim = next(victims)
-                self._preempt(victim)
-                planned.pop(victim, None)
+            if num_tokens > len(sequence.block_table) * block_size:
+                while sequence.state is SequenceState.RUNNING and not self.kv_cache.can_extend(sequence, num_tokens):
+                    victim = next(victims)
+                    self._preempt(victim)
+                    planned.pop(victim, None)
+                if sequence.state is SequenceState.RUNNING:
+                    self.kv_cache.extend(sequence, num_tokens)
             if sequence.state is SequenceState.RUNNING:
-                self.kv_cache.extend(sequence, sequence.num_tokens)
-                planned[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, 1, samples=True)
+                planned[sequence] = ScheduledSequence(sequence, start, 1, True)
         return tuple(planned.values())
 
     def _victims(self) -> Iterator[Sequence]:
@@ -321,7 +323,7 @@ class Scheduler:
                 next(tokens)  # only decodes are computed ahead, and each of them samples
                 continue
             place, token_id = next(tokens) if entry.samples else (-1, -1)
-            if (fault := result.faults.get(place)) is not None:
+            if result.faults and (fault := result.faults.get(place)) is not None:
                 events.append(self._end_faulty(sequence, fault))
                 continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens

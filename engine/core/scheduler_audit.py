@@ -16,19 +16,21 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
     Raises:
         AssertionError: one does not hold.
     """
-    entries, blocks = plan.entries, scheduler.blocks
-    size = blocks.block_size
-    assert sum(entry.num_tokens for entry in entries) <= scheduler.token_budget, "the plan is over its token budget"
-    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
+    entries, is_writable, size = plan.entries, scheduler.blocks.is_writable, scheduler.blocks.block_size
+    num_tokens, running = 0, SequenceState.RUNNING
     for entry in entries:
-        sequence, end = entry.sequence, entry.end
+        sequence, start = entry.sequence, entry.start
+        end = start + entry.num_tokens
+        num_tokens += entry.num_tokens
         key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
-        assert sequence.state is SequenceState.RUNNING, f"{key} is planned and not running"
-        assert entry.start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
-        assert entry.samples == (end == sequence.num_tokens + num_pending), f"{key} samples at the wrong token"
+        assert sequence.state is running, f"{key} is planned and not running"
+        assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+        assert entry.samples == (end == len(sequence.token_ids) + num_pending), f"{key} samples at the wrong token"
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
-        for block in table[entry.start // size : -(-end // size)]:
-            assert blocks.is_writable(block), f"{key} would write a shared block"
+        for block in table[start // size : -(-end // size)]:
+            assert is_writable(block), f"{key} would write a shared block"
+    assert num_tokens <= scheduler.token_budget, "the plan is over its token budget"
+    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:

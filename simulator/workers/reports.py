@@ -7,6 +7,7 @@ A load is taken when its report goes out; a real worker sends the one of its lat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from disagg.engine.core.reports import StepSampler
@@ -40,8 +41,10 @@ class Reports:
         self._steps = StepSampler()
         self._sequence = 0
         self._last = -interval_s
-        self._version = 0
-        """Of the plan for the next report."""
+        self._due = math.inf
+        """When the next report goes out."""
+        self._planned: list[float] = []
+        """When it will be looked whether that is so, the soonest last."""
         self._has_changed = False
         self._is_stopped = False
 
@@ -64,12 +67,20 @@ class Reports:
         self._is_stopped = True
 
     def _plan(self, when: float) -> None:
-        self._version += 1
-        self._loop.at(when, self._on_due, self._version)
+        self._due = when
+        if not self._planned or when < self._planned[-1]:
+            self._planned.append(when)
+            self._loop.at(when, self._on_due)
 
-    def _on_due(self, version: int) -> None:
-        if version == self._version and not self._is_stopped:
+    def _on_due(self) -> None:
+        self._planned.pop()
+        if self._is_stopped or self._due == math.inf:
+            return
+        if self._due <= self._loop.now:
+            self._due = math.inf
             self._report(self._kv_events())
+        elif not self._planned or self._due < self._planned[-1]:
+            self._plan(self._due)
 
     def _report(self, kv_events: tuple[KvEvent, ...]) -> None:
         self._has_changed = False

@@ -49,13 +49,9 @@ class TimedRunner(ModelRunner):
 
     def timed(self, plan: StepPlan) -> StepSample:
         """What the step computes, and how long it takes."""
-        work = plan.measured(0.0)
-        step_s = self._times.step_s(
-            StepWork(
-                work.prefill_tokens, work.prefill_attended, work.num_decodes, work.decode_context, len(plan.prefills)
-            )
-        )
-        return msgspec.structs.replace(work, ms=step_s * 1e3)
+        _, tokens, attended, num_decodes, context = msgspec.structs.astuple(plan.measured(0.0))
+        step_s = self._times.step_s(StepWork(tokens, attended, num_decodes, context, len(plan.prefills)))
+        return StepSample(step_s * 1e3, tokens, attended, num_decodes, context)
 
     def calibrated(self, config: WorkerConfig) -> tuple[StepSample, ...]:
         """What a worker would measure at its start."""
