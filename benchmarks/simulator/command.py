@@ -31,6 +31,7 @@ from benchmarks.common import percentile, positive, print_table, report, write_j
 from benchmarks.simulator.accuracy import compare_folders, point_rows
 from benchmarks.simulator.accuracy import summary as accuracy_summary
 from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.traces import BLOCK_TOKENS

@@ -22,6 +22,8 @@ have two owners: the attempt is ended as failed, so that the answer (nothing is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.cached_blocks import CachedBlocks
@@ -42,6 +44,7 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scatter,
     Scattered,
+    TokenSampled,
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
@@ -49,7 +52,7 @@ from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
-from disagg.engine.core.steps import Steps, failed
+from disagg.engine.core.steps import Steps, failed, num_alike
 from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
@@ -267,6 +270,18 @@ class EngineCore:
         events = self._steps.run(self.planned, self._planned_at)
         self.planned = StepPlan()
         self._forget_ended(events)
+        return events
+
+    @property
+    def num_alike(self) -> int:
+        """How many steps from the planned one on are like it, see `steps.num_alike`."""
+        return num_alike(self._scheduler, self.planned)
+
+    def run_alike(self, rows: Iterable[Seq[int]]) -> list[TokenSampled]:
+        """Instead of `run_step`: take in the planned step and others like it, `num_alike` at most, that were computed
+        together. `rows`: of each step the tokens of its decodes."""
+        events = self._steps.run_alike(self.planned, rows)
+        self.planned = StepPlan()
         return events
 
     def _carry_out(self, effect: Effect) -> list[Event]:

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
@@ -334,6 +335,19 @@ class Scheduler:
                 events += self._end_if_finished(sequence)
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
                 events.append(self._hold(sequence, sampled))
+        return events
+
+    def apply_alike(self, plan: StepPlan, rows: Iterable[Seq[int]]) -> list[TokenSampled]:
+        """Take in several steps like `plan`, see `steps.num_alike`: of each one token for each decode."""
+        events: list[TokenSampled] = []
+        for number, token_ids in enumerate(rows):
+            for entry in plan.decodes:
+                self.kv_cache.extend(entry.sequence, entry.start + number + 1)
+            for entry, token_id in zip(plan.decodes, token_ids, strict=True):
+                sequence, start = entry.sequence, entry.start + number
+                sequence.num_computed_tokens = start + 1
+                self.kv_cache.publish(sequence, start)
+                events.append(self._append(sequence, token_id, None))
         return events
 
     def _end_faulty(self, sequence: Sequence, fault: RowFault) -> Ended:

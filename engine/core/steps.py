@@ -21,7 +21,9 @@ writes to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from disagg.engine.commands import Ended, Event, TokenSampled
@@ -75,6 +77,22 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
     plan = StepPlan(decodes=tuple(planned))
     check_plan(scheduler, plan, pending)
     return plan
+
+
+def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
+    """How many steps from `plan` on, which was just made, compute one token each for the same sequences and end none of
+    them, whatever is sampled; 0 where that is not known. Only a command, a deadline or a stop id changes that: it is
+    the length up to which steps may be launched without looking between them."""
+    decodes = plan.decodes
+    if plan.prefills or not decodes or len(decodes) < len(scheduler.running) or len(scheduler.waiting):
+        return 0
+    most, block_size = sys.maxsize, scheduler.blocks.block_size
+    for entry in decodes:
+        sequence, num_tokens = entry.sequence, entry.end
+        room = (len(sequence.block_table) + sequence.reserved_blocks) * block_size - num_tokens + 1
+        answer = sequence.spec.sampling.max_tokens - sequence.num_output_tokens - 1
+        most = min(most, room, answer, scheduler.max_model_len - num_tokens - 1)
+    return max(0, most)
 
 
 def _needs_ids_only(sequence: Sequence) -> bool:
@@ -137,6 +155,14 @@ class Steps:
             assert not plan.entries, "a step is run while another one is under way"
             return self._finish(before.plan, before.queued.result, before.began)
         return self._finish(plan, lambda: self._runner.run(plan), now) if plan.entries else []
+
+    def run_alike(self, plan: StepPlan, rows: Iterable[Seq[int]]) -> list[TokenSampled]:
+        """Take in steps like `plan`, the first one included, that were computed together: of each step the tokens of
+        its decodes. At most `num_alike` of them. All is then as if each had been planned and run."""
+        events = self._scheduler.apply_alike(plan, rows)
+        self.num_done += len(events) // len(plan.decodes)
+        self.num_sampled += len(events)
+        return events
 
     def _enqueue(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
         """The tokens of the step before come first, also where this one cannot be queued."""

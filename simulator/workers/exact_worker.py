@@ -14,6 +14,8 @@ attempts that wait for a pair.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox, TokenPacing
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.kv_transfer.commands import Cause, ReceiveOver, SendOver
+from disagg.engine.plan import StepPlan
 from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (
@@ -64,6 +67,8 @@ from disagg.simulator.world.machine import Kind, RunningStep
 
 MAX_ROUNDS = 4
 """So often a turn looks for more commands before its step, as in `EngineThread`."""
+JUMP_S = 1.0
+"""Decode steps that are alike are taken together for so long."""
 
 
 def register(
@@ -87,6 +92,19 @@ def register(
         decode_reserve_tokens=config.decode_reserve_tokens,
         watermark_blocks=config.watermark_blocks(runner.num_blocks),
     )
+
+
+@dataclass(slots=True)
+class _Jump:
+    """Decode steps in a row that are alike. All but the last one are taken in together, which is run as any other."""
+
+    plan: StepPlan
+    samples: list[StepSample]
+    """Of each step."""
+    ends: list[float]
+    """When each of them ends."""
+    num_done: int = 0
+    """Taken in."""
 
 
 @dataclass(slots=True)
@@ -140,6 +158,8 @@ class ExactWorker:
         self._running: RunningStep | None = None
         self._step = StepSample(0.0)
         """The latest one, with its time."""
+        self._jump: _Jump | None = None
+        self._to_client_s = world.overheads.message_s + world.overheads.token_s
         self._reports = Reports(
             self._loop,
             self.info.worker_id,
@@ -184,6 +204,7 @@ class ExactWorker:
 
     def load(self) -> Load:
         """Of the engine, and prompts that it does not count yet."""
+        self._advance(self._loop.now)
         load = self.core.load()
         num_more = self._pending_prompts.num_tokens(self._owns)
         if not num_more:
@@ -268,6 +289,8 @@ class ExactWorker:
     def post(self, command: Command) -> None:
         """A command for the engine."""
         self._inbox.append((self._loop.now, command))
+        if self._jump is not None:
+            self._cut(self._jump)
         self._wake()
 
     def _wake(self) -> None:
@@ -286,6 +309,8 @@ class ExactWorker:
         if planned or (plan.prefills and self._untold):
             self._tell(planned)
         copy_s, step_s = self._take_copy_s(), 0.0
+        if not copy_s and not self._untold and not self._inbox and self._begin_jump(plan):
+            return
         if plan.entries:
             self._step = self._runner.timed(plan)
             step_s = self._step.ms / 1e3
@@ -311,6 +336,95 @@ class ExactWorker:
         else:
             self._reports.note()
         return True
+
+    # ------------------------------------------------------------ steps that are alike
+
+    def _begin_jump(self, plan: StepPlan) -> bool:
+        """Take several steps at once, if more than one are alike from `plan` on."""
+        num_alike = 0 if self.config.token_interval_s else self.core.num_alike
+        for entry in plan.decodes if num_alike else ():
+            if entry.sequence.spec.sampling.stop_token_ids:
+                num_left = self._runner.num_left(entry.sequence)
+                num_alike = min(num_alike, num_left - 1)
+        if num_alike < 2:
+            return False
+        deadline = self.core.next_deadline
+        until, end = min(self._loop.now + JUMP_S, math.inf if deadline is None else deadline), self._loop.now
+        samples: list[StepSample] = []
+        ends: list[float] = []
+        for sample in self._runner.timed_alike(plan, num_alike):
+            end = (end + self._world.overheads.step_s if ends else end) + sample.ms / 1e3
+            if end >= until:
+                break
+            samples.append(sample)
+            ends.append(end)
+        if len(ends) < 2:
+            return False
+        self._jump = _Jump(plan, samples, ends)
+        self._loop.at(ends[-1], self._end_jump, self._jump, len(ends))
+        return True
+
+    def _cut(self, jump: _Jump) -> None:
+        """A command came: the last step is the one that is under way, or the one before it, where that has ended and
+        the next one has not begun."""
+        number = bisect_left(jump.ends, self._loop.now - self._world.overheads.step_s) + 1
+        if number < len(jump.ends):
+            del jump.ends[number:]
+            self._loop.at(jump.ends[-1], self._end_jump, jump, number)
+
+    def _advance(self, until_s: float) -> None:
+        """Take in the steps of a jump that have ended by then, but for its last one."""
+        jump = self._jump
+        if jump is None:
+            return
+        num_steps = min(bisect_right(jump.ends, until_s), len(jump.ends) - 1) - jump.num_done
+        if num_steps <= 0:
+            return
+        self._plan_again()
+        first = jump.num_done
+        jump.num_done += num_steps
+        self._untold += self.core.run_alike(self._runner.rows(self.core.planned, num_steps))
+        for sample in jump.samples[first : jump.num_done]:
+            self._reports.offer(sample)
+        self._note_times(jump, first, jump.num_done)
+
+    def _note_times(self, jump: _Jump, first: int, last: int) -> None:
+        times = [end + self._to_client_s for end in jump.ends[first:last]]
+        for entry in jump.plan.decodes:
+            sequence = entry.sequence
+            index = entry.start + 1 + first - sequence.num_prompt_tokens
+            self._world.answers.note_times(sequence.spec.request_id, index, list(times))
+
+    def _end_jump(self, jump: _Jump, num_steps: int) -> None:
+        if self.is_dead or self._jump is not jump or num_steps != len(jump.ends):
+            return
+        self._advance(self._loop.now)
+        self._note_times(jump, num_steps - 1, num_steps)
+        self._step = jump.samples[num_steps - 1]
+        self._jump = None
+        self._plan_again()
+        self._end_step()
+
+    def _plan_again(self) -> None:
+        """The next step of a jump, where those before it were taken in."""
+        if not self.core.planned.entries:
+            happened = self.core.plan_step(self._loop.now)
+            assert not happened, happened
+
+    def catch_up(self) -> None:
+        """Tell the gateway at once what it would have been told before now, were each step of a jump told by itself."""
+        self._advance(self._loop.now - self._world.overheads.message_s)
+        if not self._untold or self._jump is None:
+            return
+        untold, self._untold = self._untold, []
+        for event in untold:
+            assert isinstance(event, TokenSampled)
+            self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+        for update in self._outbox.flush().values():
+            self._world.gateway_now(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+        self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+
+    # ------------------------------------------------------------ the engine's turns
 
     def _end_step(self) -> None:
         if self.is_dead:

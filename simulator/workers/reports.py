@@ -82,7 +82,12 @@ class Reports:
         elif not self._planned or self._due < self._planned[-1]:
             self._plan(self._due)
 
-    def _report(self, kv_events: tuple[KvEvent, ...]) -> None:
+    def report_now(self, send: Callable[[WorkerReport], None]) -> None:
+        """Give `send` a report, unless one went out less than the interval ago."""
+        if not self._is_stopped and self._loop.now >= self._last + self._interval_s:
+            self._report(self._kv_events(), send)
+
+    def _report(self, kv_events: tuple[KvEvent, ...], send: Callable[[WorkerReport], None] | None = None) -> None:
         self._has_changed = False
         self._last = self._loop.now
         report = WorkerReport(
@@ -94,6 +99,6 @@ class Reports:
             steps=self._steps.take(),
         )
         self._sequence += 1
-        self._send(report)
+        (send or self._send)(report)
         if self._idle_s is not None:
             self._plan(self._last + self._interval_s + self._idle_s)

@@ -24,8 +24,8 @@ class Answers:
         self._answers: dict[RequestId, tuple[int, int]] = {}
         self._no_answer = (2, 1 << 60)
         self._followed: set[RequestId] = set()
-        self.times: dict[RequestId, list[float]] = {}
-        """When the client has each output token, where workers send several together."""
+        self._times: dict[RequestId, tuple[int, list[float]]] = {}
+        """The index of a token, and when the client has it and those after it, where workers send several together."""
 
     def add(self, request_id: RequestId, token_id: int, num_tokens: int, *, is_followed: bool) -> None:
         """The answer to a request; a later prompt may repeat it."""
@@ -37,7 +37,7 @@ class Answers:
         """The request is over."""
         self._answers.pop(request_id, None)
         self._followed.discard(request_id)
-        self.times.pop(request_id, None)
+        self._times.pop(request_id, None)
 
     def is_followed(self, request_id: RequestId) -> bool:
         """Whether a later prompt may repeat the answer."""
@@ -45,8 +45,21 @@ class Answers:
 
     def note_times(self, request_id: RequestId, first_index: int, times: list[float]) -> None:
         """When the client has the output tokens from `first_index` on."""
-        if request_id in self._answers:
-            self.times.setdefault(request_id, [])[first_index:] = times
+        if request_id not in self._answers:
+            return
+        first, noted = self._times.get(request_id, (first_index, []))
+        if 0 <= first_index - first <= len(noted):
+            noted[first_index - first :] = times
+            self._times[request_id] = first, noted
+        else:
+            self._times[request_id] = first_index, times
+
+    def came_at(self, request_id: RequestId, first_index: int, num_tokens: int) -> list[float] | None:
+        """When so many tokens came, where they were sent later than they were made; None where they came just now."""
+        first, noted = self._times.get(request_id, (0, []))
+        start = max(0, first_index - first)
+        times = noted[start : start + num_tokens]
+        return times if len(times) == num_tokens and first_index >= first else None
 
     def token(self, request_id: RequestId, index: int) -> int:
         """Output token `index`; the last one is `STOP_TOKEN`, which ends the answer unless its length is forced."""
@@ -75,6 +88,10 @@ class Surroundings(Protocol):
 
     def to_gateway(self, event: events.Event) -> None:
         """Send something to the gateway; it arrives a message's time later."""
+        ...
+
+    def gateway_now(self, event: events.Event) -> None:
+        """Something that was on its way to the gateway has arrived there by now."""
         ...
 
     def find_worker(self, peer: PeerRef) -> object | None:

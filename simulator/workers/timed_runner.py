@@ -5,7 +5,9 @@ The engine core plans on it as on any other. There is no KV: copies of it are co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import repeat
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ from typing_extensions import override
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepQueue, StepResult
+from disagg.engine.request import Sequence
 from disagg.proto.messages import KvLayout, StepSample
 from disagg.simulator.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.surroundings import Answers
@@ -52,6 +55,22 @@ class TimedRunner(ModelRunner):
         _, tokens, attended, num_decodes, context = msgspec.structs.astuple(plan.measured(0.0))
         step_s = self._times.step_s(StepWork(tokens, attended, num_decodes, context, len(plan.prefills)))
         return StepSample(step_s * 1e3, tokens, attended, num_decodes, context)
+
+    def timed_alike(self, plan: StepPlan, num_steps: int) -> Iterator[StepSample]:
+        """The same of so many steps from this one on, each with the next token of the same sequences."""
+        num_decodes, context = len(plan.decodes), plan.measured(0.0).decode_context
+        for _ in range(num_steps):
+            step_s = self._times.step_s(StepWork(0, 0, num_decodes, context))
+            yield StepSample(step_s * 1e3, 0, 0, num_decodes, context)
+            context += num_decodes
+
+    def rows(self, plan: StepPlan, num_steps: int) -> Iterator[list[int]]:
+        """The tokens of so many steps from this one on, of which none is the last of its answer."""
+        return repeat(self.run(plan).token_ids, num_steps)
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Tokens of its answer that are still to come."""
+        return self._answers.num_tokens(sequence.spec.request_id) - sequence.num_output_tokens
 
     def calibrated(self, config: WorkerConfig) -> tuple[StepSample, ...]:
         """What a worker would measure at its start."""

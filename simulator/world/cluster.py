@@ -90,7 +90,12 @@ class SimulatedCluster(Surroundings):
         self.answers = Answers()
         self.machine = None if spec.sharing is None else Machine(self.loop, spec.sharing, spec.gateway_neighbour)
         self.gateway = Gateway(
-            self.loop, spec.router, spec.overheads, self._on_drained, self.machine if spec.engine == "exact" else None
+            self.loop,
+            spec.router,
+            spec.overheads,
+            self._on_drained,
+            self.machine if spec.engine == "exact" else None,
+            self._before_submit,
         )
         self.samples: list[Sample] = []
         self._members: dict[WorkerId, _Member] = {}
@@ -184,6 +189,10 @@ class SimulatedCluster(Surroundings):
         self.loop.after(self.overheads.message_s, self.gateway.handle, event)
 
     @override
+    def gateway_now(self, event: events.Event) -> None:
+        self.gateway.handle(event)
+
+    @override
     def find_worker(self, peer: PeerRef) -> SimulatedWorker | None:
         member = self._members.get(peer.worker_id)
         worker = None if member is None else member.worker
@@ -258,6 +267,11 @@ class SimulatedCluster(Surroundings):
         if member.is_removed and member.worker is not None:
             worker, member.worker, member.is_draining = member.worker, None, False
             self.loop.at(self.loop.now, self._bury, worker)
+
+    def _before_submit(self) -> None:
+        for member in self._members.values():
+            if isinstance(member.worker, ExactWorker):
+                member.worker.catch_up()
 
     # ------------------------------------------------------------ looking
 

@@ -53,7 +53,8 @@ class ServingWorker(Protocol):
 
 
 class Gateway:
-    """Owner of the router core. `on_drained` is called when nothing runs any more on a worker that was drained."""
+    """Owner of the router core. `on_drained` is called when nothing runs any more on a worker that was drained,
+    `before_submit` before a request is placed: what workers tell later than they would must have come by then."""
 
     def __init__(
         self,
@@ -62,12 +63,14 @@ class Gateway:
         overheads: Overheads,
         on_drained: Callable[[WorkerId], None] = lambda worker_id: None,
         machine: Machine | None = None,
+        before_submit: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = RouterCore(config, GATEWAY)
         self._loop = loop
         self._overheads = overheads
         self._on_drained = on_drained
         self._machine = machine
+        self._before_submit = before_submit
         self._workers: dict[WorkerId, ServingWorker] = {}
         self._clients: dict[RequestId, Client] = {}
         self._timer_due = math.inf
@@ -76,6 +79,7 @@ class Gateway:
 
     def submit(self, request: RoutedRequest, arrival: float, client: Client) -> None:
         """A request that has been checked and tokenized; `arrival` is when its first byte came."""
+        self._before_submit()
         now = self._loop.now
         num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
         call = CallDemand(tenant=request.tenant, limits=NO_LIMITS, num_answers=1, num_tokens=num_tokens)

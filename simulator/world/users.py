@@ -187,9 +187,8 @@ class Users:
         )
 
     def came_at(self, request_id: RequestId, first: int, num_tokens: int) -> list[float] | None:
-        """When so many tokens came, where they were sent later than they were made; None where they came just now."""
-        times = self._answers.times.get(request_id)
-        return None if times is None else times[first : first + num_tokens]
+        """See `Answers.came_at`."""
+        return self._answers.came_at(request_id, first, num_tokens)
 
     def ended(self, user: _User, status: Status, end_s: float, error: str, cached_tokens: int) -> None:
         """One request is over."""
