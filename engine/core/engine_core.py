@@ -261,7 +261,7 @@ class EngineCore:
         self.planned, self._planned_at = plan, now
         if plan.entries:
             self._note_started(plan, now)
-        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.prefills if e.sequence.hold_after_prefill]
+        events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
         self._forget_ended(events)
         return events
 

@@ -81,14 +81,16 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
 
 def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
     """How many steps from `plan` on, which was just made, compute one token each for the same sequences and end none of
-    them, whatever is sampled; 0 where that is not known. Only a command, a deadline or a stop id changes that: it is
-    the length up to which steps may be launched without looking between them."""
+    them, whatever is sampled; 0 where that is not known. Only a command, a deadline or a stop id changes that: so many
+    steps may be launched without a look between them."""
     decodes = plan.decodes
     if plan.prefills or not decodes or len(decodes) < len(scheduler.running) or len(scheduler.waiting):
         return 0
     most, block_size = sys.maxsize, scheduler.blocks.block_size
     for entry in decodes:
         sequence, num_tokens = entry.sequence, entry.end
+        if not _needs_ids_only(sequence):
+            return 0
         room = (len(sequence.block_table) + sequence.reserved_blocks) * block_size - num_tokens + 1
         answer = sequence.spec.sampling.max_tokens - sequence.num_output_tokens - 1
         most = min(most, room, answer, scheduler.max_model_len - num_tokens - 1)

@@ -159,7 +159,8 @@ class ExactWorker:
         self._step = StepSample(0.0)
         """The latest one, with its time."""
         self._jump: _Jump | None = None
-        self._to_client_s = world.overheads.message_s + world.overheads.token_s
+        self._ended_at: float | None = None
+        """When the last step of a jump ended, until the turn after it: a command may have come since."""
         self._reports = Reports(
             self._loop,
             self.info.worker_id,
@@ -384,12 +385,13 @@ class ExactWorker:
         first = jump.num_done
         jump.num_done += num_steps
         self._untold += self.core.run_alike(self._runner.rows(self.core.planned, num_steps))
-        for sample in jump.samples[first : jump.num_done]:
-            self._reports.offer(sample)
+        for sample, end in zip(jump.samples[first : jump.num_done], jump.ends[first:], strict=False):
+            self._reports.offer_late(sample, end)
         self._note_times(jump, first, jump.num_done)
 
     def _note_times(self, jump: _Jump, first: int, last: int) -> None:
-        times = [end + self._to_client_s for end in jump.ends[first:last]]
+        overheads, num_decodes = self._world.overheads, len(jump.plan.decodes)
+        times = [end + overheads.message_s + num_decodes * overheads.token_s for end in jump.ends[first:last]]
         for entry in jump.plan.decodes:
             sequence = entry.sequence
             index = entry.start + 1 + first - sequence.num_prompt_tokens
@@ -399,7 +401,10 @@ class ExactWorker:
         if self.is_dead or self._jump is not jump or num_steps != len(jump.ends):
             return
         self._advance(self._loop.now)
+        if self._world.overheads.token_s:
+            self._tell_late()  # a client waits for the whole of an update: the last step gets one of its own
         self._note_times(jump, num_steps - 1, num_steps)
+        self._ended_at = jump.ends[-1]
         self._step = jump.samples[num_steps - 1]
         self._jump = None
         self._plan_again()
@@ -413,16 +418,20 @@ class ExactWorker:
 
     def catch_up(self) -> None:
         """Tell the gateway at once what it would have been told before now, were each step of a jump told by itself."""
-        self._advance(self._loop.now - self._world.overheads.message_s)
-        if not self._untold or self._jump is None:
+        if self._jump is None:
             return
+        self._advance(self._loop.now - self._world.overheads.message_s)
+        if self._untold:
+            self._tell_late()
+            self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+
+    def _tell_late(self) -> None:
         untold, self._untold = self._untold, []
         for event in untold:
             assert isinstance(event, TokenSampled)
             self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
         for update in self._outbox.flush().values():
             self._world.gateway_now(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
-        self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
 
     # ------------------------------------------------------------ the engine's turns
 
@@ -461,8 +470,10 @@ class ExactWorker:
         else:
             self._pacing.flushed(now)
             self._tell(happened)
+        ended_at = now if self._ended_at is None else self._ended_at
+        self._ended_at = None
         if self._inbox or self.core.has_work:
-            self._loop.after(self._gap_s(happened) if plan.entries else 0.0, self._turn)
+            self._loop.at(ended_at + self._gap_s(happened) if plan.entries else now, self._turn)
             return
         self._is_busy = False
         if (deadline := self.core.next_deadline) is not None:

@@ -40,17 +40,33 @@ class Reports:
         self._send = send
         self._steps = StepSampler()
         self._sequence = 0
-        self._last = -interval_s
+        self._last = self._sent_at = -interval_s
         self._due = math.inf
         """When the next report goes out."""
         self._planned: list[float] = []
         """When it will be looked whether that is so, the soonest last."""
         self._has_changed = False
         self._is_stopped = False
+        self._late: list[StepSample] = []
+        """Of reports that a worker would have sent."""
+        self._is_owed = False
+        """The last step was offered late, and no report can carry it before the interval is over."""
 
     def offer(self, step: StepSample) -> None:
         """A step was done; the next report may carry it."""
         self._steps.offer(step)
+
+    def offer_late(self, step: StepSample, ended: float) -> None:
+        """A step that ended then, and may be followed by others already. The next report carries what those would have
+        carried that a worker had sent meanwhile."""
+        if self._is_owed and ended > self._last + self._interval_s:
+            self._last += self._interval_s
+            self._late += self._steps.take()
+        self._steps.offer(step)
+        self._is_owed = ended < self._last + self._interval_s
+        if not self._is_owed:
+            self._last = ended
+            self._late += self._steps.take()
 
     def note(self) -> None:
         """Something changed that the router is to hear of."""
@@ -83,21 +99,24 @@ class Reports:
             self._plan(self._due)
 
     def report_now(self, send: Callable[[WorkerReport], None]) -> None:
-        """Give `send` a report, unless one went out less than the interval ago."""
-        if not self._is_stopped and self._loop.now >= self._last + self._interval_s:
+        """Give `send` a report, unless there is one on its way."""
+        if not self._is_stopped and self._loop.now > self._sent_at + self._interval_s:
             self._report(self._kv_events(), send)
 
     def _report(self, kv_events: tuple[KvEvent, ...], send: Callable[[WorkerReport], None] | None = None) -> None:
+        load = self._load()  # which may offer late steps
         self._has_changed = False
-        self._last = self._loop.now
+        self._last = self._sent_at = self._loop.now
         report = WorkerReport(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             sequence=self._sequence,
-            load=self._load(),
+            load=load,
             kv_events=kv_events,
-            steps=self._steps.take(),
+            steps=(*self._late, *self._steps.take()),
         )
+        self._late.clear()
+        self._is_owed = False
         self._sequence += 1
         (send or self._send)(report)
         if self._idle_s is not None:

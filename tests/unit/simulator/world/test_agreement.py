@@ -17,6 +17,7 @@ from disagg.loadtests.workload.workload import (
 from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.overheads import Overheads, Sharing
+from disagg.simulator.workers import exact_worker
 from disagg.simulator.workers.exact_worker import ExactWorker
 from disagg.simulator.world import cluster as cluster_module
 from disagg.simulator.world.settings import EngineKind
@@ -101,6 +102,18 @@ def test_shared_hashes_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> No
     assert shared.records == separate.records
     assert shared.placements == separate.placements
     assert sum(record.cached_tokens for record in shared.records) > 50_000
+
+
+@pytest.mark.parametrize("name", ["round robin", "colocated", "conversations", "unknown lengths"])
+def test_exact_steps_that_are_taken_together_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where placements do not depend on what workers report, all times are those of steps that are taken one by one."""
+    workload, rate_per_s, habits, spec = SCENARIOS[name]
+    spec = {**spec, "overheads": Overheads(message_s=0.0005, step_s=0.0002, token_s=0.0001)}
+    together = run("exact", workload, rate_per_s, habits, spec)
+    monkeypatch.setattr(exact_worker, "JUMP_S", 0.0)
+    one_by_one = run("exact", workload, rate_per_s, habits, spec)
+    assert together.records == one_by_one.records
+    assert together.num_events < one_by_one.num_events
 
 
 def test_a_jump_bends_with_the_step_times() -> None:
