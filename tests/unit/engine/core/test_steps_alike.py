@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from disagg.engine.commands import Add
@@ -24,7 +26,7 @@ from tests.support.engine import (
 )
 
 
-def decoding(num_blocks: int = 12, **options: int) -> Scheduler:
+def decoding(num_blocks: int = 12, **options: Any) -> Scheduler:
     """`a` and `b` decode, of 20 and 33 known tokens before their first, and 9 cached blocks of others are there."""
     scheduler = make_scheduler(num_blocks, **options)
     add_to(scheduler, "gone", 150, max_tokens=1)
