@@ -17,11 +17,12 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         AssertionError: one does not hold.
     """
     entries, is_writable, size = plan.entries, scheduler.blocks.is_writable, scheduler.blocks.block_size
-    num_tokens, running = 0, SequenceState.RUNNING
+    assert sum([entry.num_tokens for entry in entries]) <= scheduler.token_budget, "the plan is over its token budget"
+    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
+    running = SequenceState.RUNNING
     for entry in entries:
         sequence, start = entry.sequence, entry.start
         end = start + entry.num_tokens
-        num_tokens += entry.num_tokens
         key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
         assert sequence.state is running, f"{key} is planned and not running"
         assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
@@ -29,8 +30,6 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
         for block in table[start // size : -(-end // size)]:
             assert is_writable(block), f"{key} would write a shared block"
-    assert num_tokens <= scheduler.token_budget, "the plan is over its token budget"
-    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:

@@ -67,8 +67,6 @@ from disagg.simulator.world.machine import Kind, RunningStep
 
 MAX_ROUNDS = 4
 """So often a turn looks for more commands before its step, as in `EngineThread`."""
-JUMP_S = 1.0
-"""Decode steps that are alike are taken together for so long."""
 
 
 def register(
@@ -120,7 +118,8 @@ class _Sending:
 
 
 class ExactWorker:
-    """A real engine core in virtual time; either end of pairs. Owner: the simulated cluster."""
+    """A real engine core in virtual time; either end of pairs. Owner: the simulated cluster. `jump_s`: for how long
+    decode steps that are alike are taken together."""
 
     def __init__(
         self,
@@ -129,8 +128,10 @@ class ExactWorker:
         runner: TimedRunner,
         calibration: tuple[StepSample, ...],
         incarnation: str,
+        jump_s: float,
     ) -> None:
         self.config = config
+        self._jump_s = jump_s
         self.core = EngineCore(runner, config=config)
         self.info = register(config, runner, self.core.max_model_len, calibration, incarnation)
         self.is_dead = False
@@ -341,8 +342,11 @@ class ExactWorker:
     # ------------------------------------------------------------ steps that are alike
 
     def _begin_jump(self, plan: StepPlan) -> bool:
-        """Take several steps at once, if more than one are alike from `plan` on."""
-        num_alike = 0 if self.config.token_interval_s else self.core.num_alike
+        """Take several steps at once, if more than one are alike from `plan` on. Not where each step depends on what
+        other workers of its machine do, or tokens of several steps are sent together anyway."""
+        if self.config.token_interval_s or self._world.machine is not None:
+            return False
+        num_alike = self.core.num_alike
         for entry in plan.decodes if num_alike else ():
             if entry.sequence.spec.sampling.stop_token_ids:
                 num_left = self._runner.num_left(entry.sequence)
@@ -350,7 +354,7 @@ class ExactWorker:
         if num_alike < 2:
             return False
         deadline = self.core.next_deadline
-        until, end = min(self._loop.now + JUMP_S, math.inf if deadline is None else deadline), self._loop.now
+        until, end = min(self._loop.now + self._jump_s, math.inf if deadline is None else deadline), self._loop.now
         samples: list[StepSample] = []
         ends: list[float] = []
         for sample in self._runner.timed_alike(plan, num_alike):
@@ -453,6 +457,7 @@ class ExactWorker:
             happened += self.core.handle(command, posted_at)
         copy_s = self._take_copy_s()
         if copy_s:
+            self._ended_at = None
             self._loop.after(copy_s, self._end_turn, happened)
         else:
             self._end_turn(happened)

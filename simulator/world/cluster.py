@@ -234,7 +234,7 @@ class SimulatedCluster(Surroundings):
     ) -> SimulatedWorker:
         calibration = self._calibrations[pool.name]
         if self.spec.engine == "exact":
-            return ExactWorker(self, config, runner, calibration, incarnation)
+            return ExactWorker(self, config, runner, calibration, incarnation, self.spec.jump_s)
         most = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
         longest = min(most, runner.num_blocks * runner.block_size)
         return FastWorker(self, config, register(config, runner, longest, calibration, incarnation), pool.times)

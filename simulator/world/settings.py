@@ -68,6 +68,9 @@ class ClusterSpec:
     """The worker whose core the gateway has, too."""
     engine: EngineKind = "exact"
     faults: Sequence[Fault] = ()
+    jump_s: float = 1.0
+    """Exact engine: decode steps that are alike are taken together for so long, and told together, before the router
+    places a request at the latest. 0 takes and tells each by itself."""
     sample_s: float = 1.0
     """Between two samples of the time series."""
 
@@ -77,5 +80,7 @@ class ClusterSpec:
             raise ValueError(f"pools: two have one name; got {', '.join(names)}")
         if not any("decode" in pool.worker.roles and pool.size for pool in self.pools):
             raise ValueError("pools: no worker decodes; a cluster needs a pool decode or colocated of at least 1")
+        if not self.jump_s >= 0:
+            raise ValueError(f"jump_s: expected a time of at least 0; got {self.jump_s}")
         if not self.sample_s > 0:
             raise ValueError(f"sample_s: expected a time above 0; got {self.sample_s}")

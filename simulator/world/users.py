@@ -187,7 +187,7 @@ class Users:
         )
 
     def came_at(self, request_id: RequestId, first: int, num_tokens: int) -> list[float] | None:
-        """See `Answers.came_at`."""
+        """When so many tokens of a request came; None for just now."""
         return self._answers.came_at(request_id, first, num_tokens)
 
     def ended(self, user: _User, status: Status, end_s: float, error: str, cached_tokens: int) -> None:

@@ -56,6 +56,7 @@ def cluster_spec(
     overheads: Overheads | None = None,
     sharing: Sharing | None = None,
     faults: Sequence[Fault] = (),
+    jump_s: float = 1.0,
     cold_start_s: float = 0.0,
     **worker: Any,
 ) -> ClusterSpec:
@@ -87,6 +88,7 @@ def cluster_spec(
         gateway_neighbour=WorkerId(f"{next(name for name, size, _ in pools if size)}-0"),
         engine=engine,
         faults=faults,
+        jump_s=jump_s,
     )
 
 

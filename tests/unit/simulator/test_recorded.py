@@ -33,7 +33,7 @@ LENGTHS = RandomWorkload(isl=(16, 700), osl=(32, 200))
 
 def record(monkeypatch: pytest.MonkeyPatch, rate_per_s: float, sharing: Sharing | None, pools: dict[str, Any]) -> Trace:
     """What the router of a simulated cluster is given."""
-    spec = cluster_spec(**pools, times=TIMES, overheads=OVERHEADS, sharing=sharing, router=NO_LOCAL)
+    spec = cluster_spec(**pools, times=TIMES, overheads=OVERHEADS, sharing=sharing, router=NO_LOCAL, jump_s=0.0)
     events: list[tuple[float, Event]] = []
     handle = RouterCore.handle
 

@@ -17,7 +17,6 @@ from disagg.loadtests.workload.workload import (
 from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.overheads import Overheads, Sharing
-from disagg.simulator.workers import exact_worker
 from disagg.simulator.workers.exact_worker import ExactWorker
 from disagg.simulator.world import cluster as cluster_module
 from disagg.simulator.world.settings import EngineKind
@@ -105,13 +104,11 @@ def test_shared_hashes_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["round robin", "colocated", "conversations", "unknown lengths"])
-def test_exact_steps_that_are_taken_together_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_steps_that_are_taken_together_change_nothing(name: str) -> None:
     """Where placements do not depend on what workers report, all times are those of steps that are taken one by one."""
     workload, rate_per_s, habits, spec = SCENARIOS[name]
     spec = {**spec, "overheads": Overheads(message_s=0.0005, step_s=0.0002, token_s=0.0001)}
-    together = run("exact", workload, rate_per_s, habits, spec)
-    monkeypatch.setattr(exact_worker, "JUMP_S", 0.0)
-    one_by_one = run("exact", workload, rate_per_s, habits, spec)
+    together, one_by_one = (run("exact", workload, rate_per_s, habits, {**spec, "jump_s": s}) for s in (1.0, 0.0))
     assert together.records == one_by_one.records
     assert together.num_events < one_by_one.num_events
 
