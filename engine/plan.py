@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec

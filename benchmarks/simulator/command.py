@@ -1,6 +1,7 @@
 """How many requests per second are simulated, how much of prompts policies reuse, and how far a run is from a real one.
 
     python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--requests N] [--exact-requests N] [--json FILE]
+    python -m benchmarks.simulator --scale N [--scale-workers N]
     python -m benchmarks.simulator --recordings DIR [DIR ...] --times steps.json [--engine exact]
 
 Speed: a Mooncake trace (its own, or one that is made here) at its own pace on 8P+8D, with 20,000 blocks of 64 tokens a
@@ -8,6 +9,8 @@ worker, once for each policy with the fast engine and once with the exact one. C
 for the simulation alone, without reading the trace. Step times are the polynomials that Dynamo's mocker has by default
 (`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What Dynamo itself gives
 for the trace is an argument, because it runs in another environment.
+
+Scale: N requests with lengths like the trace's on half prefill and half decode workers, with the fast engine.
 
 Accuracy: each point of folders of `disagg load compare` (one folder a workload) simulated again, see `accuracy.py`.
 Step times are those of `disagg calibrate --recording` of other runs. Figures that were not measured are null.

@@ -1,4 +1,4 @@
-"""A worker whose engine core is the real one: every step is planned by the real scheduler, on real blocks.
+"""A worker whose engine core is the real one: steps are planned by the real scheduler, on real blocks.
 
     dispatch ──> prefill role: a pair's Sender, offers first            ──> engine core ──> outbox ──> gateway
              ──> decode role: taken over by a pair's Receiver, or whole ──┘
@@ -7,6 +7,9 @@ Real here: engine core (scheduler, block manager, prefix cache, preemption, swap
 sampler, both halves of the hand-over. Written again without threads and sockets: the engine's turn
 (`engine/shell/engine_thread.py`), the routing of the two roles (`prefill_worker/role.py`, `decode_worker/role.py`) and
 the report stream. A step takes the time of the step model; what it samples is sent only after it has ended.
+
+Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, up to `jump_s`; what comes meanwhile
+ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
 
 Left out: several ranks (their time is in the step model), steps launched ahead, counters for `/metrics`, deadlines of
 attempts that wait for a pair.

@@ -14,7 +14,7 @@ from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
 
 EngineKind = Literal["exact", "fast"]
-"""`exact`: every step of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""
+"""`exact`: the steps of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""
 
 
 DEFAULT_LINK = LinkTimes(bandwidth_bytes_per_s=1e10, latency_s=1e-4)
