@@ -8,8 +8,8 @@ sampler, both halves of the hand-over. Written again without threads and sockets
 (`engine/shell/engine_thread.py`), the routing of the two roles (`prefill_worker/role.py`, `decode_worker/role.py`) and
 the report stream. A step takes the time of the step model; what it samples is sent only after it has ended.
 
-Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, up to `jump_s`; what comes meanwhile
-ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
+Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, for up to `jump_s`; what comes
+meanwhile ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
 
 Left out: several ranks (their time is in the step model), steps launched ahead, counters for `/metrics`, deadlines of
 attempts that wait for a pair.
