@@ -38,6 +38,8 @@ class Sequence:
     state: SequenceState
     hold_after_prefill: bool = False
     """Prefill role: stop after output token 0 of this attempt and keep the KV."""
+    is_copy: bool = False
+    """Decode role: the prompt's KV comes from another worker, which has it too."""
     deadline: float | None = None
     """On this process's monotonic clock."""
     arrival: float = 0.0

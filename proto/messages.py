@@ -322,6 +322,8 @@ class Load(Message, frozen=True, kw_only=True):
     """Free, but between blocks of others: cached ones are given up before a new sequence gets these."""
     num_preempted: int = 0
     """Sequences that were preempted and wait, suspended ones included: while there are any, nothing is reserved."""
+    blocks_copied: int = 0
+    """Those of the cached ones that go first, because the worker that computed them has them too."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):

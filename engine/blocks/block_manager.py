@@ -148,15 +148,25 @@ class BlockManager:
             blocks.append(after)
         return blocks
 
-    def release(self, block_table: Seq[int]) -> None:
+    def release(self, block_table: Seq[int], *, is_copy: bool = False) -> None:
         """A sequence releases its blocks. The last one goes first, so that the tail of a chain is evicted before its
-        head."""
+        head. `is_copy`: its KV came from another worker."""
+        if not is_copy:
+            self.prefix.keep(block_table)
         for block in reversed(block_table):
             assert self._refs[block] > 0, f"block {block} is released and not held"
             self._refs[block] -= 1
             self._free_if_unreferenced(block)
 
-    def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
+    def publish(
+        self,
+        block: int,
+        hashes: Seq[BlockHash],
+        tag: TenantTag = b"",
+        after: int | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> int:
         """Put a full, computed block into the prefix cache (`cache_full_blocks` in vLLM); see `PrefixCache.publish`.
 
         Returns the block that the sequence holds for this content from now on. Where another block was published with
@@ -164,7 +174,7 @@ class BlockManager:
         block becomes active for one that becomes free.
         """
         assert self._refs[block] == 1, f"block {block} is published and has {self._refs[block]} holders"
-        published = self.prefix.publish(block, hashes, tag, after)
+        published = self.prefix.publish(block, hashes, tag, after, is_copy=is_copy)
         if published != block:
             self.lock([published])
             self.release([block])

@@ -7,7 +7,8 @@ the cache must not evict what the others use:
     2. then the tenant with the most blocks, while it has more than its share
     3. where no tenant has more, the block that was released first
 
-Within a tenant the order is always LRU. A share is an equal part of what is cached, or
+Within a tenant, and where no tenant is chosen, copies go first (see `prefix_cache.py`), and the order is LRU among
+copies and among the others. A share is an equal part of what is cached, or
 `share` of all blocks of the worker. Every call takes O(1).
 """
 
@@ -22,11 +23,13 @@ TenantTag = bytes
 
 
 class _Tenant:
-    __slots__ = ("blocks", "used_at")
+    __slots__ = ("blocks", "copies", "used_at")
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
         """In the order of release."""
+        self.copies: OrderedDict[int, None] = OrderedDict()
+        """Those of them that are copies."""
         self.used_at = -math.inf
         """When one of its blocks was last released, or held again."""
 
@@ -47,6 +50,8 @@ class CachedBlocks:
         self._keep_s = keep_s
         self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
         """Of every block, in the order of release."""
+        self._copies: OrderedDict[int, None] = OrderedDict()
+        """Those that are copies."""
         self._tenants: dict[TenantTag, _Tenant] = {}
         """Those that have blocks."""
         self._by_use: OrderedDict[TenantTag, None] = OrderedDict()
@@ -66,18 +71,25 @@ class CachedBlocks:
         """All of them, in the order of release."""
         return self._tag_of.keys()
 
+    @property
+    def num_copies(self) -> int:
+        """How many of them are copies."""
+        return len(self._copies)
+
     def count(self, tag: TenantTag) -> int:
         """Blocks of one tenant."""
         tenant = self._tenants.get(tag)
         return 0 if tenant is None else len(tenant.blocks)
 
-    def add(self, block: int, tag: TenantTag) -> None:
-        """Its tenant released it."""
+    def add(self, block: int, tag: TenantTag, *, is_copy: bool = False) -> None:
+        """Its tenant released it. A copy goes before all others of the tenant."""
         tenant = self._tenants.get(tag)
         if tenant is None:
             tenant = self._tenants[tag] = _Tenant()
         self._tag_of[block] = tag
         tenant.blocks[block] = None
+        if is_copy:
+            self._copies[block] = tenant.copies[block] = None
         self._resized(tag, len(tenant.blocks) - 1, len(tenant.blocks))
         self._used(tag, tenant)
 
@@ -91,8 +103,9 @@ class CachedBlocks:
     def next(self) -> int:
         """The block to evict next; there is one."""
         if len(self._tenants) > 1 and (tag := self._next_tenant()) is not None:
-            return next(iter(self._tenants[tag].blocks))
-        return next(iter(self._tag_of))
+            tenant = self._tenants[tag]
+            return next(iter(tenant.copies or tenant.blocks))
+        return next(iter(self._copies or self._tag_of))
 
     def evict(self) -> int:
         """Remove that block."""
@@ -108,6 +121,9 @@ class CachedBlocks:
         problems = []
         if blocks != dict(self._tag_of):
             problems.append("cached blocks: the tenants' and all of them differ")
+        copies = {block for tenant in self._tenants.values() for block in tenant.copies if block in tenant.blocks}
+        if copies != self._copies.keys() or len(copies) != sum(len(tenant.copies) for tenant in self._tenants.values()):
+            problems.append("cached blocks: the tenants' copies and all of them differ")
         if sizes != by_size or self._largest != max(sizes.values(), default=0) or 0 in sizes.values():
             problems.append("cached blocks: the sizes of the tenants are not what they have")
         if self._by_use.keys() != self._tenants.keys():
@@ -128,6 +144,8 @@ class CachedBlocks:
         tag = self._tag_of.pop(block)
         tenant = self._tenants[tag]
         del tenant.blocks[block]
+        if block in self._copies:
+            del self._copies[block], tenant.copies[block]
         self._resized(tag, len(tenant.blocks) + 1, len(tenant.blocks))
         if not tenant.blocks:
             del self._tenants[tag], self._by_use[tag]

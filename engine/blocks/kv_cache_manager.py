@@ -85,11 +85,13 @@ class KVCacheManager:
         for index in range(start // block_size, sequence.num_computed_tokens // block_size):
             block_hashes = hashes[index * hashes_per_block : (index + 1) * hashes_per_block]
             after = table[index - 1] if index else None
-            table[index] = self.blocks.publish(table[index], block_hashes, sequence.spec.tenant_tag, after)
+            table[index] = self.blocks.publish(
+                table[index], block_hashes, sequence.spec.tenant_tag, after, is_copy=sequence.is_copy
+            )
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and its reservation."""
-        self.blocks.release(sequence.block_table)
+        self.blocks.release(sequence.block_table, is_copy=sequence.is_copy)
         self.blocks.unreserve(sequence.reserved_blocks)
         sequence.block_table = []
         sequence.reserved_blocks = 0

@@ -8,10 +8,15 @@ without a holder) of one tenant leave in the order in which they became evictabl
 sequence releases its blocks last one first, so the tail of a chain goes before its head. All blocks of a chain are one
 tenant's.
 
+Copies leave before all other blocks: blocks that were published by sequences whose KV came from another worker, which
+keeps it too, and that no sequence has held since whose prompt was computed here. So a decode worker that computes
+prompts itself (local prefill) keeps those, which are cached nowhere else.
+
 The announced hashes are prefix-closed whenever the events are drained: with a hash, all of the chain before it is
 announced. Who publishes a block holds the published blocks of the whole chain before it, because a content that is
-published already replaces the caller's own copy. So no parent becomes evictable before the last of its children. The
-router's index relies on that.
+published already replaces the caller's own copy. So no parent becomes evictable before the last of its children. A
+child of a copy is a copy as soon as it is evictable: who computed it and releases it holds the parent, which is no copy
+from then on. The router's index relies on that.
 
 The router's index works on 16-token hashes. Two blocks that differ only in their second half share the hashes of their
 first half, so these are counted: a hash is announced when the first block brings it, and withdrawn when the last one
@@ -35,6 +40,7 @@ class PrefixCache:
         self._block_of: dict[BlockHash, int] = {}
         self._hashes_of: dict[int, tuple[BlockHash, ...]] = {}
         self._tag_of: dict[int, TenantTag] = {}
+        self._copies: set[int] = set()
         self.evictable = CachedBlocks() if evictable is None else evictable
         self._announced: Counter[BlockHash] = Counter()
         self._events: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[BlockHash]]] = []
@@ -43,6 +49,11 @@ class PrefixCache:
     def num_evictable(self) -> int:
         """Published blocks without a holder."""
         return len(self.evictable)
+
+    @property
+    def num_copies(self) -> int:
+        """Those of them that are copies."""
+        return self.evictable.num_copies
 
     def match(self, key_hashes: Seq[BlockHash]) -> list[int]:
         """The blocks of the longest published prefix. `key_hashes` has one hash per physical block, in order."""
@@ -54,7 +65,15 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, hashes: Seq[BlockHash], tag: TenantTag = b"", after: int | None = None) -> int:
+    def publish(
+        self,
+        block: int,
+        hashes: Seq[BlockHash],
+        tag: TenantTag = b"",
+        after: int | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> int:
         """Put a full, referenced block into the prefix cache. `hashes` are those of its 16-token sub-blocks, in order.
         It is the tenant's of the published block `after`, the one before it in its chain; the first one is that of
         `tag`.
@@ -67,6 +86,8 @@ class PrefixCache:
             return published
         self._hashes_of[block] = tuple(hashes)
         self._tag_of[block] = tag if after is None else self._tag_of[after]
+        if is_copy:
+            self._copies.add(block)
         self._announce(BlocksStored, [block_hash for block_hash in hashes if block_hash not in self._announced])
         self._announced.update(hashes)
         return block
@@ -79,11 +100,16 @@ class PrefixCache:
         """Whether `block` is published and without a holder."""
         return block in self.evictable
 
+    def keep(self, blocks: Seq[int]) -> None:
+        """All published blocks of a chain: they are no copies any more."""
+        if self._copies:
+            self._copies.difference_update(blocks)
+
     def add_evictable(self, block: int) -> None:
         """The last reference of a published block is gone."""
         assert block in self._hashes_of
         assert block not in self.evictable
-        self.evictable.add(block, self._tag_of[block])
+        self.evictable.add(block, self._tag_of[block], is_copy=block in self._copies)
 
     def remove_evictable(self, block: int) -> None:
         """A published block is referenced again."""
@@ -98,6 +124,7 @@ class PrefixCache:
         """Forget the content of the block that goes next, and return that block."""
         block = self.evictable.evict()
         del self._tag_of[block]
+        self._copies.discard(block)
         hashes = self._hashes_of.pop(block)
         del self._block_of[hashes[-1]]
         self._announced.subtract(hashes)
@@ -127,6 +154,8 @@ class PrefixCache:
         problems += [f"block {block} is evictable and has no hash" for block in self.evictable.blocks - self._hashes_of]
         if self._tag_of.keys() != self._hashes_of.keys():
             problems.append("prefix cache: tenants are kept for other blocks than the published ones")
+        if not self._copies <= self._hashes_of.keys():
+            problems.append("prefix cache: copies are not published")
         return problems + self.evictable.check_integrity()
 
     def _announce(self, kind: type[BlocksStored] | type[BlocksRemoved], hashes: list[BlockHash]) -> None:

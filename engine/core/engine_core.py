@@ -178,6 +178,7 @@ class EngineCore:
         if duplicate is not None:
             return [duplicate, ReserveRefused(key, duplicate.detail)]
         sequence = new_sequence(command.spec, SequenceState.RESERVED, now)
+        sequence.is_copy = True
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [ReserveRefused(key, why_not[1])]
@@ -344,6 +345,7 @@ class EngineCore:
             blocks_reserved=self._blocks.num_reserved,
             steps=self._steps.num_done,
             blocks_apart=self._blocks.num_fragmented,
+            blocks_copied=self._blocks.prefix.num_copies,
             num_preempted=scheduler.num_preempted,
         )
 

@@ -66,7 +66,8 @@ class Worker:
     """Assigned, plus what the latest report showed beyond that: sequences of other routers, and answers longer than
     their reserve."""
     free_tokens: int = 0
-    """Tokens of free blocks without reusable content; what is written beyond them evicts cached blocks."""
+    """Tokens of blocks without reusable content, or with a copy of what another worker has: what is written beyond them
+    evicts other cached blocks."""
     num_decodes: int = 0
     """Sequences that decode, or are about to."""
     prompt_room: int = 1
@@ -193,7 +194,7 @@ class Worker:
         """Update what follows from the latest report alone."""
         load, info = self.load, self.info
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
-        self.free_tokens = max(0, num_free - load.blocks_apart) * info.block_size
+        self.free_tokens = (max(0, num_free - load.blocks_apart) + load.blocks_copied) * info.block_size
         coefficients = self.model.coefficients
         self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
 

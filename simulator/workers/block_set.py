@@ -1,7 +1,8 @@
 """A worker's KV blocks as numbers and one set: which prefixes are cached, who holds how many, what is promised.
 
 What `engine/blocks/` decides, without naming blocks: what was computed of a chain of hashes is found by it; what is
-held stays; the rest leaves in the order in which it was given back, the end of a chain first. Room is counted in units
+held stays; the rest leaves in the order in which it was given back, the end of a chain first, and copies of what other
+workers have before all else. Room is counted in units
 of 16 tokens, as many as all blocks hold; sequences take whole blocks of them. Hashes that stand for several units
 (`world.prompts.HashRuns`) come and go as a whole.
 
@@ -38,10 +39,16 @@ class BlockSet:
         """Units that can be found and that sequences hold."""
         self.num_cached = 0
         """Units in the prefix cache without a holder."""
+        self.num_copied = 0
+        """Those of them that go first."""
         self._held: dict[PieceKey, int] = {}
         """What is held, and by how many sequences."""
         self._cached: OrderedDict[PieceKey, int] = OrderedDict()
-        """Evictable pieces, in the order of eviction, and their units."""
+        """Evictable pieces in the order in which they were given back, and their units."""
+        self._copies: set[PieceKey] = set()
+        """Pieces whose KV came from another worker, and that no sequence held whose prompt was computed here."""
+        self._first: OrderedDict[PieceKey, None] = OrderedDict()
+        """Those of them that are evictable."""
         self._events: list[tuple[bool, list[BlockHash]]] = []
         """(stored or removed, hashes), in order."""
 
@@ -87,20 +94,22 @@ class BlockSet:
 
     def lock(self, keys: Sequence[PieceKey]) -> None:
         """Hold for one more sequence what can be found."""
-        held, take, num_found = self._held, self._cached.pop, 0
+        held, take, copies, num_found = self._held, self._cached.pop, self._copies, 0
         for key in keys:
             if size := take(key, 0):
                 held[key] = 1
+                if copies:
+                    self._no_longer_first(key, size)
                 num_found += size
             else:
                 held[key] += 1
         self.num_cached -= num_found
         self.num_held += num_found
 
-    def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int]) -> None:
+    def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int], *, is_copy: bool = False) -> None:
         """Computed pieces of one sequence, its own until now, can be found from now on; it goes on holding them. What
         can be found already replaces the sequence's own copy."""
-        held, take, num_found, num_held = self._held, self._cached.pop, 0, 0
+        held, take, copies, num_found, num_held = self._held, self._cached.pop, self._copies, 0, 0
         new: list[BlockHash] = []
         for key, size in zip(keys, sizes, strict=True):
             if count := held.get(key, 0):
@@ -109,25 +118,36 @@ class BlockSet:
             held[key] = 1
             num_held += size
             if take(key, 0):
+                if copies:
+                    self._no_longer_first(key, size)
                 num_found += size
-            elif not isinstance(key, AttemptKey):
+                continue
+            if is_copy:
+                copies.add(key)
+            if not isinstance(key, AttemptKey):
                 new.append(key)
         self.num_own -= sum(sizes)
         self.num_cached -= num_found
         self.num_held += num_held
         self._announce(True, new)
 
-    def release(self, keys: Sequence[PieceKey], sizes: Sequence[int], num_own: int) -> None:
-        """A sequence lets go of the pieces that it holds, and of `num_own` units of its own."""
-        held, cached, num_free = self._held, self._cached, 0
+    def release(self, keys: Sequence[PieceKey], sizes: Sequence[int], num_own: int, *, is_copy: bool = False) -> None:
+        """A sequence lets go of the pieces that it holds, and of `num_own` units of its own. `is_copy`: its KV came
+        from another worker."""
+        held, cached, copies, num_free = self._held, self._cached, self._copies, 0
+        if copies and not is_copy:
+            copies.difference_update(keys)
         for key, size in zip(reversed(keys), reversed(sizes), strict=True):
             count = held[key] - 1
             if count:
                 held[key] = count
-            else:
-                del held[key]
-                cached[key] = size
-                num_free += size
+                continue
+            del held[key]
+            cached[key] = size
+            num_free += size
+            if copies and key in copies:
+                self._first[key] = None
+                self.num_copied += size
         self.num_own -= num_own
         self.num_held -= num_free
         self.num_cached += num_free
@@ -138,14 +158,25 @@ class BlockSet:
         if surplus <= 0:
             return
         gone: list[BlockHash] = []
-        evict, num_left = self._cached.popitem, surplus
+        evict, num_left, first = self._cached.popitem, surplus, self._first
         while num_left > 0:
-            key, size = evict(last=False)
+            if first:
+                key, _ = first.popitem(last=False)
+                size = self._cached.pop(key)
+                self.num_copied -= size
+                self._copies.discard(key)
+            else:
+                key, size = evict(last=False)
             num_left -= size
             if not isinstance(key, AttemptKey):
                 gone.append(key)
         self.num_cached -= surplus - num_left
         self._announce(False, gone)
+
+    def _no_longer_first(self, key: PieceKey, size: int) -> None:
+        if key in self._first:
+            del self._first[key]
+            self.num_copied -= size
 
     # ------------------------------------------------------------ what the router hears
 
@@ -174,6 +205,10 @@ class BlockSet:
             problems.append(f"{self.num_own + self.num_held + self.num_cached} units used of {self.num_units}")
         if self._held.keys() & self._cached.keys():
             problems.append("blocks are held and cached")
+        if self._first.keys() != self._cached.keys() & self._copies:
+            problems.append("the copies that go first are not the cached ones")
+        if self.num_copied != sum(self._cached.get(key, 0) for key in self._first):
+            problems.append(f"{self.num_copied} copied units are counted")
         if self.num_cached != sum(self._cached.values()):
             problems.append(f"{self.num_cached} cached units are counted, and {sum(self._cached.values())} are there")
         return problems

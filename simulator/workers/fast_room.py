@@ -139,6 +139,11 @@ class FastSequence:
             self.sizes = (1,) * len(hashes)
 
     @property
+    def is_copy(self) -> bool:
+        """Whether its KV comes from another worker, which has it too."""
+        return self.other is not None and not self.holds
+
+    @property
     def num_locked(self) -> int:
         """Units of the `keys` that it holds."""
         return self.ends[self.locked - 1] if self.locked else 0
@@ -209,7 +214,7 @@ class FastRoom:
         if last <= first or not sequence.spec.root_hash:
             return
         before = sequence.num_locked
-        self.blocks.publish(sequence.keys[first:last], sequence.sizes[first:last])
+        self.blocks.publish(sequence.keys[first:last], sequence.sizes[first:last], is_copy=sequence.is_copy)
         sequence.own -= ends[last - 1] - before
         sequence.locked = last
 
@@ -226,14 +231,15 @@ class FastRoom:
         if num_full > 0:
             names = [AttemptKey(sequence.key.request_id, self._num_named)]
             self._num_named += 1
-            blocks.publish(names, [num_full])
-            blocks.release(names, [num_full], 0)
+            blocks.publish(names, [num_full], is_copy=sequence.is_copy)
+            blocks.release(names, [num_full], 0, is_copy=sequence.is_copy)
             sequence.own -= num_full
 
     def let_go(self, sequence: FastSequence) -> None:
         """Take back all that it holds and was promised."""
         blocks = self.blocks
-        blocks.release(sequence.keys[: sequence.locked], sequence.sizes[: sequence.locked], sequence.own)
+        num_locked, is_copy = sequence.locked, sequence.is_copy
+        blocks.release(sequence.keys[:num_locked], sequence.sizes[:num_locked], sequence.own, is_copy=is_copy)
         blocks.num_reserved -= sequence.promised
         sequence.locked = sequence.own = sequence.promised = 0
 

@@ -105,6 +105,7 @@ class FastWorker(FastEngine):
             blocks_reserved=blocks.num_reserved // per_block,
             steps=self._num_steps,
             num_preempted=self._num_preempted,
+            blocks_copied=blocks.num_copied // per_block,
         )
 
     def _uncomputed(self) -> list[FastSequence]:

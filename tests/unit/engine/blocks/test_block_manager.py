@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from disagg.engine.blocks.block_manager import LEAST_EXTENTS, BlockManager
 from disagg.proto.block_hash import chain_hashes
+from disagg.proto.ids import BlockHash
 from disagg.proto.messages import BlocksRemoved, BlocksStored
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import ROOT, make_prompt
@@ -215,3 +218,52 @@ def test_integrity_findings() -> None:
     blocks._free.free(2)
     blocks._num_reserved = 3
     assert blocks.check_integrity([table], 3) == ["3 blocks reserved, 2 to be had"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_leaves_after_its_children_whoever_had_them_as_copies(seed: int) -> None:
+    """Sequences with common beginnings, computed here or elsewhere, in a cache that is too small for all of them."""
+    random_, blocks = random.Random(seed), BlockManager(24, 16)
+    held: list[tuple[list[int], bool]] = []
+    there: set[BlockHash] = set()
+    chains = [
+        chain_hashes(ROOT, pack_token_ids([*[7] * (16 * common), *[chain] * (16 * (8 - common))]))
+        for chain, common in enumerate((0, 1, 1, 3, 3, 5))
+    ]
+    for _ in range(2000):
+        if held and random_.random() < 0.5:
+            table, is_copy = held.pop(random_.randrange(len(held)))
+            blocks.release(table, is_copy=is_copy)
+        else:
+            chain, is_copy = random_.choice(chains)[: random_.randint(1, 8)], random_.random() < 0.5
+            table = blocks.match_prefix(chain, 16 * len(chain))
+            if len(chain) - len(table) <= blocks.available_after_lock(table):
+                blocks.lock(table)
+                num_matched = len(table)
+                table = [*table, *blocks.allocate(len(chain) - num_matched, reserved=False)]
+                for index in range(num_matched, len(chain)):
+                    table[index] = blocks.publish(table[index], [chain[index]], is_copy=is_copy)
+                held.append((table, is_copy))
+        for event in blocks.prefix.drain_events():
+            there = there - {*event.hashes} if isinstance(event, BlocksRemoved) else there | {*event.hashes}
+        for chain in chains:
+            found = [block_hash in there for block_hash in chain]
+            assert found == sorted(found, reverse=True), "a block is there without the one before it"
+    assert blocks.check_integrity([table for table, _ in held], 0) == []
+
+
+def test_copies_go_first_until_a_sequence_was_computed_behind_them() -> None:
+    blocks = BlockManager(6, 16)
+    chains = [chain_hashes(ROOT, pack_token_ids([seed] * 32)) for seed in range(3)]
+    for chain, is_copy in zip(chains, (False, True, True), strict=True):
+        table = blocks.allocate(2, reserved=False)
+        for block, block_hash in zip(table, chain, strict=True):
+            blocks.publish(block, [block_hash], is_copy=is_copy)
+        blocks.release(table, is_copy=is_copy)
+    table = blocks.match_prefix(chains[1], 32)
+    blocks.lock(table)
+    blocks.release(table)  # a prompt that was computed here began with it
+    assert blocks.prefix.num_copies == 2
+    new = blocks.allocate(4, reserved=False)
+    assert [len(blocks.match_prefix(chain, 32)) for chain in chains] == [0, 2, 0]
+    assert blocks.check_integrity([new], 0) == []

@@ -45,6 +45,20 @@ def test_with_one_tenant_the_oldest_goes_first() -> None:
     assert len(cached) == 0
 
 
+def test_copies_go_first_within_a_tenant_and_where_no_tenant_is_chosen() -> None:
+    cached = filled((A, 2), (B, 2))
+    for block, tag in (4, B), (5, A), (6, B):
+        cached.add(block, tag, is_copy=True)
+    assert cached.num_copies == 3
+    cached.hold(5)
+    cached.add(5, A, is_copy=True)
+    assert evicted(cached, 4) == [4, 6, 5, 0]  # B has more than half at first
+    assert (cached.num_copies, len(cached)) == (0, 3)
+    cached.hold(1)
+    cached.add(1, A)
+    assert evicted(cached, 3) == [2, 3, 1]
+
+
 def test_a_tenant_with_more_than_an_equal_part_is_evicted_from_first() -> None:
     """Until all have as much; then the oldest of all."""
     cached = filled((B, 2), (A, 6))

@@ -167,6 +167,21 @@ class TestDecodeRole:
         assert token_ids_of(events, "a") == expected_output(PROMPT, 4)
         assert end_of(events, "a").cached_tokens == 32
 
+    def test_what_it_received_is_evicted_before_what_it_computed(self) -> None:
+        core = make_core(7)
+        handle_all(core, Add(make_spec("local", PROMPT, max_tokens=1)))
+        run_until_idle(core)
+        for name in "abc":
+            prompt = make_prompt(40, seed=ord(name))
+            handle_all(core, Reserve(make_spec(name, prompt)))
+            key = make_spec(name, prompt).key
+            handle_all(core, Scatter(key, 0, 0, 40, kv_of(prompt, 0, 40)))
+            handle_all(core, Join(key, expected_output(prompt, 1)[0]))
+            run_until_idle(core)
+        assert core.load().blocks_copied == 4
+        again = make_spec("again", PROMPT)
+        assert handle_all(core, Reserve(again)) == [Reserved(again.key, cached_tokens=32)]
+
     @pytest.mark.parametrize(("start", "end"), [(-1, 3), (0, 41), (5, 5), (6, 5)])
     def test_ranges_outside_the_sequence_are_not_scattered(self, start: int, end: int) -> None:
         core = core_in_state("reserved")

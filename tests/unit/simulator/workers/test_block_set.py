@@ -92,3 +92,21 @@ def test_what_nobody_can_find_is_cached_without_a_word() -> None:
 def test_sequences_take_whole_blocks() -> None:
     blocks = BlockSet(4, 64)
     assert [blocks.units_for(tokens) for tokens in (0, 1, 64, 65)] == [0, 4, 4, 8]
+
+
+def test_copies_go_first_until_a_sequence_was_computed_behind_them() -> None:
+    blocks = BlockSet(6, 16)
+    filled(blocks, [A], [2])
+    for key in B, C:
+        blocks.num_own += 2
+        blocks.publish([key], [2], is_copy=True)
+        blocks.release([key], [2], 0, is_copy=True)
+    assert blocks.num_copied == 4
+    blocks.lock([B])
+    blocks.release([B], [2], 0)
+    assert blocks.num_copied == 2
+    blocks.drain_events()
+    blocks.num_own += 4
+    blocks.make_room()
+    assert blocks.drain_events() == (BlocksRemoved(hashes=(C, A)),)
+    assert blocks.check_integrity() == []
