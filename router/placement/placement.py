@@ -351,12 +351,42 @@ class _Best:
         """The best options: all of them have a free slot, or none has."""
         limit = self.limit
         near = [option for option in self.options if option[0] <= limit]
+        if len(near) > 1:
+            near = self._as_good_as(min(near, key=_COST), near)
         if len(near) == 1:
             return near
         near = [option for option in near if not option[1]] or near
         if len(near) > 1 and limit > min([option[0] for option in near]):
             return _with_fewest_sequences(near)
         return near
+
+    def _as_good_as(self, best: _Option, options: Sequence[_Option]) -> list[_Option]:
+        """The options that count as equal to the best by what they do not have in common with it: a prediction that
+        two options share is wrong for both by as much."""
+        equal_up_to, least, found = self._equal_up_to, best[0], []
+        prompt, decode, computes, decodes = _parts(best)
+        for option in options:
+            _, _, computes_other, decodes_other = _parts(option)
+            differing = 0.0
+            if computes is not computes_other:
+                differing += prompt
+            if decodes is not decodes_other:
+                differing += decode
+            if option[0] - least <= equal_up_to(differing) - differing:
+                found.append(option)
+        return found
+
+
+def _parts(option: _Option) -> tuple[float, float, Worker, Worker]:
+    """The costs of the prompt (with its way to D) and of the answer, and the workers that compute each."""
+    _, _, prefill, decode, link, setup = option
+    candidate = decode[5]
+    worker = candidate.worker
+    if prefill is not None:
+        return prefill[1] + link + setup, decode[1], prefill[5].worker, worker
+    after = candidate.as_decode
+    decode_cost = 0.0 if after is None else after.cost
+    return decode[1] - decode_cost, decode_cost, worker, worker
 
 
 def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
@@ -450,3 +480,4 @@ def _sides(
 
 _MAX_MISSES = 1 << 30
 _MISSES_AND_COST = itemgetter(0, 1)
+_COST = itemgetter(0)

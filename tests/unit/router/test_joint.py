@@ -95,6 +95,14 @@ def test_what_d_has_need_not_be_moved() -> None:
     assert {it.where(turn=turn) for turn in range(4)} == {"p0 d1"}
 
 
+def test_a_prefix_counts_however_long_the_answer_is() -> None:
+    """What an answer takes on the same D, 5 s, is in both options, and its error with it."""
+    it = Placing("joint", worker("p0", cached=48, seqs=1), worker("p1"), worker("d0"), config=NEVER)
+    assert {it.where(turn=turn, output_tokens=2000.0) for turn in range(4)} == {"p0 d0"}
+    alone = Placing("joint", worker("p0", seqs=1), worker("d0", cached=48, seqs=1), worker("d1"), config=AUTO)
+    assert {alone.where(turn=turn, output_tokens=2000.0) for turn in range(4)} == {"- d1"}
+
+
 # ---------------------------------------------------------------- decode side
 
 
