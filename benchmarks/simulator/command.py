@@ -1,14 +1,15 @@
 """How many requests per second are simulated, how much of prompts policies reuse, and how far a run is from a real one.
 
-    python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--requests N] [--exact-requests N] [--json FILE]
+    python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--paces 1 4 8] [--requests N]
+        [--exact-requests N] [--json FILE]
     python -m benchmarks.simulator --scale N [--scale-workers N]
     python -m benchmarks.simulator --recordings DIR [DIR ...] --times steps.json [--engine exact]
 
-Speed: a Mooncake trace (its own, or one that is made here) at its own pace on 8P+8D, with 20,000 blocks of 64 tokens a
-worker, once for each policy with the fast engine and once with the exact one. Counted is processor time of this process
-for the simulation alone, without reading the trace. Step times are the polynomials that Dynamo's mocker has by default
-(`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What Dynamo itself gives
-for the trace is an argument, because it runs in another environment.
+Speed: a Mooncake trace (its own, or one that is made here) at its own pace and at others on 8P+8D, with 20,000 blocks
+of 64 tokens a worker, once for each policy with the fast engine and once with the exact one. Counted is processor time
+of this process for the simulation alone, without reading the trace. Step times are the polynomials that Dynamo's mocker
+has by default (`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What
+Dynamo itself gives for the trace is an argument, because it runs in another environment: `dynamo_replay.py`.
 
 Scale: N requests with lengths like the trace's on half prefill and half decode workers, with the fast engine.
 
@@ -35,6 +36,7 @@ from benchmarks.simulator.accuracy import compare_folders, point_rows
 from benchmarks.simulator.accuracy import summary as accuracy_summary
 from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.loadtests.records import RequestRecord
+from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.traces import BLOCK_TOKENS
@@ -56,6 +58,8 @@ MAX_MODEL_LEN = 200_000
 KV_BYTES_PER_TOKEN = 131_072
 LINK = LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=5e-5)
 TOKEN_BUDGET = 8192
+LIMITS = Slo(ttft_s=1.0, tpot_s=0.02)
+"""Of the goodput."""
 SCALE_ISL, SCALE_OSL = (64, 24_000), (1, 686)
 """Lengths of the run with many workers: in the mean those of Mooncake's conversation trace."""
 SCALE_RATE_PER_PAIR = 2.0
@@ -119,10 +123,14 @@ def spec(engine: EngineKind, policy: PolicyName, num_workers: int = NUM_WORKERS)
 # ---------------------------------------------------------------- speed and reuse
 
 
-def read_outline(path: Path, num_requests: int | None) -> Outline:
-    """The requests of a Mooncake trace at its own pace and lengths."""
+def read_outline(path: Path, num_requests: int | None, pace: float = 1.0) -> Outline:
+    """The requests of a Mooncake trace at its own lengths and `pace` times its pace."""
     workload = TraceWorkload(path=str(path), format="mooncake", tokens_per_block=BLOCK_TOKENS, first_n=num_requests)
-    return outline(workload, ArrivalConfig(kind="trace"), max_model_len=MAX_MODEL_LEN)
+    found = outline(workload, ArrivalConfig(kind="trace"), max_model_len=MAX_MODEL_LEN)
+    if pace == 1.0:
+        return found
+    rate_per_s = len(found.requests) / found.requests[-1].due_s * pace
+    return outline(workload, ArrivalConfig(kind="trace", rate_per_s=rate_per_s), max_model_len=MAX_MODEL_LEN)
 
 
 def write_trace(path: Path, num_requests: int) -> None:
@@ -149,7 +157,7 @@ def write_trace(path: Path, num_requests: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def measure(engine: EngineKind, policy: PolicyName, requests: Outline) -> Row:
+def measure(engine: EngineKind, policy: PolicyName, requests: Outline, pace: float = 1.0) -> Row:
     """One run: requests per second of processor time, and what its users saw."""
     cluster = SimulatedCluster(spec(engine, policy), [UserRequest(each) for each in requests.requests])
     gc.collect()
@@ -159,7 +167,7 @@ def measure(engine: EngineKind, policy: PolicyName, requests: Outline) -> Row:
     cpu_s = time.process_time() - began
     gc.enable()
     assert not result.problems, result.problems
-    return {"engine": engine, "policy": policy, "cpu_s": cpu_s, **figures(result, requests, cpu_s)}
+    return {"engine": engine, "pace": pace, "policy": policy, "cpu_s": cpu_s, **figures(result, requests, cpu_s)}
 
 
 def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
@@ -176,6 +184,8 @@ def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
         "ttft_mean_ms": 1e3 * sum(ttfts) / max(1, len(ttfts)),
         "ttft_p99_ms": 1e3 * percentile(ttfts, 99) if ttfts else None,
         "tpot_mean_ms": 1e3 * sum(tpots) / max(1, len(tpots)),
+        "tpot_p99_ms": 1e3 * percentile(tpots, 99) if tpots else None,
+        "attainment": evaluate(result.records, LIMITS, requests.window_s).attainment,
     }
 
 
@@ -253,15 +263,15 @@ def summary(rows: Sequence[Row], accuracy: Row, dynamo_reuse: float | None, dyna
 
 
 def speed_rows(options: argparse.Namespace) -> list[Row]:
-    """One row a policy with the fast engine, and one with the exact one."""
+    """One row for each pace and policy with the fast engine, and one with the exact one."""
     with tempfile.TemporaryDirectory() as folder:
         path = options.trace
         if path is None:
             path = Path(folder, "trace.jsonl")
             write_trace(path, options.requests or 2000)
-        requests = read_outline(path, options.requests)
+        paced = [(pace, read_outline(path, options.requests, pace)) for pace in options.paces]
         few = read_outline(path, options.exact_requests)
-    rows = [measure("fast", policy, requests) for policy in options.policies]
+    rows = [measure("fast", policy, requests, pace) for pace, requests in paced for policy in options.policies]
     return [*rows, measure("exact", "joint", few)] if options.exact_requests else rows
 
 
@@ -270,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="in Mooncake's format; one is made without it")
     parser.add_argument("--requests", type=positive, help="of the trace; all of it by default, 2,000 of one made here")
+    parser.add_argument("--paces", type=float, nargs="+", default=[1.0], help="times the pace of the trace")
     parser.add_argument("--exact-requests", type=int, default=200, help="with the exact engine; 0 for none")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--dynamo-reuse", type=float, help="share of prompt tokens that Dynamo's router reuses")
