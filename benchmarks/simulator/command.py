@@ -11,6 +11,8 @@ of this process for the simulation alone, without reading the trace. Step times 
 has by default (`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What
 Dynamo itself gives for the trace is an argument, because it runs in another environment: `dynamo_replay.py`.
 
+Decision: what it costs to compare twelve settings of a small cluster, see `decision.py`.
+
 Scale: N requests with lengths like the trace's on half prefill and half decode workers, with the fast engine.
 
 Accuracy: each point of folders of `disagg load compare` (one folder a workload) simulated again, see `accuracy.py`.
@@ -34,6 +36,7 @@ from typing import Any
 from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.simulator.accuracy import compare_folders, point_rows
 from benchmarks.simulator.accuracy import summary as accuracy_summary
+from benchmarks.simulator.decision import decide
 from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo, evaluate
@@ -242,7 +245,13 @@ def peak_mib() -> float:
 # ---------------------------------------------------------------- the command
 
 
-def summary(rows: Sequence[Row], accuracy: Row, dynamo_reuse: float | None, dynamo_ttft_ms: float | None) -> Row:
+def summary(
+    rows: Sequence[Row],
+    accuracy: Row,
+    dynamo_reuse: float | None,
+    dynamo_ttft_ms: float | None,
+    decision_cpu_s: float | None = None,
+) -> Row:
     """The figures that matter; null where nothing was measured."""
     fast = next((row for row in rows if row.get("engine") == "fast" and row["policy"] == "joint"), None)
     exact = next((row for row in rows if row.get("engine") == "exact"), None)
@@ -259,6 +268,7 @@ def summary(rows: Sequence[Row], accuracy: Row, dynamo_reuse: float | None, dyna
         "prefix_reuse": None if fast is None else fast["reuse"],
         "prefix_reuse_dynamo": dynamo_reuse,
         "ttft_mean_over_dynamo": ratio,
+        "decision_cpu_s": decision_cpu_s,
     }
 
 
@@ -296,19 +306,25 @@ def main() -> None:
     options = parser.parse_args()
     accuracy: Row = {}
     rows: list[Row] = []
+    decision_cpu_s = None
     if options.recordings is not None:
         if options.times is None:
             parser.error("--recordings needs --times")
         compared = compare_folders(options.recordings, options.times, options.engine)
         rows, accuracy = point_rows(compared), accuracy_summary(compared)
+    elif options.scale is not None:
+        rows = [measure_scale(options.scale, options.scale_workers)]
     else:
-        rows = speed_rows(options) if options.scale is None else [measure_scale(options.scale, options.scale_workers)]
+        rows = speed_rows(options)
+        decision = decide()
+        decision_cpu_s = decision["cpu_s"]
+        print(json.dumps({"decision": decision}, indent=2))
     columns = list(rows[0]) if rows else []
     shown = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
     print_table("simulated", columns, shown)
     if accuracy:
         print(json.dumps(accuracy, indent=2))
-    flat = summary(rows, accuracy, options.dynamo_reuse, options.dynamo_ttft_ms)
+    flat = summary(rows, accuracy, options.dynamo_reuse, options.dynamo_ttft_ms, decision_cpu_s)
     print(json.dumps(flat, indent=2))
     if options.json is not None:
         write_json(options.json, report(rows, flat))
