@@ -15,6 +15,7 @@ Owner: the fleet.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -172,7 +173,8 @@ def marks_of(hashes: Sequence[BlockHash], num_matched: int) -> tuple[BlockHash, 
 
 
 def num_left(assignment: Assignment, held: Mapping[BlockHash, int]) -> int:
-    """Of the chain of a assignment that was closed how many blocks other assignments still hold."""
+    """Of the chain of an assignment that was closed how many blocks other assignments still hold. One that has a mark
+    has all before it."""
     if not held:
         return 0
     marks, num_regular = assignment.marks, len(assignment.marks)
@@ -180,9 +182,8 @@ def num_left(assignment: Assignment, held: Mapping[BlockHash, int]) -> int:
     if assignment.num_matched % MARK_BLOCKS:
         num_regular -= 1
         left = assignment.num_matched if marks[-1] in held else 0
-    while num_regular and num_regular * MARK_BLOCKS > left and marks[num_regular - 1] not in held:
-        num_regular -= 1
-    return max(left, num_regular * MARK_BLOCKS)
+    num_held = bisect_left(marks, True, 0, num_regular, key=lambda mark: mark not in held)
+    return max(left, num_held * MARK_BLOCKS)
 
 
 def num_held(hashes: Sequence[BlockHash], num_matched: int, held: Mapping[BlockHash, int]) -> int:
