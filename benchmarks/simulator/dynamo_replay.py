@@ -2,7 +2,7 @@
 
     python -m venv dynamo-venv
     dynamo-venv/bin/pip install --no-deps ai-dynamo-runtime==1.6.1
-    dynamo-venv/bin/python benchmarks/simulator/dynamo_replay.py --trace conversation_trace.jsonl [--paces 1 4 8]
+    dynamo-venv/bin/python -m benchmarks.simulator.dynamo_replay --trace conversation_trace.jsonl [--paces 1 4 8]
 
 Optional: the package is no dependency, so this file imports nothing of ours and runs in an environment of its own. The
 replay is in `ai-dynamo-runtime` alone, a compiled module (offline: no etcd, no NATS, no model); `ai-dynamo` itself

@@ -20,9 +20,10 @@ from disagg.router.config import RouterConfig
 from disagg.router.recording.entries import HIDDEN, Admitted, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
+from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world import gateway as simulated_gateway
-from disagg.simulator.world.settings import Fault, Overheads
+from disagg.simulator.world.settings import Fault
 from tests.support.recordings import GATEWAY_ID, ListSink, file_of, header_of, read, replayed
 from tests.support.router import PLAIN, Scenario, end_update, routed_request, tokens_update
 from tests.support.simulation import asked, cluster_spec, simulated
