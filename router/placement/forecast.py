@@ -2,7 +2,7 @@
 
 A step that computes `tokens` prompt tokens (which attend to `pairs` query-key pairs) and one token for each of `n`
 sequences takes base + tokens * prefill_token + pairs * attended + n * decode + context * context_ms, see
-`cost_model.StepCoefficients`. A worker with both roles decodes its sequences in every step, also in those of prompts.
+`step_model.StepCoefficients`. A worker with both roles decodes its sequences in every step, also in those of prompts.
 
 A decode place opens now, or when sequences there are expected to end, until a place and enough KV blocks are free. An
 end is expected after the rest of the answer at the worker's step time. Answers are expected to be as long as recent

@@ -1,1 +1,1 @@
-"""The state of each worker: capacity, load, cached prefixes, step times, health. Pure."""
+"""The state of each worker: capacity, load, cached prefixes, links, health. Pure."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
+from disagg.proto.step_times.step_model import StepModel
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
-from disagg.router.workers.cost_model import StepModel
 from disagg.router.workers.prefix_index import WorkerSet
 
 

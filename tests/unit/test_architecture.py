@@ -15,6 +15,7 @@ SOURCES = {path: arch.read(path) for path in CODE}
 
 PURE_PACKAGES = (
     "proto",
+    "proto/step_times",
     "router",
     "router/telemetry",
     "router/workers",

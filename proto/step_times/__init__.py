@@ -1,0 +1,1 @@
+"""The time of an engine step: one fit, made by workers and by routers."""
