@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.config import Bytes, Count, Fraction, KvReserve, Name, NonNegative, NonNegativeInt, Seconds
+from disagg.proto.config import Bytes, Count, Fraction, KvReserve, Name, NonNegative, NonNegativeInt, Positive, Seconds
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import RoleName
 
@@ -22,7 +22,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["gloo", "shm", "nccl", "local"]
-Scheduling = Literal["decode_first", "prefill_first", "static"]
+Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
 DEFAULT_SWAP_BYTES = 256 << 20
 """On a CPU."""
@@ -61,8 +61,11 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     token_budget: Count = 512
     """Tokens of one step, decodes first, prefill chunks with what is left."""
     scheduling: Scheduling = "decode_first"
-    """What a step takes first: `decode_first` (chunked prefill), or, to compare with, `prefill_first` or `static`. See
-    `scheduler.py`."""
+    """What a step takes first: `decode_first` (chunked prefill); `slack`, the same with prompt chunks as long as the
+    targets of the sequences that decode allow; or, to compare with, `prefill_first` or `static`. See `scheduler.py`."""
+    max_itl_ms: Positive | None = None
+    """Scheduling `slack`: how long a step with prompt tokens may take while sequences decode, in milliseconds, as
+    predicted; a block of tokens is computed in any case. `null` for no limit beside the targets."""
     step_ahead: bool = True
     """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
     max_num_seqs: Count = 256

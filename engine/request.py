@@ -43,6 +43,11 @@ class Sequence:
     deadline: float | None = None
     """On this process's monotonic clock."""
     arrival: float = 0.0
+    first_at: float | None = None
+    """When the request's first token was sampled, or came from the worker that did; on this process's monotonic clock.
+    Noted at the plan behind that step, for scheduling `slack` only."""
+    is_hopeless: bool = False
+    """Its prompt waits, or was begun, when it could not meet its TTFT target any more; see `core/slack.py`."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt, emitted and generated tokens."""
     num_computed_tokens: int = 0

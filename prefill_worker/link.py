@@ -68,9 +68,12 @@ class _Waiting(NamedTuple):
 
     def spec_now(self, now: float) -> SequenceSpec:
         """The spec with what is left of its time."""
-        if self.deadline is None:
-            return self.spec
-        return msgspec.structs.replace(self.spec, timeout_s=self.deadline - now)
+        spec, targets = self.spec, self.spec.targets
+        if self.deadline is not None:
+            spec = msgspec.structs.replace(spec, timeout_s=self.deadline - now)
+        if targets is not None:
+            spec = msgspec.structs.replace(spec, targets=targets.after(now - self.since))
+        return spec
 
 
 @dataclass(frozen=True, slots=True)

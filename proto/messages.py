@@ -60,6 +60,26 @@ class Sampling(Message, frozen=True, kw_only=True):
     """How many of the likeliest tokens come with each output token; 0: only its own probability; -1: none at all."""
 
 
+class Targets(msgspec.Struct, frozen=True, array_like=True):
+    """The latency targets of a request, and how far it is, when this was sent."""
+
+    ttft_s: float | None = None
+    """From the request's arrival at the gateway to its first token."""
+    tpot_s: float | None = None
+    """Mean time between the tokens of the whole answer."""
+    age_s: float = 0.0
+    """Since the request's arrival."""
+    streamed_s: float | None = None
+    """Since its first token; None before it."""
+    output_tokens: float = 1.0
+    """Expected number of tokens of the whole answer."""
+
+    def after(self, passed_s: float) -> Targets:
+        """The same, `passed_s` later."""
+        streamed_s = None if self.streamed_s is None else self.streamed_s + passed_s
+        return Targets(self.ttft_s, self.tpot_s, self.age_s + passed_s, streamed_s, self.output_tokens)
+
+
 class SequenceSpec(Message, frozen=True, kw_only=True):
     """All that a worker needs to run, or to go on with, a request."""
 
@@ -82,6 +102,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Larger is more urgent."""
     timeout_s: float | None = None
     """What was left of the request's deadline when this was sent."""
+    targets: Targets | None = None
+    """None where the request has neither, its own or a configured one."""
 
     def __post_init__(self) -> None:
         check_packed("prompt_token_ids", self.prompt_token_ids)

@@ -285,11 +285,13 @@ def check(config: ClusterConfig) -> None:
         _check_pool(f"pools.{name}", pool)
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, "model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, "model.")
-        if name != "colocated" and pool.scheduling != "decode_first":
+        if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
             raise ConfigError(
                 f"pools.{name}.scheduling: {pool.scheduling} is for workers with both roles (mode colocated); "
-                "choose decode_first"
+                "choose decode_first or slack"
             )
+        if pool.max_itl_ms is not None and pool.scheduling != "slack":
+            raise ConfigError(f"pools.{name}.max_itl_ms: is for scheduling slack only, not {pool.scheduling}")
     devices = {pool.device.partition(":")[0] for _, pool in active_pools(config)}
     if len(devices) > 1:
         raise ConfigError(

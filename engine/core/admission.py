@@ -7,17 +7,22 @@ import math
 from disagg.engine.core.policy import finish_reason
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import EndReason, Sampling, SequenceSpec
+from disagg.proto.messages import EndReason, Sampling, SequenceSpec, Targets
 from disagg.proto.token_ids import unpack_token_ids
+
+_LONGEST_S = 1e12
+"""Times beyond have no meaning, and sums of them no precision."""
 
 
 def new_sequence(spec: SequenceSpec, state: SequenceState, now: float) -> Sequence:
     """The sequence of a spec that arrives now, before anything of it is computed."""
+    streamed_s = None if spec.targets is None else spec.targets.streamed_s
     return Sequence(
         spec=spec,
         state=state,
         deadline=None if spec.timeout_s is None else now + spec.timeout_s,
         arrival=now,
+        first_at=None if streamed_s is None else now - streamed_s,
         token_ids=[*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids],
         block_hashes=list(spec.block_hashes),
     )
@@ -28,6 +33,8 @@ def refusal(sequence: Sequence, *, vocab_size: int, max_model_len: int) -> tuple
     spec, token_ids = sequence.spec, sequence.token_ids
     if spec.timeout_s is not None and (math.isnan(spec.timeout_s) or spec.timeout_s < 0.0):
         return "failed", f"timeout_s is {spec.timeout_s}"
+    if spec.targets is not None and not _are_times(spec.targets):
+        return "failed", "targets are not finite and at least 0"
     if not spec.prompt_token_ids:
         return "failed", "the prompt is empty"
     if min(spec.emitted_token_ids, default=0) < 0 or max(token_ids) >= vocab_size:
@@ -42,6 +49,11 @@ def refusal(sequence: Sequence, *, vocab_size: int, max_model_len: int) -> tuple
     if reason == "length" and _is_too_long(sequence, max_model_len):
         return "refused", f"{len(token_ids)} tokens and an answer do not fit into {max_model_len}"
     return None if reason is None else (reason, "the output is complete already")
+
+
+def _are_times(targets: Targets) -> bool:
+    times = (targets.ttft_s, targets.tpot_s, targets.age_s, targets.streamed_s, targets.output_tokens)
+    return all(time is None or 0.0 <= time < _LONGEST_S for time in times)
 
 
 def _is_computable(sampling: Sampling) -> bool:

@@ -52,12 +52,13 @@ from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
+from disagg.engine.core.slack import Slack
 from disagg.engine.core.steps import Steps, failed, num_alike
 from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load
+from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample
 
 _log = logging.getLogger(__name__)
 
@@ -68,11 +69,13 @@ _NO_GATEWAY = GatewayId("")
 class EngineCore:
     """All sequences of one worker. Owner: the engine thread; every method is called from it.
 
+    `calibration`: steps that were measured before, for scheduling `slack`.
+
     Raises:
         ValueError: if the runner's cache or the configuration cannot work.
     """
 
-    def __init__(self, runner: ModelRunner, *, config: WorkerConfig) -> None:
+    def __init__(self, runner: ModelRunner, *, config: WorkerConfig, calibration: Seq[StepSample] = ()) -> None:
         check_bounds(config, "worker")
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
@@ -80,6 +83,9 @@ class EngineCore:
         num_blocks = runner.num_blocks
         self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
         self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
+        self._slack: Slack | None = None
+        if config.scheduling == "slack":
+            self._slack = Slack(calibration, config.max_itl_ms, runner.block_size)
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.num_places,
@@ -90,6 +96,7 @@ class EngineCore:
             scheduling=config.scheduling,
             swap=swap,
             recomputes="prefill" in config.roles,
+            slack=self._slack,
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
@@ -253,6 +260,7 @@ class EngineCore:
         """End what is out of time, and decide what the next step computes."""
         self._cached.now = max(self._cached.now, now)
         events: list[Event] = self._expire(now)
+        self._scheduler.advance(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._steps.plan()
         effects = self._scheduler.take_effects()
@@ -284,6 +292,11 @@ class EngineCore:
         events = self._steps.run_alike(self.planned, rows)
         self.planned = StepPlan()
         return events
+
+    def observe(self, step: StepSample) -> None:
+        """The step that `run_step` finished was measured."""
+        if self._slack is not None:
+            self._slack.observe(step)
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to

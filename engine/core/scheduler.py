@@ -8,7 +8,11 @@
 A step that is planned before the last one's tokens are known is made by `steps.plan_ahead`.
 
 Modes (`Scheduling`). The default is `decode_first` (chunked prefill): every decode gets its token, prompt chunks take
-what is left of the budget. The others are for comparison, on workers that have both roles:
+what is left of the budget.
+
+    slack           the same, and no step takes longer than the targets of sequences that decode allow; see `slack.py`
+
+The others are for comparison, on workers that have both roles:
 
     prefill_first   while a prompt is unfinished, or waits and can be admitted, a step computes prompts only
     static          a batch forms from all that waits when the engine is empty, as far as blocks suffice; no sequence
@@ -36,6 +40,7 @@ No deadlock at admission either: a sequence that is alone is admitted whenever i
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -46,6 +51,7 @@ from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
+from disagg.engine.core.slack import Slack, is_overdue
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -70,6 +76,7 @@ class Scheduler:
         tail_tokens: see `WorkerConfig`.
         swap: host memory for preempted sequences; none by default.
         recomputes: whether what is not kept may be computed again on this worker.
+        slack: for scheduling `slack`, and only for that.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Scheduler:
         scheduling: Scheduling = "decode_first",
         swap: SwapPool | None = None,
         recomputes: bool = True,
+        slack: Slack | None = None,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
@@ -109,6 +117,10 @@ class Scheduler:
             blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens
         )
         self._effects: list[Effect] = []
+        self._slack = slack
+        self._now = 0.0
+        self._new_answers: list[Sequence] = []
+        """Their first token came since the last plan."""
 
     # ------------------------------------------------------------ sequences
 
@@ -116,6 +128,8 @@ class Scheduler:
         """Queue a sequence in state WAITING."""
         self.sequences[sequence.key] = sequence
         self.waiting.push(self._order(sequence), sequence)
+        if self._slack is not None:
+            self._slack.waits(sequence)
 
     def reserve(self, sequence: Sequence) -> str | None:
         """Reserve a place and blocks for a sequence in state RESERVED and lock its cached prefix. Returns why not, or
@@ -199,14 +213,28 @@ class Scheduler:
 
     # ------------------------------------------------------------ plan
 
+    def advance(self, now: float) -> None:
+        """The time of the plans that follow."""
+        if self._slack is None:
+            return
+        self._now = now
+        for sequence in self._new_answers:
+            sequence.first_at = now
+        self._new_answers.clear()
+        for sequence in self._slack.changed(now):
+            self.waiting.push(self._order(sequence), sequence)
+
     def schedule(self) -> StepPlan:
         """The next step; empty when nothing can be computed now."""
         match self.scheduling:
-            case "decode_first":
+            case "decode_first" | "slack":
                 num_preempted = self.num_preempted
                 decodes = self._plan_decodes()
                 may_admit = self.num_preempted == num_preempted
-                plan = StepPlan(decodes, self._plan_prefills(self.token_budget - len(decodes), may_admit))
+                budget, room_ms = self.token_budget - len(decodes), math.inf
+                if self._slack is not None and (len(decodes) < len(self.running) or len(self.waiting)):
+                    room_ms = self._slack.room_ms(decodes, self._now)
+                plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room_ms))
             case "prefill_first":
                 plan = self._plan_one_kind(may_admit=True)
             case "static":
@@ -267,13 +295,16 @@ class Scheduler:
         self.num_preempted += 1
         self.waiting.push(self._order(sequence), sequence)
 
-    def _plan_prefills(self, budget: int, may_admit: bool) -> tuple[ScheduledSequence, ...]:
+    def _plan_prefills(self, budget: int, may_admit: bool, room_ms: float = math.inf) -> tuple[ScheduledSequence, ...]:
+        """Prompt chunks of at most `budget` tokens that add at most `room_ms` to a step."""
         started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
         planned: list[ScheduledSequence] = []
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
             if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
+                if not self._fits(sequence, budget, room_ms):
+                    break
                 may_admit = self._admit(sequence)
                 if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
                     continue
@@ -281,14 +312,31 @@ class Scheduler:
                 sequence = started.popleft()
             else:
                 break
-            entry = self._plan_chunk(sequence, budget, first=not planned)
+            num_fitting = self._num_fitting(sequence, budget, room_ms)
+            entry = self._plan_chunk(sequence, num_fitting, first=not planned and num_fitting == budget)
             if entry is None:
                 break
             planned.append(entry)
             budget -= entry.num_tokens
+            if self._slack is not None:
+                room_ms -= self._slack.prompt_ms(entry.start, entry.num_tokens)
             if self._is_at_tail(entry):
                 break
         return tuple(planned)
+
+    def _num_fitting(self, sequence: Sequence, budget: int, room_ms: float) -> int:
+        """The most tokens of a prompt in the next step. What is overdue gets a block of it in any case."""
+        if self._slack is None or room_ms == math.inf:
+            return budget
+        most = self._slack.num_tokens(sequence.num_computed_tokens, room_ms)
+        if most < self.blocks.block_size and is_overdue(sequence, self._now):
+            most = self.blocks.block_size
+        return budget if most >= budget else int(most)
+
+    def _fits(self, sequence: Sequence, budget: int, room_ms: float) -> bool:
+        """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""
+        least = min(budget, sequence.num_uncomputed_tokens, self.blocks.block_size)
+        return sequence.state is SequenceState.SUSPENDED or self._num_fitting(sequence, budget, room_ms) >= least
 
     def _is_at_tail(self, entry: ScheduledSequence) -> bool:
         """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""
@@ -364,6 +412,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         index = sequence.num_output_tokens
         sequence.token_ids.append(token_id)
+        if sequence.first_at is None and self._slack is not None:
+            self._new_answers.append(sequence)
         return TokenSampled(sequence.key, sequence.spec.gateway_id, index, token_id, logprobs)
 
     def _end_if_finished(self, sequence: Sequence) -> list[Event]:
@@ -418,6 +468,8 @@ class Scheduler:
 
     def _take_from_queue(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
+        if self._slack is not None:
+            self._slack.leaves(sequence)
         self.num_preempted -= sequence.num_preemptions > 0
 
     def _order(self, sequence: Sequence) -> SortKey:

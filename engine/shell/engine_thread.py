@@ -216,7 +216,9 @@ class EngineThread:
         step_s = now - max(began, self._step_ended)  # one that was launched while another was computed began behind it
         self._step_ended = now
         if self._commands_done <= began:  # else their copies are part of it
-            self._kept_steps.append(plan.measured(step_s * 1e3))
+            step = plan.measured(step_s * 1e3)
+            core.observe(step)
+            self._kept_steps.append(step)
         if core.has_work and self._pacing.may_wait(events, step_s, now):
             self._kept_events += events
         else:

@@ -134,7 +134,7 @@ class Worker:
         runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
         warm_up(runner, config)
         self._calibration = calibrate(runner, config, time.monotonic)
-        core = EngineCore(self.parts.wrap_runner(runner), config=config)
+        core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()

@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import SequenceSpec, Targets
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
@@ -185,8 +185,8 @@ class RequestRecord(msgspec.Struct, gc=False):
             self.cached_tokens = min(known, attempt.cached_tokens)
         self.attempt = None
 
-    def spec(self, key: AttemptKey, gateway_id: GatewayId, now: float) -> SequenceSpec:
-        """What a worker needs to run attempt `key` from here on."""
+    def spec(self, key: AttemptKey, gateway_id: GatewayId, output_tokens: float, now: float) -> SequenceSpec:
+        """What a worker needs to run attempt `key` from here on; an answer is expected to have `output_tokens`."""
         request = self.request
         return SequenceSpec(
             request_id=key.request_id,
@@ -200,6 +200,20 @@ class RequestRecord(msgspec.Struct, gc=False):
             sampling=request.sampling,
             priority=self.priority,
             timeout_s=None if request.deadline is None else request.deadline - now,
+            targets=self._targets(output_tokens, now),
+        )
+
+    def _targets(self, output_tokens: float, now: float) -> Targets | None:
+        trace = self.trace
+        if trace.ttft_slo_s is None and trace.tpot_slo_s is None:
+            return None
+        first = trace.stages.get("first_token")
+        return Targets(
+            ttft_s=trace.ttft_slo_s,
+            tpot_s=trace.tpot_slo_s,
+            age_s=now - trace.arrival,
+            streamed_s=None if first is None else now - first,
+            output_tokens=min(output_tokens, float(self.request.sampling.max_tokens)),
         )
 
     def prepare_to_continue(self, hash_blocks: HashBlocks) -> None:

@@ -135,7 +135,7 @@ class ExactWorker:
     ) -> None:
         self.config = config
         self._jump_s = jump_s
-        self.core = EngineCore(runner, config=config)
+        self.core = EngineCore(runner, config=config, calibration=calibration)
         self.info = register(config, runner, self.core.max_model_len, calibration, incarnation)
         self.is_dead = False
         self._world = world
@@ -471,6 +471,7 @@ class ExactWorker:
         plan = self.core.last_plan
         now, is_busy = self._loop.now, self.core.has_work
         if plan.entries:
+            self.core.observe(self._step)
             self._reports.offer(self._step)
             self._reports.note()
         if is_busy and plan.entries and self._pacing.may_wait(happened, self._step.ms / 1e3, now):

@@ -42,14 +42,14 @@ class FastEngine(ABC):
     """The rules of the real scheduler on counts and sums. Messages are the subclass's, `FastWorker`.
 
     Raises:
-        ValueError: for scheduling `static`, which only the exact engine has.
+        ValueError: for scheduling `static` or `slack`, which only the exact engine has.
     """
 
     _reports: Reports
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
-        if config.scheduling == "static":
-            raise ValueError("engine: fast has no scheduling static; use exact")
+        if config.scheduling in ("static", "slack"):
+            raise ValueError(f"engine: fast has no scheduling {config.scheduling}; use exact")
         self.config = config
         self.info = info
         self.is_dead = False

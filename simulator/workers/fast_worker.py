@@ -42,7 +42,7 @@ from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
 
 
 class FastWorker(FastEngine):
-    """A worker of the simulated cluster, its owner. Raises `ValueError` for scheduling `static`."""
+    """A worker of the simulated cluster, its owner. Raises `ValueError` for scheduling `static` and `slack`."""
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
         super().__init__(world, config, info, times)

@@ -14,7 +14,8 @@ from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
     "size, cores, block_size, swap_bytes, decode_reserve_tokens, node_labels, tp, num_threads, kv_cache_bytes, "
-    "num_blocks, token_budget, scheduling, step_ahead, max_num_seqs, cached_share, cached_keep_s, device, watermark"
+    "num_blocks, token_budget, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
+    "device, watermark"
 )
 SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
 
@@ -79,7 +80,12 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "pools: {decode: {scheduling: static}}",
-            "pools.decode.scheduling: static is for workers with both roles (mode colocated); choose decode_first",
+            "pools.decode.scheduling: static is for workers with both roles (mode colocated); "
+            "choose decode_first or slack",
+        ),
+        (
+            "{mode: colocated, pools: {colocated: {max_itl_ms: 50}}}",
+            "pools.colocated.max_itl_ms: is for scheduling slack only, not decode_first",
         ),
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),

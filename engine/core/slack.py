@@ -1,0 +1,155 @@
+"""How long the next step may take, by the targets of the sequences that decode (scheduling `slack`). Pure.
+
+A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time. What all sequences of a
+worker have saved may be spent on prompts, in one long chunk as well as in many short ones. With the first token at f,
+target l, k tokens out, R still to come, and s the time of a step without prompts, a sequence's slack is
+
+    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the expected length of the answer
+
+or less where its deadline is earlier. The next step may take as long as the least slack. A sequence that would be late
+even alone on the worker is lost: it holds nothing back, but a step takes at most LOST_PACE times its target. Without
+targets nothing limits a step but the token budget.
+
+Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
+its priority, until it has waited for OVERDUE times its target. From then on it gets a block of each step whatever the
+slack, so that no flow of answers starves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from disagg.engine.core.policy import LazyHeap
+from disagg.engine.plan import ScheduledSequence
+from disagg.engine.request import Sequence
+from disagg.proto.messages import StepSample
+from disagg.proto.step_times.step_model import StepModel
+
+MARGIN = 1.2
+"""Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
+expected."""
+LEAST_REST = 0.15
+"""Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
+LOST_PACE = 2.0
+OVERDUE = 2.0
+USUAL_TTFT_S = 10.0
+"""In place of a TTFT target, for the time at which a prompt is overdue."""
+
+UNLIMITED = math.inf
+
+
+class Slack:
+    """The step times of a worker, and what its sequences' targets leave of them. Owner: the scheduler.
+
+    Args:
+        calibration: steps that were measured at the start.
+        max_itl_ms: how long a step with prompts may take while sequences decode, at most.
+        block_size: tokens that fit into any step as far as `max_itl_ms` goes.
+    """
+
+    def __init__(self, calibration: Seq[StepSample], max_itl_ms: float | None, block_size: int) -> None:
+        self._model = StepModel(calibration)
+        self._max_itl_ms = UNLIMITED if max_itl_ms is None else max_itl_ms
+        self._block_size = block_size
+        self._changes: LazyHeap[Sequence] = LazyHeap()
+        """Waiting prompts by when they become hopeless or overdue."""
+
+    def observe(self, step: StepSample) -> None:
+        """A step was measured."""
+        self._model.observe(step)
+
+    # ------------------------------------------------------------ steps
+
+    def room_ms(self, decodes: Iterable[ScheduledSequence], now: float) -> float:
+        """Milliseconds of prompt tokens that a step may have beside these decodes; negative where it has none."""
+        base_ms, _, _, decode_ms, context_ms = self._model.coefficients
+        entries = list(decodes)
+        if not entries:
+            return UNLIMITED
+        step_ms = base_ms + sum(decode_ms + (entry.start + 1) * context_ms for entry in entries)
+        limit_ms = max(self._max_itl_ms, step_ms + self.prompt_ms(0, self._block_size))
+        for entry in entries:
+            alone_ms = base_ms + decode_ms + (entry.start + 1) * context_ms
+            limit_ms = min(limit_ms, _longest_ms(entry.sequence, step_ms, alone_ms, now))
+        return limit_ms - step_ms
+
+    def prompt_ms(self, start: int, num_tokens: int) -> float:
+        """What prompt tokens [start, start + num_tokens) add to a step."""
+        _, token_ms, pair_ms, _, _ = self._model.coefficients
+        return num_tokens * (token_ms + (start + (num_tokens + 1) / 2) * pair_ms)
+
+    def num_tokens(self, start: int, room_ms: float) -> float:
+        """The most tokens of a prompt, from `start` on, that add at most `room_ms`: a whole number, or infinite."""
+        if room_ms <= 0.0:
+            return 0
+        _, token_ms, pair_ms, _, _ = self._model.coefficients
+        linear = token_ms + (start + 0.5) * pair_ms
+        divisor = linear + math.sqrt(linear * linear + 2.0 * pair_ms * room_ms)
+        fits = 2.0 * room_ms / divisor if divisor > 0.0 else UNLIMITED
+        return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else UNLIMITED
+
+    # ------------------------------------------------------------ the order of prompts
+
+    def waits(self, sequence: Sequence) -> None:
+        """A prompt that was never begun waits from now on."""
+        due = _first_due(sequence)
+        if due < math.inf:
+            alone_s = (self._model.coefficients.base_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
+            self._changes.push((due - alone_s,), sequence)
+
+    def leaves(self, sequence: Sequence) -> None:
+        """It does not wait any more. Nothing happens where it did not."""
+        self._changes.discard(sequence)
+
+    def changed(self, now: float) -> Iterator[Sequence]:
+        """Waiting prompts whose place changes: `is_hopeless` was set or reset."""
+        while (head := self._changes.peek()) is not None and head[0][0] <= now:
+            sequence = head[1]
+            sequence.is_hopeless = not is_overdue(sequence, now)
+            if sequence.is_hopeless:
+                self._changes.push((overdue_at(sequence),), sequence)
+            else:
+                self._changes.discard(sequence)
+            yield sequence
+
+
+def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float) -> float:
+    """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
+    targets, due = sequence.spec.targets, sequence.deadline
+    tpot_s = None if targets is None else targets.tpot_s
+    due = math.inf if due is None else due
+    num_done = sequence.num_output_tokens
+    num_most = sequence.spec.sampling.max_tokens - num_done
+    expected = num_most if targets is None else targets.output_tokens
+    rest = min(float(num_most), max(LEAST_REST * expected, expected - num_done))
+    first_at = sequence.first_at
+    if tpot_s is not None and first_at is not None:
+        due = min(due, first_at + tpot_s * (num_done - 1 + rest))
+    left_ms = (due - now) * 1e3
+    if left_ms < rest * alone_ms:
+        return UNLIMITED if tpot_s is None else LOST_PACE * tpot_s * 1e3
+    return left_ms - MARGIN * rest * step_ms
+
+
+def _first_due(sequence: Sequence) -> float:
+    """When the first token is due; infinite without a target for it, or where it is out."""
+    targets = sequence.spec.targets
+    if targets is None or targets.ttft_s is None or targets.streamed_s is not None:
+        return math.inf
+    return sequence.arrival - targets.age_s + targets.ttft_s
+
+
+def overdue_at(sequence: Sequence) -> float:
+    """When a prompt has waited for `OVERDUE` times its target."""
+    targets = sequence.spec.targets
+    if targets is None:
+        return sequence.arrival + OVERDUE * USUAL_TTFT_S
+    ttft_s = USUAL_TTFT_S if targets.ttft_s is None else targets.ttft_s
+    return sequence.arrival - targets.age_s + OVERDUE * ttft_s
+
+
+def is_overdue(sequence: Sequence, now: float) -> bool:
+    """Whether that time has come."""
+    return now >= overdue_at(sequence)
