@@ -65,7 +65,7 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     targets of the sequences that decode allow; or, to compare with, `prefill_first` or `static`. See `scheduler.py`."""
     max_itl_ms: Positive | None = None
     """Scheduling `slack`: how long a step with prompt tokens may take while sequences decode, in milliseconds, as
-    predicted; a block of tokens is computed in any case. `null` for no limit beside the targets."""
+    predicted; where the decodes alone take longer, one block of tokens. `null` for no limit beside the targets."""
     step_ahead: bool = True
     """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
     max_num_seqs: Count = 256

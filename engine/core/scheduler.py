@@ -51,7 +51,7 @@ from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
-from disagg.engine.core.slack import Slack, is_overdue
+from disagg.engine.core.slack import STARVED_STEPS, UNLIMITED, Room, Slack, is_overdue
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -119,6 +119,8 @@ class Scheduler:
         self._effects: list[Effect] = []
         self._slack = slack
         self._now = 0.0
+        self._num_without = 0
+        """Steps without prompts since the last one with some."""
         self._new_answers: list[Sequence] = []
         """Their first token came since the last plan."""
 
@@ -231,10 +233,11 @@ class Scheduler:
                 num_preempted = self.num_preempted
                 decodes = self._plan_decodes()
                 may_admit = self.num_preempted == num_preempted
-                budget, room_ms = self.token_budget - len(decodes), math.inf
+                budget, room = self.token_budget - len(decodes), UNLIMITED
                 if self._slack is not None and (len(decodes) < len(self.running) or len(self.waiting)):
-                    room_ms = self._slack.room_ms(decodes, self._now)
-                plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room_ms))
+                    room = self._slack.room(decodes, self._now)
+                plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room))
+                self._num_without = 0 if plan.prefills else self._num_without + 1
             case "prefill_first":
                 plan = self._plan_one_kind(may_admit=True)
             case "static":
@@ -295,15 +298,15 @@ class Scheduler:
         self.num_preempted += 1
         self.waiting.push(self._order(sequence), sequence)
 
-    def _plan_prefills(self, budget: int, may_admit: bool, room_ms: float = math.inf) -> tuple[ScheduledSequence, ...]:
-        """Prompt chunks of at most `budget` tokens that add at most `room_ms` to a step."""
+    def _plan_prefills(self, budget: int, may_admit: bool, room: Room = UNLIMITED) -> tuple[ScheduledSequence, ...]:
+        """Prompt chunks of at most `budget` tokens that take up `room` at most."""
         started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
         planned: list[ScheduledSequence] = []
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
             if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
-                if not self._fits(sequence, budget, room_ms):
+                if not self._fits(sequence, budget, room):
                     break
                 may_admit = self._admit(sequence)
                 if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
@@ -312,31 +315,38 @@ class Scheduler:
                 sequence = started.popleft()
             else:
                 break
-            num_fitting = self._num_fitting(sequence, budget, room_ms)
-            entry = self._plan_chunk(sequence, num_fitting, first=not planned and num_fitting == budget)
+            num_fitting, is_exact = self._num_fitting(sequence, budget, room)
+            entry = self._plan_chunk(sequence, num_fitting, first=not planned and is_exact)
             if entry is None:
                 break
             planned.append(entry)
             budget -= entry.num_tokens
             if self._slack is not None:
-                room_ms -= self._slack.prompt_ms(entry.start, entry.num_tokens)
+                room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
+                if entry.samples and sequence.spec.targets is not None:
+                    room = room.behind_prompt()
             if self._is_at_tail(entry):
                 break
         return tuple(planned)
 
-    def _num_fitting(self, sequence: Sequence, budget: int, room_ms: float) -> int:
-        """The most tokens of a prompt in the next step. What is overdue gets a block of it in any case."""
-        if self._slack is None or room_ms == math.inf:
-            return budget
-        most = self._slack.num_tokens(sequence.num_computed_tokens, room_ms)
-        if most < self.blocks.block_size and is_overdue(sequence, self._now):
-            most = self.blocks.block_size
-        return budget if most >= budget else int(most)
+    def _num_fitting(self, sequence: Sequence, budget: int, room: Room) -> tuple[int, bool]:
+        """The most tokens of a prompt in the next step, and whether to take them also where they fill no block: unless
+        it is slack that limits them, which can be saved up."""
+        if self._slack is None or room.ms == math.inf:
+            return budget, True
+        start, size = sequence.num_computed_tokens, self.blocks.block_size
+        most = self._slack.num_tokens(start, room.ms)
+        is_exact = most >= budget or room.ms == room.most_ms
+        if most < size and self._num_without >= STARVED_STEPS and is_overdue(sequence, self._now):
+            most, is_exact = min(size, max(1, self._slack.num_tokens(start, room.most_ms))), True
+        return (budget if most >= budget else int(most)), is_exact
 
-    def _fits(self, sequence: Sequence, budget: int, room_ms: float) -> bool:
+    def _fits(self, sequence: Sequence, budget: int, room: Room) -> bool:
         """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""
-        least = min(budget, sequence.num_uncomputed_tokens, self.blocks.block_size)
-        return sequence.state is SequenceState.SUSPENDED or self._num_fitting(sequence, budget, room_ms) >= least
+        if sequence.state is SequenceState.SUSPENDED:
+            return True
+        num_fitting, is_exact = self._num_fitting(sequence, budget, room)
+        return is_exact or num_fitting >= min(sequence.num_uncomputed_tokens, self.blocks.block_size)
 
     def _is_at_tail(self, entry: ScheduledSequence) -> bool:
         """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""

@@ -11,15 +11,16 @@ even alone on the worker is lost: it holds nothing back, but a step takes at mos
 targets nothing limits a step but the token budget.
 
 Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
-its priority, until it has waited for OVERDUE times its target. From then on it gets a block of each step whatever the
-slack, so that no flow of answers starves it.
+its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
+so long, it gets up to a block of tokens after STARVED_STEPS steps without prompts, whatever the slack.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.plan import ScheduledSequence
@@ -34,10 +35,32 @@ LEAST_REST = 0.15
 """Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
 LOST_PACE = 2.0
 OVERDUE = 2.0
+STARVED_STEPS = 8
 USUAL_TTFT_S = 10.0
 """In place of a TTFT target, for the time at which a prompt is overdue."""
 
-UNLIMITED = math.inf
+
+class Room(NamedTuple):
+    """Milliseconds of prompt tokens that a step may have beside its decodes."""
+
+    ms: float
+    """By targets and `max_itl_ms`; negative where there is none."""
+    most_ms: float
+    """By `max_itl_ms` alone; enough for a block where the decodes alone take longer than that."""
+    step_ms: float
+    """Of the step without prompts."""
+
+    def less(self, ms: float) -> Room:
+        """What is left after so much of it."""
+        return Room(self.ms - ms, self.most_ms - ms, self.step_ms)
+
+    def behind_prompt(self) -> Room:
+        """What is left behind the end of a prompt, whose first token waits for the end of the step: no more than the
+        time that another step would take by itself."""
+        return Room(min(self.ms, self.step_ms), self.most_ms, self.step_ms)
+
+
+UNLIMITED = Room(math.inf, math.inf, math.inf)
 
 
 class Slack:
@@ -45,13 +68,13 @@ class Slack:
 
     Args:
         calibration: steps that were measured at the start.
-        max_itl_ms: how long a step with prompts may take while sequences decode, at most.
-        block_size: tokens that fit into any step as far as `max_itl_ms` goes.
+        max_itl_ms: how long a step with prompts may take while sequences decode, unless the decodes alone take longer.
+        block_size: tokens of a KV block.
     """
 
     def __init__(self, calibration: Seq[StepSample], max_itl_ms: float | None, block_size: int) -> None:
         self._model = StepModel(calibration)
-        self._max_itl_ms = UNLIMITED if max_itl_ms is None else max_itl_ms
+        self._max_itl_ms = math.inf if max_itl_ms is None else max_itl_ms
         self._block_size = block_size
         self._changes: LazyHeap[Sequence] = LazyHeap()
         """Waiting prompts by when they become hopeless or overdue."""
@@ -62,18 +85,20 @@ class Slack:
 
     # ------------------------------------------------------------ steps
 
-    def room_ms(self, decodes: Iterable[ScheduledSequence], now: float) -> float:
-        """Milliseconds of prompt tokens that a step may have beside these decodes; negative where it has none."""
+    def room(self, decodes: Seq[ScheduledSequence], now: float) -> Room:
+        """What a step may have beside these decodes."""
         base_ms, _, _, decode_ms, context_ms = self._model.coefficients
-        entries = list(decodes)
-        if not entries:
-            return UNLIMITED
-        step_ms = base_ms + sum(decode_ms + (entry.start + 1) * context_ms for entry in entries)
-        limit_ms = max(self._max_itl_ms, step_ms + self.prompt_ms(0, self._block_size))
-        for entry in entries:
+        if not decodes:
+            return Room(math.inf, math.inf, base_ms)
+        step_ms = base_ms + sum([decode_ms + (entry.start + 1) * context_ms for entry in decodes])
+        most_ms = self._max_itl_ms - step_ms
+        if most_ms < self.prompt_ms(0, 1):
+            most_ms = self.prompt_ms(0, self._block_size)
+        longest_ms = math.inf
+        for entry in decodes:
             alone_ms = base_ms + decode_ms + (entry.start + 1) * context_ms
-            limit_ms = min(limit_ms, _longest_ms(entry.sequence, step_ms, alone_ms, now))
-        return limit_ms - step_ms
+            longest_ms = min(longest_ms, _longest_ms(entry.sequence, step_ms, alone_ms, now))
+        return Room(min(most_ms, longest_ms - step_ms), most_ms, step_ms)
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
         """What prompt tokens [start, start + num_tokens) add to a step."""
@@ -87,8 +112,8 @@ class Slack:
         _, token_ms, pair_ms, _, _ = self._model.coefficients
         linear = token_ms + (start + 0.5) * pair_ms
         divisor = linear + math.sqrt(linear * linear + 2.0 * pair_ms * room_ms)
-        fits = 2.0 * room_ms / divisor if divisor > 0.0 else UNLIMITED
-        return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else UNLIMITED
+        fits = 2.0 * room_ms / divisor if divisor > 0.0 else math.inf
+        return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else math.inf
 
     # ------------------------------------------------------------ the order of prompts
 
@@ -129,7 +154,7 @@ def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float)
         due = min(due, first_at + tpot_s * (num_done - 1 + rest))
     left_ms = (due - now) * 1e3
     if left_ms < rest * alone_ms:
-        return UNLIMITED if tpot_s is None else LOST_PACE * tpot_s * 1e3
+        return math.inf if tpot_s is None else LOST_PACE * tpot_s * 1e3
     return left_ms - MARGIN * rest * step_ms
 
 
