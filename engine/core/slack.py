@@ -6,9 +6,9 @@ target l, k tokens out, R still to come, and s the time of a step without prompt
 
     f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the expected length of the answer
 
-or less where its deadline is earlier. The next step may take as long as the least slack. A sequence that would be late
-even alone on the worker is lost: it holds nothing back, but a step takes at most LOST_PACE times its target. Without
-targets nothing limits a step but the token budget.
+or less where the request's deadline is earlier. The next step may take as long as the least slack. A sequence that
+would be late even alone on the worker is lost: it holds nothing back, but a step takes at most LOST_PACE times its
+target. Without targets nothing limits a step but the token budget, and plans are those of `decode_first`.
 
 Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
 its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
@@ -142,19 +142,17 @@ class Slack:
 
 def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float) -> float:
     """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
-    targets, due = sequence.spec.targets, sequence.deadline
-    tpot_s = None if targets is None else targets.tpot_s
-    due = math.inf if due is None else due
-    num_done = sequence.num_output_tokens
-    num_most = sequence.spec.sampling.max_tokens - num_done
-    expected = num_most if targets is None else targets.output_tokens
-    rest = min(float(num_most), max(LEAST_REST * expected, expected - num_done))
-    first_at = sequence.first_at
-    if tpot_s is not None and first_at is not None:
-        due = min(due, first_at + tpot_s * (num_done - 1 + rest))
+    targets = sequence.spec.targets
+    if targets is None:
+        return math.inf
+    num_done, expected = sequence.num_output_tokens, targets.output_tokens
+    rest = min(sequence.spec.sampling.max_tokens - num_done, max(LEAST_REST * expected, expected - num_done))
+    due = math.inf if sequence.deadline is None else sequence.deadline
+    if targets.tpot_s is not None and sequence.first_at is not None:
+        due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))
     left_ms = (due - now) * 1e3
     if left_ms < rest * alone_ms:
-        return math.inf if tpot_s is None else LOST_PACE * tpot_s * 1e3
+        return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
     return left_ms - MARGIN * rest * step_ms
 
 

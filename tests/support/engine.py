@@ -13,13 +13,14 @@ from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
+from disagg.engine.core.slack import Slack
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from disagg.engine.runner.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import RoleName, Sampling, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import RoleName, Sampling, SequenceSpec, Targets, TokenLogprobs
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 VOCAB_SIZE = 1000
@@ -49,6 +50,7 @@ def make_spec(
     priority: int = 0,
     timeout_s: float | None = None,
     cached: bool = True,
+    targets: Targets | None = None,
 ) -> SequenceSpec:
     """A spec with the hashes that the gateway would send; `cached` false leaves them out."""
     return SequenceSpec(
@@ -69,6 +71,7 @@ def make_spec(
         ),
         priority=priority,
         timeout_s=timeout_s,
+        targets=targets,
     )
 
 
@@ -209,6 +212,7 @@ def make_scheduler(
     scheduling: Scheduling = "decode_first",
     swap: SwapPool | None = None,
     recomputes: bool = True,
+    slack: Slack | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, num_watermark_blocks),
@@ -220,6 +224,7 @@ def make_scheduler(
         scheduling=scheduling,
         swap=swap,
         recomputes=recomputes,
+        slack=slack,
     )
 
 

@@ -35,7 +35,7 @@ from disagg.proto.handover import (
     Reserved,
 )
 from disagg.proto.ids import Incarnation, RequestId
-from disagg.proto.messages import Dispatch, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import Dispatch, SequenceSpec, Targets, TokenLogprobs
 from tests.support.roles import (
     GATEWAY,
     PlayedContext,
@@ -187,7 +187,8 @@ async def test_what_is_dispatched_meanwhile_waits_for_the_one_pair(streams: list
 async def test_the_wait_for_the_pair_counts(streams: list[PlayedStream]) -> None:
     async with bench() as it:
         it.dispatch(spec_of("late", timeout_s=1.0))
-        it.dispatch(spec_of("a", timeout_s=5.0))
+        targeted = msgspec.structs.replace(spec_of("a", timeout_s=5.0), targets=Targets(ttft_s=4.0, age_s=0.5))
+        it.dispatch(targeted)
         it.context.time += 2.0
         it.role.tick(it.context.time)
         it.dispatch(spec_of("also late", timeout_s=0.5))
@@ -196,7 +197,8 @@ async def test_the_wait_for_the_pair_counts(streams: list[PlayedStream]) -> None
         await it.form(streams[0])
         await until(lambda: streams[0]._sent)
         assert it.context.reasons() == [("late", "deadline"), ("also late", "deadline")]
-        assert streams[0].message(Offer).spec == msgspec.structs.replace(spec_of("a"), timeout_s=2.0)
+        later = Targets(ttft_s=4.0, age_s=3.5)
+        assert streams[0].message(Offer).spec == msgspec.structs.replace(targeted, timeout_s=2.0, targets=later)
 
 
 async def test_an_attempt_does_not_wait_for_ever_for_a_pair_that_goes_on_being_formed(

@@ -23,6 +23,7 @@ SPEC = m.SequenceSpec(
     root_hash=BlockHash(b"\xff" * 16),
     sampling=m.Sampling(temperature=0.7, seed=2**64 - 1, stop_token_ids=(0, 2)),
     timeout_s=1.5,
+    targets=m.Targets(ttft_s=2.0, age_s=0.25, output_tokens=64.0),
 )
 LAYOUT = m.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", bytes_per_token=64)
 INFO = m.WorkerInfo(
@@ -119,6 +120,13 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
         ],
     ),
 }
+
+
+def test_targets_grow_old() -> None:
+    before = m.Targets(ttft_s=2.0, tpot_s=0.02, age_s=0.25, output_tokens=64.0)
+    assert before.after(0.5) == m.Targets(ttft_s=2.0, tpot_s=0.02, age_s=0.75, output_tokens=64.0)
+    assert m.Targets(age_s=3.0, streamed_s=1.0).after(0.5) == m.Targets(age_s=3.5, streamed_s=1.5)
+
 
 GATEWAY_TO_WORKER = CONVERSATIONS["GatewayToWorker"][0]
 

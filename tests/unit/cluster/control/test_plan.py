@@ -152,7 +152,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
 def other_value(field: msgspec.structs.FieldInfo) -> Any:
     """A value that the field's default is not."""
     words = {"dtype": "float16", "quantization": "int8", "kv_cache_dtype": "fp8", "scheduling": "static"}
-    named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11}
+    named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11, "max_itl_ms": 40.0}
     if field.name in named:
         return named[field.name]
     return not field.default if isinstance(field.default, bool) else type(field.default)(field.default / 2 + 1)

@@ -103,7 +103,7 @@ class CoreMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
         num_swap_slots=st.sampled_from([2, 0, 1, 9]),
         computes_prompts=st.booleans(),
-        scheduling=st.sampled_from(["decode_first", "decode_first", "prefill_first", "static"]),
+        scheduling=st.sampled_from(["decode_first", "decode_first", "slack", "prefill_first", "static"]),
         queues=st.booleans(),
         failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
     )

@@ -145,7 +145,7 @@ class TestAnswers:
             assert token_ids_of(events, name) == expected_output(prompt, 70)
         assert_idle(core)
 
-    @pytest.mark.parametrize("scheduling", ["decode_first", "prefill_first", "static"])
+    @pytest.mark.parametrize("scheduling", ["decode_first", "slack", "prefill_first", "static"])
     def test_every_mode(self, scheduling: Scheduling) -> None:
         runner = QueueingRunner(40)
         core = make_core(runner=runner, max_num_seqs=3, token_budget=32, scheduling=scheduling)

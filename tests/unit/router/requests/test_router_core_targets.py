@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import OverloadedError
-from disagg.proto.messages import Load, WorkerInfo
+from disagg.proto.messages import Load, Targets, WorkerInfo
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from tests.support.placing import samples
@@ -257,3 +257,27 @@ def test_a_retry_after_the_first_token_has_no_ttft_target_any_more() -> None:
     assert it.update("p0", tokens_update("r0", 1, 1, 8)) == ["emit r0 [8]"]
     assert it.cancel("r0")[-1] == "fail r0 RequestCancelledError"
     assert it.core.holdings() == EMPTY
+
+
+# ---------------------------------------------------------------- what workers learn of it
+
+
+def test_workers_get_targets_their_age_and_the_expected_length_also_with_a_retry() -> None:
+    config = RouterConfig(local_prefill="never", tpot_slo_s=0.05, expected_output_tokens=30, admission=False)
+    it = Scenario("c0", "c1", config=config)
+    it.at(1.0)
+    asked = msgspec.structs.replace(routed_request("r0", 64, max_tokens=20), ttft_slo_s=2.0)
+    [line] = it.submit(asked, 0.75)
+    first = line.split()[1]
+    assert it.dispatched["r0/0"].message.spec.targets == Targets(2.0, 0.05, 0.25, None, 20.0)
+    it.at(1.5)
+    it.update(first, tokens_update("r0", 0, 0, 7, 8))
+    it.at(1.75)
+    assert len(it.lost(first)) == 1
+    assert it.dispatched["r0/1"].message.spec.targets == Targets(2.0, 0.05, 1.0, 0.25, 20.0)
+
+
+def test_requests_without_targets_bring_none_to_workers() -> None:
+    it = Scenario("c0")
+    it.submit("r0")
+    assert it.dispatched["r0/0"].message.spec.targets is None
