@@ -302,16 +302,22 @@ class Scheduler:
         """Prompt chunks of at most `budget` tokens that take up `room` at most."""
         started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
         planned: list[ScheduledSequence] = []
+        num_ended = 0
+
+        def joins(sequence: Sequence) -> bool:
+            num_left = len(self.waiting) + len(started)
+            return num_ended == 0 or self._saves_time(sequence, num_ended, num_left, room)
+
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
             if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
-                if not self._fits(sequence, budget, room):
+                if not self._fits(sequence, budget, room) or not joins(sequence):
                     break
                 may_admit = self._admit(sequence)
                 if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
                     continue
-            elif started:
+            elif started and joins(started[0]):
                 sequence = started.popleft()
             else:
                 break
@@ -323,8 +329,7 @@ class Scheduler:
             budget -= entry.num_tokens
             if self._slack is not None:
                 room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
-                if entry.samples and sequence.spec.targets is not None:
-                    room = room.behind_prompt()
+                num_ended += entry.samples and sequence.spec.targets is not None
             if self._is_at_tail(entry):
                 break
         return tuple(planned)
@@ -347,6 +352,13 @@ class Scheduler:
             return True
         num_fitting, is_exact = self._num_fitting(sequence, budget, room)
         return is_exact or num_fitting >= min(sequence.num_uncomputed_tokens, self.blocks.block_size)
+
+    def _saves_time(self, sequence: Sequence, num_ended: int, num_left: int, room: Room) -> bool:
+        """Whether a prompt should join a step in which `num_ended` prompts with targets end, of `num_left` behind them
+        the first."""
+        assert self._slack is not None
+        rest_ms = self._slack.prompt_ms(sequence.num_computed_tokens, sequence.num_uncomputed_tokens)
+        return num_ended * rest_ms <= num_left * room.step_ms
 
     def _is_at_tail(self, entry: ScheduledSequence) -> bool:
         """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""

@@ -13,6 +13,10 @@ target. Without targets nothing limits a step but the token budget, and plans ar
 Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
 its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
 so long, it gets up to a block of tokens after STARVED_STEPS steps without prompts, whatever the slack.
+
+The first token of a prompt waits for the end of its step. So behind prompts that have a target and end in a step,
+another one joins it only if that saves those behind, which wait for a step less, at least the time that it costs those
+before.
 """
 
 from __future__ import annotations
@@ -53,11 +57,6 @@ class Room(NamedTuple):
     def less(self, ms: float) -> Room:
         """What is left after so much of it."""
         return Room(self.ms - ms, self.most_ms - ms, self.step_ms)
-
-    def behind_prompt(self) -> Room:
-        """What is left behind the end of a prompt, whose first token waits for the end of the step: no more than the
-        time that another step would take by itself."""
-        return Room(min(self.ms, self.step_ms), self.most_ms, self.step_ms)
 
 
 UNLIMITED = Room(math.inf, math.inf, math.inf)

@@ -172,13 +172,20 @@ class TestPause:
         ask(scheduler, "b", 640)
         assert plan(scheduler, 0.010) == (["a"], {"b": 16})
 
-    def test_a_step_ends_behind_a_prompt_that_has_a_target(self) -> None:
-        """Behind it there is room for what a step costs without prompts: 5 ms, ten tokens."""
+    def test_a_prompt_joins_one_that_ends_only_if_that_saves_more_than_it_costs(self) -> None:
+        """A step costs 5 ms, so that 20 tokens behind one prompt are worth it for two."""
+        for second, joins in ((20, True), (21, False)):
+            scheduler = new_scheduler()
+            for name, num_tokens in (("a", 40), ("b", second), ("c", 40)):
+                ask(scheduler, name, num_tokens, PACE)
+            assert plan(scheduler, 0.0) == ([], {"a": 40, "b": second} if joins else {"a": 40})
+
+    def test_short_prompts_share_steps(self) -> None:
+        """Of ten of 4 tokens: m of them wait 2 ms more, and 10 - m save 5."""
         scheduler = new_scheduler()
-        ask(scheduler, "a", 40, PACE)
-        ask(scheduler, "b", 9, PACE)
-        ask(scheduler, "c", 40, PACE)
-        assert plan(scheduler, 0.0) == ([], {"a": 40, "b": 9})
+        for name in "abcdefghij":
+            ask(scheduler, name, 4, PACE)
+        assert list(plan(scheduler, 0.0)[1]) == list("abcdefgh")
 
 
 class TestOrder:
