@@ -16,6 +16,7 @@ from disagg.engine.plan import QueuedStep, StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.shell import engine_thread
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError, EngineThread
+from disagg.proto.messages import StepSample
 from tests.support.engine import BLOCK, IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
 from tests.support.queueing import HostQueuedStep, QueueingRunner
 
@@ -68,13 +69,16 @@ def test_a_sequence_is_said_to_be_added_once_with_the_first_load_that_counts_it(
     assert told == [((key_of("a"),), 8), ((), 0), ((), 0), ((key_of("b"),), 0)]
 
 
-def test_every_step_is_measured_and_nothing_else() -> None:
+def test_every_step_is_measured_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed: list[StepSample] = []
+    monkeypatch.setattr(EngineCore, "observe", lambda core, step: observed.append(step))
     with running(make_core(token_budget=32)) as harness:
         harness.thread.post(Add(make_spec("a", make_prompt(40), max_tokens=2)))
         steps = [step for _ in range(3) for step in harness.batches.get(timeout=WAIT_S).steps]
         shapes = [(s.prefill_tokens, s.prefill_attended, s.num_decodes, s.decode_context) for s in steps]
         assert shapes == [(32, 528, 0, 0), (8, 292, 0, 0), (0, 0, 1, 41)]
         assert all(step.ms > 0 for step in steps)
+        assert observed == steps
         harness.thread.post(Reserve(make_spec("b", PROMPT)))
         assert harness.batches.get(timeout=WAIT_S).steps == ()
 
