@@ -24,8 +24,8 @@ from typing import NamedTuple
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import StepSample, WorkerInfo
+from disagg.proto.step_times.least_squares import Moments
 from disagg.router.requests.events import Event, FromWorker, Submit, WorkerReported, WorkerUp
-from disagg.router.workers.least_squares import Moments
 from disagg.simulator.step_times.fitted import MIN_SAMPLES, features, work_of
 from disagg.simulator.step_times.overheads import Overheads, Sharing
 
