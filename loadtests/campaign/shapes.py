@@ -2,6 +2,7 @@
 
     1p1d, 2p1d:512                      prefill and decode workers of one thread each; tokens of a prefill step
     2x1-chunked:256, 1x2-chunked:512    colocated workers x threads of each; chunked prefill, tokens of a step
+    2x1-slack:1024                      the same with chunks by the targets of the requests
     2x1-prefill-first, 2x1-static       the same with other ways to fill a step
     cluster.yaml                        anything else, called by its file's name
     2x1-static@0.25,0.5                 any of them, measured at rates of its own
@@ -23,8 +24,8 @@ from disagg.cluster.config.cluster_config import ClusterConfig, load_config, ove
 from disagg.proto.errors import ConfigError
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
-_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|prefill-first|static)(?::(\d+))?", re.ASCII)
-_SCHEDULING = {"chunked": "decode_first", "prefill-first": "prefill_first", "static": "static"}
+_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|slack|prefill-first|static)(?::(\d+))?", re.ASCII)
+_SCHEDULING = {"chunked": "decode_first", "slack": "slack", "prefill-first": "prefill_first", "static": "static"}
 _KINDS = {scheduling: kind.replace("-", "_") for kind, scheduling in _SCHEDULING.items()}
 DISAGGREGATED = "disaggregated"
 
@@ -40,7 +41,7 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """`disaggregated`, or how a colocated one fills its steps: `chunked`, `prefill_first`, `static`."""
+        """`disaggregated`, or how a colocated one fills its steps: `chunked`, `slack`, `prefill_first`, `static`."""
         if self.config.mode == "disaggregated":
             return DISAGGREGATED
         return _KINDS[self.config.pools.colocated.scheduling]

@@ -22,6 +22,7 @@ BASE = parse_config(
         ("2p3d:256", "disaggregated", "disaggregated", (2, 3), 1, "decode_first", 256),
         ("2x1-chunked:128", "colocated", "chunked", (2,), 1, "decode_first", 128),
         ("1x2-chunked", "colocated", "chunked", (1,), 2, "decode_first", 512),
+        ("2x1-slack:1024", "colocated", "slack", (2,), 1, "slack", 1024),
         ("2x1-prefill-first", "colocated", "prefill_first", (2,), 1, "prefill_first", 512),
         ("2x1-static:64", "colocated", "static", (2,), 1, "static", 64),
     ],
