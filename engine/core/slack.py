@@ -4,7 +4,7 @@ A TPOT target is the mean over a whole answer, so a sequence that decodes faster
 worker have saved may be spent on prompts, in one long chunk as well as in many short ones. With the first token at f,
 target l, k tokens out, R still to come, and s the time of a step without prompts, a sequence's slack is
 
-    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the expected length of the answer
+    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the answer's length, guessed short
 
 or less where the request's deadline is earlier. The next step may take as long as the least slack. A sequence that
 would be late even alone on the worker is lost: it holds nothing back, but a step takes at most LOST_PACE times its
@@ -37,6 +37,10 @@ MARGIN = 1.2
 expected."""
 LEAST_REST = 0.15
 """Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
+SHORT = 0.25
+"""The share of the expected length of an answer that its slack counts with, unless it is the most that the request
+allows. Time that is spent in advance on the strength of tokens that never come makes a short answer late; time that was
+not spent in advance is spent later."""
 LOST_PACE = 2.0
 OVERDUE = 2.0
 STARVED_STEPS = 8
@@ -144,8 +148,10 @@ def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float)
     targets = sequence.spec.targets
     if targets is None:
         return math.inf
-    num_done, expected = sequence.num_output_tokens, targets.output_tokens
-    rest = min(sequence.spec.sampling.max_tokens - num_done, max(LEAST_REST * expected, expected - num_done))
+    num_done, num_most, expected = sequence.num_output_tokens, sequence.spec.sampling.max_tokens, targets.output_tokens
+    if expected < num_most:
+        expected *= SHORT
+    rest = min(num_most - num_done, max(LEAST_REST * expected, expected - num_done))
     due = math.inf if sequence.deadline is None else sequence.deadline
     if targets.tpot_s is not None and sequence.first_at is not None:
         due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))

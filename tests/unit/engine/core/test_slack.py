@@ -108,9 +108,17 @@ class TestRoom:
         # b at 0.023: 99 * 8.4 - 1.2 * 99 * 7 = 0 ms. a alone would leave 990 - 13 - 1.2 * 98 * 7 = 153.8.
         assert plan(scheduler, 0.023) == (["a", "b"], {})
 
+    def test_an_unknown_length_is_guessed_short(self) -> None:
+        """A quarter of the 80 tokens that are expected: one out, 19 to come, 190 - 1.2 * 114 = 53.2 ms, less 6."""
+        scheduler = new_scheduler()
+        ask(scheduler, "a", 16, with_(output_tokens=80.0))
+        plan(scheduler, 0.0)
+        ask(scheduler, "b", 640)
+        assert plan(scheduler, 0.010) == (["a"], {"b": 80})
+
     def test_an_answer_that_outgrew_its_expected_length_is_expected_to_go_on(self) -> None:
         scheduler = new_scheduler()
-        ask(scheduler, "a", 16, with_(output_tokens=2.0))
+        ask(scheduler, "a", 16, with_(output_tokens=8.0))
         plan(scheduler, 0.0)
         for step in range(20):
             plan(scheduler, 0.010 + 0.006 * step)
