@@ -37,7 +37,7 @@ MARGIN = 1.2
 expected."""
 LEAST_REST = 0.15
 """Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
-SHORT = 0.25
+SHORT = 0.1
 """The share of the expected length of an answer that its slack counts with, unless it is the most that the request
 allows. Time that is spent in advance on the strength of tokens that never come makes a short answer late; time that was
 not spent in advance is spent later."""

@@ -109,16 +109,16 @@ class TestRoom:
         assert plan(scheduler, 0.023) == (["a", "b"], {})
 
     def test_an_unknown_length_is_guessed_short(self) -> None:
-        """A quarter of the 80 tokens that are expected: one out, 19 to come, 190 - 1.2 * 114 = 53.2 ms, less 6."""
+        """A tenth of 200 tokens that are expected: one out, 19 to come, 190 - 1.2 * 114 = 53.2 ms, less 6."""
         scheduler = new_scheduler()
-        ask(scheduler, "a", 16, with_(output_tokens=80.0))
+        ask(scheduler, "a", 16, with_(output_tokens=200.0), max_tokens=400)
         plan(scheduler, 0.0)
         ask(scheduler, "b", 640)
         assert plan(scheduler, 0.010) == (["a"], {"b": 80})
 
     def test_an_answer_that_outgrew_its_expected_length_is_expected_to_go_on(self) -> None:
         scheduler = new_scheduler()
-        ask(scheduler, "a", 16, with_(output_tokens=8.0))
+        ask(scheduler, "a", 16, with_(output_tokens=20.0))
         plan(scheduler, 0.0)
         for step in range(20):
             plan(scheduler, 0.010 + 0.006 * step)
