@@ -7,9 +7,9 @@ depends on its own context only, and an innocent request must have the same toke
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence as Seq
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class SampledRunner(FakeModelRunner):
         self._rows = rows.bfloat16()
 
     def run(self, plan: StepPlan) -> StepResult:
-        written = StepPlan(prefills=tuple(dataclasses.replace(entry, samples=False) for entry in plan.entries))
+        written = StepPlan(prefills=tuple(msgspec.structs.replace(entry, samples=False) for entry in plan.entries))
         assert not super().run(written).token_ids
         entries = [entry for entry in plan.entries if entry.samples]
         if not entries:
