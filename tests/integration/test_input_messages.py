@@ -6,6 +6,7 @@ outcome is the same on a slow machine; `benchmarks.bad_input.fuzz` measures time
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import selectors
 import sys
@@ -100,11 +101,16 @@ class Gateway:
 @contextmanager
 def gateway() -> Iterator[Gateway]:
     it = Gateway()
-    it.start()
+    gc.collect()
+    gc.disable()  # finalizers of what other tests left behind would be counted as calls of whichever turn they run in
     try:
-        yield it
+        it.start()
+        try:
+            yield it
+        finally:
+            it.stop()
     finally:
-        it.stop()
+        gc.enable()
 
 
 async def answers(it: Gateway) -> dict[str, tuple[Answer, int]]:
