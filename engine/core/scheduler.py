@@ -300,6 +300,9 @@ class Scheduler:
 
     def _plan_prefills(self, budget: int, may_admit: bool, room: Room = UNLIMITED) -> tuple[ScheduledSequence, ...]:
         """Prompt chunks of at most `budget` tokens that take up `room` at most."""
+        if self._slack is not None:
+            for sequence in self.running.values():  # those that wait are looked at by `advance`
+                sequence.is_hopeless = sequence.is_hopeless and not is_overdue(sequence, self._now)
         started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
         planned: list[ScheduledSequence] = []
         num_ended = 0

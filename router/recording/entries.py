@@ -8,10 +8,11 @@
 The core's decisions depend on nothing else: it has no clock, and its draws are functions of counters.
 
 A recording holds no token ids. Where the core takes a token, `HIDDEN` stands for it, unless it is one of the request's
-stop ids; prompts are zeros of the same length; logprobs are zeros; `logit_bias` and `root_hash` are empty, because with
-the latter a guess of a prompt could be tested though it had a secret `cache_salt`. What the core computes from token
-ids, the hashes of an answer's blocks, is recorded instead (`Handled.hashed`). So a replay gives the same commands but
-for these fields, which the core only passes on, and the digest leaves them out.
+stop ids; prompts are zeros of the same length; logprobs are zeros; `logit_bias` and `root_hash` are empty (with the
+latter guesses of the first block could be tested though it had a secret `cache_salt`; later blocks have the hash before
+theirs beside them). What the core computes from token ids, the hashes of an answer's blocks, is recorded instead
+(`Handled.hashed`). So a replay gives the same commands but for these fields, which the core only passes on, and the
+digest leaves them out.
 """
 
 from __future__ import annotations

@@ -212,6 +212,15 @@ class TestOrder:
         assert plan(scheduler, 0.99)[1] == {"new": 64}
         assert plan(scheduler, 1.0)[1] == {"old": 64}, "overdue at twice its target"
 
+    def test_a_hopeless_prompt_that_was_begun_counts_as_overdue_as_well(self) -> None:
+        targets = with_(ttft_s=0.500)
+        scheduler = new_scheduler(budget=64)
+        ask(scheduler, "old", 200, targets)
+        assert plan(scheduler, 0.396)[1] == {"old": 64}, "nothing else waits"
+        ask(scheduler, "new", 200, targets, now=0.9)
+        assert plan(scheduler, 0.99)[1] == {"new": 64}
+        assert plan(scheduler, 1.0)[1] == {"old": 64}, "overdue at twice its target"
+
     def test_a_higher_priority_goes_first_also_where_it_is_hopeless(self) -> None:
         targets = with_(ttft_s=0.500)
         scheduler = new_scheduler()
