@@ -163,8 +163,8 @@ def _gaps(traces: Sequence[Trace], *, is_one_machine: bool) -> tuple[float, floa
     moments = Moments(2)
     for tokens, gap_s, number in extra:
         moments.add([(0, 1.0), (1, float(tokens))], gap_s, float(number))
-        moments.add([(0, 1.0)], 0.0, 1e-9)
-        moments.add([(1, 1.0)], 0.0, 1e-9)
+    for unknown in range(2):  # in case all messages have as many tokens
+        moments.add([(unknown, 1.0)], 0.0, 1e-9)
     update_s, token_s = moments.solve()
     return own_s, update_s, token_s
 
@@ -254,25 +254,17 @@ def gateway_neighbour(workers: Mapping[WorkerId, WorkerTrace]) -> WorkerId | Non
 
 def _disturbed(each: Trace, update_s: float, token_s: float, *, is_one_machine: bool) -> list[_Disturbed]:
     begin = min((worker.steps[0].begin for worker in each.workers.values() if worker.steps), default=0.0) + WARM_UP_S
-    if not is_one_machine:
-        return [
-            _Disturbed(step.sample, 0.0, 0.0, 0.0)
-            for worker in each.workers.values()
-            for step in worker.steps
-            if step.begin >= begin
-        ]
-    prefills = {
-        worker_id: _Until((s.begin, s.end) for s in worker.steps if s.sample.prefill_tokens)
-        for worker_id, worker in each.workers.items()
-    }
-    decodes = {
-        worker_id: _Until((s.begin, s.end) for s in worker.steps if not s.sample.prefill_tokens)
-        for worker_id, worker in each.workers.items()
-    }
-    neighbour = gateway_neighbour(each.workers)
+    prefills, decodes = (
+        {
+            worker_id: _Until((s.begin, s.end) for s in worker.steps if bool(s.sample.prefill_tokens) == is_prefill)
+            for worker_id, worker in each.workers.items()
+        }
+        for is_prefill in (True, False)
+    )
+    neighbour = gateway_neighbour(each.workers) if is_one_machine else None
     found = []
     for worker_id, worker in each.workers.items():
-        others = [other for other in each.workers if other != worker_id]
+        others = [other for other in each.workers if other != worker_id] if is_one_machine else []
         messages = sorted(message for other in others for message in each.workers[other].messages)
         taken = [0.0, *accumulate(update_s + tokens * token_s for _, tokens in messages)]
         times = [time for time, _ in messages]

@@ -342,6 +342,82 @@ class ExactWorker:
             self._reports.note()
         return True
 
+    def _end_step(self) -> None:
+        if self.is_dead:
+            return
+        if self._running is not None:
+            machine = self._world.machine
+            assert machine is not None
+            if behind_s := machine.behind_s(self._running):
+                self._loop.after(behind_s, self._end_step)
+                return
+            machine.end(self._running)
+            self._step = replace(self._step, ms=(self._loop.now - self._running.began_at) * 1e3)
+            self._running = None
+        happened = self.core.run_step()
+        while self._inbox and isinstance(self._inbox[0][1], Gather):
+            posted_at, command = self._inbox.popleft()
+            happened += self.core.handle(command, posted_at)
+        copy_s = self._take_copy_s()
+        if copy_s:
+            self._ended_at = None
+            self._loop.after(copy_s, self._end_turn, happened)
+        else:
+            self._end_turn(happened)
+
+    def _end_turn(self, happened: list[Event]) -> None:
+        if self.is_dead:
+            return
+        plan = self.core.last_plan
+        now, is_busy = self._loop.now, self.core.has_work
+        if plan.entries:
+            self.core.observe(self._step)
+            self._reports.offer(self._step)
+            self._reports.note()
+        if is_busy and plan.entries and self._pacing.may_wait(happened, self._step.ms / 1e3, now):
+            self._untold += happened
+        else:
+            self._pacing.flushed(now)
+            self._tell(happened)
+        ended_at = now if self._ended_at is None else self._ended_at
+        self._ended_at = None
+        if self._inbox or self.core.has_work:
+            self._loop.at(ended_at + self._gap_s(happened) if plan.entries else now, self._turn)
+            return
+        self._is_busy = False
+        if (deadline := self.core.next_deadline) is not None:
+            self._loop.at(deadline, self._wake)
+
+    def _gap_s(self, happened: Sequence[Event]) -> float:
+        """Until the next step."""
+        gap_s, machine = self._world.overheads.step_s, self._world.machine
+        if machine is not None:
+            gap_s += machine.gap_s(self.info.worker_id, sum(isinstance(event, TokenSampled) for event in happened))
+        return gap_s
+
+    def _take_copy_s(self) -> float:
+        num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0
+        return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
+
+    def _tell(self, happened: list[Event]) -> None:
+        """What the engine did, to roles and gateway."""
+        if self._untold:
+            happened, self._untold = self._untold + happened, []
+        for event in happened:
+            if isinstance(event, TokenSampled):
+                self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+            elif event.key in self._sending:
+                self._on_prefill_event(self._sending[event.key], event)
+            elif event.key in self._gateway_of or event.key in self._receiving:
+                self._on_decode_event(event)
+        self._reports.note()
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is in the outbox."""
+        for update in self._outbox.flush().values():
+            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
     # ------------------------------------------------------------ steps that are alike
 
     def _begin_jump(self, plan: StepPlan) -> bool:
@@ -439,84 +515,6 @@ class ExactWorker:
             self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
         for update in self._outbox.flush().values():
             self._world.gateway_now(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
-
-    # ------------------------------------------------------------ the engine's turns
-
-    def _end_step(self) -> None:
-        if self.is_dead:
-            return
-        if self._running is not None:
-            machine = self._world.machine
-            assert machine is not None
-            if behind_s := machine.behind_s(self._running):
-                self._loop.after(behind_s, self._end_step)
-                return
-            machine.end(self._running)
-            self._step = replace(self._step, ms=(self._loop.now - self._running.began_at) * 1e3)
-            self._running = None
-        happened = self.core.run_step()
-        while self._inbox and isinstance(self._inbox[0][1], Gather):
-            posted_at, command = self._inbox.popleft()
-            happened += self.core.handle(command, posted_at)
-        copy_s = self._take_copy_s()
-        if copy_s:
-            self._ended_at = None
-            self._loop.after(copy_s, self._end_turn, happened)
-        else:
-            self._end_turn(happened)
-
-    def _end_turn(self, happened: list[Event]) -> None:
-        if self.is_dead:
-            return
-        plan = self.core.last_plan
-        now, is_busy = self._loop.now, self.core.has_work
-        if plan.entries:
-            self.core.observe(self._step)
-            self._reports.offer(self._step)
-            self._reports.note()
-        if is_busy and plan.entries and self._pacing.may_wait(happened, self._step.ms / 1e3, now):
-            self._untold += happened
-        else:
-            self._pacing.flushed(now)
-            self._tell(happened)
-        ended_at = now if self._ended_at is None else self._ended_at
-        self._ended_at = None
-        if self._inbox or self.core.has_work:
-            self._loop.at(ended_at + self._gap_s(happened) if plan.entries else now, self._turn)
-            return
-        self._is_busy = False
-        if (deadline := self.core.next_deadline) is not None:
-            self._loop.at(deadline, self._wake)
-
-    def _gap_s(self, happened: Sequence[Event]) -> float:
-        """Until the next step."""
-        gap_s, machine = self._world.overheads.step_s, self._world.machine
-        if machine is not None:
-            gap_s += machine.gap_s(self.info.worker_id, sum(isinstance(event, TokenSampled) for event in happened))
-        return gap_s
-
-    def _take_copy_s(self) -> float:
-        num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0
-        return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
-
-    def _tell(self, happened: list[Event]) -> None:
-        """What the engine did, to roles and gateway."""
-        if self._untold:
-            happened, self._untold = self._untold + happened, []
-        for event in happened:
-            if isinstance(event, TokenSampled):
-                self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
-            elif event.key in self._sending:
-                self._on_prefill_event(self._sending[event.key], event)
-            elif event.key in self._gateway_of or event.key in self._receiving:
-                self._on_decode_event(event)
-        self._reports.note()
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is in the outbox."""
-        for update in self._outbox.flush().values():
-            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
 
     # ------------------------------------------------------------ the prefill role
 

@@ -206,7 +206,7 @@ class FastEngine(ABC):
             running = None
             if self._machine is not None:
                 self._machine.occupy(self.info.worker_id, "prefill")
-                running = self._machine.running(self.info.worker_id, copy_s + step_s)
+                running = self._machine.running(self.info.worker_id, "prefill", copy_s + step_s)
             self._loop.after(copy_s + step_s, self._end_step, prefills, work, step_s, running)
         elif self._decoding:
             self._begin_jump()

@@ -70,10 +70,9 @@ class Machine:
 
     def begin(self, worker_id: WorkerId, kind: Kind, alone_s: float) -> RunningStep:
         """A step begins."""
-        self._count()
+        running = self.running(worker_id, kind, alone_s)
         self._num_busy[kind] += 1
-        busy = self._busy_s
-        return RunningStep(worker_id, kind, self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s)
+        return running
 
     def behind_s(self, step: RunningStep) -> float:
         """What is left of a step at this moment; 0 where it has ended."""
@@ -122,13 +121,11 @@ class Machine:
             if other != worker_id:
                 changed()
 
-    def running(self, worker_id: WorkerId, alone_s: float) -> RunningStep:
-        """A step with prompts of a worker that occupies the machine with them."""
+    def running(self, worker_id: WorkerId, kind: Kind, alone_s: float) -> RunningStep:
+        """A step of a worker that `occupy` counts already."""
         self._count()
         busy = self._busy_s
-        return RunningStep(
-            worker_id, "prefill", self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s
-        )
+        return RunningStep(worker_id, kind, self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s)
 
     def stretch(self, worker_id: WorkerId) -> float:
         """By what factor a decode step is longer, as long as the others do what they do now."""
