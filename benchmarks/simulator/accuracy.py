@@ -18,10 +18,9 @@ import msgspec
 from disagg.cli.planning.simulate import cluster_spec, read_times
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.loadtests.scenario import Scenario
-from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.comparison import curves
-from disagg.loadtests.verdict.goodput import Slo, evaluate
-from disagg.loadtests.verdict.recordings import Recording, RunInfo
+from disagg.loadtests.verdict.goodput import Outcomes, Slo, evaluate
+from disagg.loadtests.verdict.recordings import Recording, load_all
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.phases import load_of_scenario
 from disagg.simulator.world.settings import EngineKind
@@ -47,13 +46,7 @@ class Compared:
 
 def read_folder(folder: Path) -> list[Recording]:
     """All complete points of a folder of `disagg load compare`."""
-    found = []
-    for side in sorted(folder.glob("*.json")):
-        info = msgspec.json.decode(side.read_bytes(), type=RunInfo)
-        recording = recordings.load(folder, info.point)
-        if recording is not None:
-            found.append(recording)
-    return sorted(found, key=lambda each: (each.rate_per_s, each.info.point.shape, each.info.point.repeat))
+    return sorted(load_all(folder), key=lambda each: (each.rate_per_s, each.info.point.shape, each.info.point.repeat))
 
 
 def simulate(recording: Recording, timing: Timing, engine: EngineKind) -> Recording:
@@ -132,12 +125,13 @@ class Differences:
 def differences(first: Sequence[Recording], second: Sequence[Recording]) -> Differences:
     """Compare what two sets of the same points say of the shapes in them."""
     errors, num_ordered, num_kept = [], 0, 0
+    real, made = ([Outcomes(each.records, each.info.duration_s) for each in runs] for runs in (first, second))
     for one, two in combinations(range(len(first)), 2):
         if _requests(first[one]) != _requests(first[two]):
             continue
         for slo in _slos():
-            true = _attainment(first[one], slo) - _attainment(first[two], slo)
-            other = _attainment(second[one], slo) - _attainment(second[two], slo)
+            true = real[one].attainment(slo) - real[two].attainment(slo)
+            other = made[one].attainment(slo) - made[two].attainment(slo)
             errors.append(abs(other - true))
             if abs(true) > CLOSE:
                 num_ordered += 1
@@ -149,13 +143,9 @@ def _requests(recording: Recording) -> Any:
     return recording.info.point.arrivals, recording.info.point.repeat
 
 
-def _attainment(recording: Recording, slo: Slo) -> float:
-    return evaluate(recording.records, slo, recording.info.duration_s).attainment
-
-
-def summary(compared: Sequence[Compared]) -> Row:
-    """The largest errors of all points, and errors of differences in points of attainment."""
-    rows = point_rows(compared)
+def summary(rows: Sequence[Row], compared: Sequence[Compared]) -> Row:
+    """The largest errors of all points, whose `point_rows` are `rows`, and errors of differences in points of
+    attainment."""
     goodput = [error for each in compared for error in goodput_errors(each)]
     found = [differences(each.measured, each.simulated) for each in compared]
     errors = [error for each in found for error in each.errors]

@@ -311,7 +311,8 @@ def main() -> None:
         if options.times is None:
             parser.error("--recordings needs --times")
         compared = compare_folders(options.recordings, options.times, options.engine)
-        rows, accuracy = point_rows(compared), accuracy_summary(compared)
+        rows = point_rows(compared)
+        accuracy = accuracy_summary(rows, compared)
     elif options.scale is not None:
         rows = [measure_scale(options.scale, options.scale_workers)]
     else:

@@ -10,10 +10,8 @@ import gc
 import time
 from typing import Any
 
-import msgspec
-
 from disagg.cli.planning.simulate import cluster_spec
-from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, override
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
@@ -44,27 +42,11 @@ def settings() -> dict[str, ClusterSpec]:
     base = ClusterConfig()
     shapes = {name: parse_shape(name, base).config for name in ("1p1d", *COLOCATED, "2x1-prefill-first")}
     for policy in ("prefix", "least_loaded"):
-        shapes[f"1p1d, {policy}"] = _changed(shapes["1p1d"], {"placement": {"policy": policy}})
-    shapes["1p1d, pairs alone"] = _changed(shapes["1p1d"], {"placement": {"local_prefill": "never"}})
+        shapes[f"1p1d, {policy}"] = override(shapes["1p1d"], {"placement.policy": policy})
+    shapes["1p1d, pairs alone"] = override(shapes["1p1d"], {"placement.local_prefill": "never"})
     for budget in (128, 256):
-        shapes[f"1p1d, decode worker {budget}"] = _changed(
-            shapes["1p1d"], {"pools": {"decode": {"token_budget": budget}}}
-        )
+        shapes[f"1p1d, decode worker {budget}"] = override(shapes["1p1d"], {"pools.decode.token_budget": budget})
     return {name: cluster_spec(config, TIMING, "fast") for name, config in shapes.items()}
-
-
-def _changed(config: ClusterConfig, change: dict[str, Any]) -> ClusterConfig:
-    raw = msgspec.to_builtins(config)
-
-    def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                merge(into[key], value)
-            else:
-                into[key] = value
-
-    merge(raw, change)
-    return parse_config(raw)
 
 
 def decide() -> dict[str, Any]:

@@ -104,8 +104,15 @@ def load(directory: Path, point: Point) -> Recording | None:
         ValueError: naming the file, if there is a side file and the records do not match it.
     """
     side = records_path(directory, point).with_suffix(".json")
-    if not side.exists():
-        return None
+    return _load(side) if side.exists() else None
+
+
+def load_all(directory: Path) -> list[Recording]:
+    """All complete points of a folder, by the names of their files. Raises `ValueError` as `load`."""
+    return [_load(side) for side in sorted(directory.glob("*.json"))]
+
+
+def _load(side: Path) -> Recording:
     try:
         info = msgspec.json.decode(side.read_bytes(), type=RunInfo)
     except msgspec.MsgspecError as error:

@@ -76,10 +76,11 @@ def test_errors_are_relative_to_the_measured_runs(tmp_path: Path) -> None:
     measured = folder(tmp_path, "real", {1: (0.2, 0.008), 2: (0.4, 0.011)})
     simulated = folder(tmp_path, "simulated", {1: (0.22, 0.008), 2: (0.4, 0.0088)})
     compared = accuracy.Compared(name="short", measured=measured, simulated=simulated)
-    rows = {(row["shape"], row["rate"]): row for row in accuracy.point_rows([compared])}
+    points = accuracy.point_rows([compared])
+    rows = {(row["shape"], row["rate"]): row for row in points}
     assert rows["1p1d", 1.0]["ttft_p50_error"] == pytest.approx(0.1)
     assert rows["1p1d", 2.0]["tpot_p90_error"] == pytest.approx(-0.2)
-    flat = accuracy.summary([compared])
+    flat = accuracy.summary(points, [compared])
     assert flat["ttft_p50_error"] == pytest.approx(0.1)
     assert flat["tpot_p50_error"] == pytest.approx(0.2)
     # Measured at 0.3 s and 10 ms: 1p1d meets both at rate 1 and none at rate 2; simulated the same.
