@@ -124,7 +124,6 @@ class _Watch:
         """What the next report carries. Events that come while a snapshot is taken follow it: that one may hold them
         too is harmless, since each sets an absolute state. Nothing where the snapshot takes longer than `timeout_s`,
         because the engine is in a long step; a later report has it then."""
-        self.changed.clear()
         if self.needs_snapshot and self.snapshot is None:
             self.needs_snapshot = False
             self.kv_events.clear()
@@ -135,6 +134,8 @@ class _Watch:
                 return ()
             self.kv_events.insert(0, self.snapshot.result())
             self.snapshot = None
+        if not self.needs_snapshot:
+            self.changed.clear()  # Only now: what came while the snapshot was taken is in this report.
         events, self.kv_events = tuple(self.kv_events), []
         return events
 
