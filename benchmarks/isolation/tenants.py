@@ -13,7 +13,7 @@ under one name, which is what a router without turns does.
     refused        calls of 128 answers, which a limit of tokens a minute refuses
 
 Large request: ten decode workers of which each has 55 % of its KV blocks in use by small requests; then one that needs
-70 % of a worker arrives every ten seconds.
+70 % of a worker arrives every ten seconds. The first `FILLING_S` do not count.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from disagg.router.config import RouterConfig
 TARGET_S = 0.5
 REST_S = 10.0
 """For what was asked last."""
+FILLING_S = 5.0
+"""Until the decode workers are in use as they are later."""
+LEAST_S = 10.0
+"""Of virtual time: with less there are too few requests, and no large one."""
 NUM_PREFILLS, NUM_DECODES, PLACES = 2, 4, 16
 SHARED = TenantLimits(is_sole=False)
 NEIGHBOUR = Wish(
@@ -140,9 +144,9 @@ def large_row(seconds: float, *, with_large: bool) -> Row:
     _schedule(cluster, arrivals(110 / 1.2, seconds, rng), small, rng=rng)
     large = replace(small, label="large", prompt_tokens=1100, output_tokens=20, max_tokens=20)
     if with_large:
-        _schedule(cluster, [5.0 + 10 * number for number in range(int(seconds / 10))], large)
+        _schedule(cluster, [FILLING_S + 10 * number for number in range(int(seconds / 10))], large)
     cluster.run(seconds + REST_S)
-    asked = [seen for seen in cluster.seen.values() if seen.wish.label == "small" and seen.arrival >= 5.0]
+    asked = [seen for seen in cluster.seen.values() if seen.wish.label == "small" and seen.arrival >= FILLING_S]
     waits = [seen.ttft_s for seen in cluster.seen.values() if seen.wish.label == "large" and seen.ttft_s is not None]
     return {
         "part": "large",
@@ -203,9 +207,11 @@ COLUMNS = (
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument("--seconds", type=float, default=60.0, help=f"of virtual time, at least {LEAST_S:g}")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args()
+    if options.seconds < LEAST_S:
+        parser.error(f"--seconds: at least {LEAST_S:g}")
     rows = measure(options.seconds, lambda row: print(row["part"], row["load"], "done", file=sys.stderr))
     cells = [[str(row.get(column, "-")) for column in COLUMNS] for row in rows]
     print_table("Tenants, virtual time", [column.replace("_", " ") for column in COLUMNS], cells)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
-from benchmarks.isolation.tenants import FLOODS, arrivals, large_row, neighbour_row, summary
+from benchmarks.isolation.tenants import FLOODS, arrivals, large_row, main, neighbour_row, summary
 from benchmarks.virtual_cluster import VirtualCluster, Wish
 from disagg.router.api import TenantLimits
 
@@ -42,6 +43,15 @@ def test_small_requests_do_not_wait_for_a_large_one() -> None:
     assert with_large["large_answered"] == 1
     assert with_large["requests"] == without["requests"]
     assert with_large["ttft_p99_ms"] <= 1.2 * without["ttft_p99_ms"]
+
+
+def test_a_run_that_is_too_short_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tenants", "--seconds", "5"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--seconds: at least 10" in capsys.readouterr().err
 
 
 def test_the_same_every_time() -> None:
