@@ -1,7 +1,7 @@
 """What a tenant sees of another one that offers ten times its share: `benchmarks.isolation.tenants`
 on a real `disagg up`, whose model has no weights and whose steps take `STEP_MS`.
 
-    python -m benchmarks.isolation.tenants_real [--answers 120] [--stated] [--json FILE]
+    python -m benchmarks.isolation.tenants_real [--answers 120] [--stated] [--loads NAMES] [--record FOLDER] [--json FILE]
 
 The neighbour asks for a quarter of what the cluster can do, one answer a call over gRPC, alone and then beside the
 flood, which comes over HTTP in each of four manners: many calls, n = 16, long prompts, refused ones. The flood begins
@@ -175,8 +175,9 @@ def row_of(name: str, streams: Sequence[Stream], flooding: Flooding | None, left
     }
 
 
-async def measure(num_answers: int, targets: Targets) -> list[Row]:
-    """All rows, on one cluster."""
+async def measure(num_answers: int, targets: Targets, loads: Sequence[str], record: Path | None) -> list[Row]:
+    """The row without a flood and one for each of `loads`, on one cluster; `record`: the folder for the router's
+    events."""
     keys = {name: secrets.token_hex(16) for name in ("neighbour", "flood", "limited", "operators")}
     pool = {"num_blocks": 8192, "max_num_seqs": PLACES, "token_budget": TOKEN_BUDGET}
     model = Model()
@@ -188,7 +189,7 @@ async def measure(num_answers: int, targets: Targets) -> list[Row]:
             f"- {{tenant: limited, key: {keys['limited']}, limits: {{tokens_per_minute: 1000}}}}\n"
             f"- {{tenant: operators, key: {keys['operators']}, admin: true}}\n"
         )
-        config = {
+        config: dict[str, dict[str, Any]] = {
             "model": {"path": model.path, "dtype": model.dtype, "max_model_len": MAX_MODEL_LEN},
             "pools": {
                 "prefill": {**pool, "size": NUM_PREFILLS, "max_num_seqs": 64},
@@ -197,13 +198,14 @@ async def measure(num_answers: int, targets: Targets) -> list[Row]:
             "placement": {"local_prefill": "never"},
             "gateway": {"api_keys": str(file)},
         }
+        if record is not None:
+            config["gateway"] |= {"record_events": {"folder": str(record.absolute())}}
         async with Up(config, step_ms=STEP_MS, key=keys["operators"]) as up:
             client = AsyncClient(up.address, keys["neighbour"])
             try:
                 await neighbour(client, model, 10, targets)  # pairs are formed, and the costs of steps are known
                 rows = [await _row("alone", None, up, client, keys, num_answers, targets)]
-                for name, flood in FLOODS.items():
-                    rows.append(await _row(name, flood, up, client, keys, num_answers, targets))
+                rows += [await _row(name, FLOODS[name], up, client, keys, num_answers, targets) for name in loads]
                 return rows
             finally:
                 await client.close()
@@ -244,10 +246,15 @@ def main() -> None:
     parser.add_argument(
         "--stated", action="store_true", help="the neighbour states its TTFT target, and may be refused"
     )
+    parser.add_argument("--loads", default=",".join(FLOODS), help=f"of {', '.join(FLOODS)}")
+    parser.add_argument("--record", type=Path, help="record the router's events in this folder, for `disagg replay`")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args()
+    loads = options.loads.split(",")
+    if unknown := sorted(set(loads) - set(FLOODS)):
+        parser.error(f"--loads: there is no {', '.join(unknown)}; there is {', '.join(FLOODS)}")
     targets = Targets(ttft_ms=1000 * TTFT_S) if options.stated else Targets()
-    rows = asyncio.run(measure(options.answers, targets))
+    rows = asyncio.run(measure(options.answers, targets, loads, options.record))
     columns = list(rows[0])
     print_table(
         "Tenants, real cluster",
