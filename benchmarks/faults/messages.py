@@ -1,11 +1,19 @@
-"""A row in which one tenant sends the messages that cost a gateway most, while another one reads streams."""
+"""A row in which one tenant sends the messages that cost a gateway most, while another one reads streams.
+
+The messages come from a process of their own: in the process that reads the streams, writing and reading them would
+delay the other tenant's tokens as well. It yields the processor to all others, as if it ran on another machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Final
 
 from benchmarks.bad_input.fuzz_clients import Answer, Sender
@@ -40,6 +48,8 @@ NUM_PERIODS: Final = 4
 """Of each kind, with the messages and without, in turn: the machine is as busy with other things in both."""
 MAX_RATIO: Final = 1.3
 MAX_MODEL_LEN: Final = 8192
+START_S: Final = 60.0
+"""For the process that sends the messages."""
 
 
 async def worst_messages(up: Up, model: Model) -> Row:
@@ -49,22 +59,23 @@ async def worst_messages(up: Up, model: Model) -> Row:
     served = Served(
         model.name, GatewayConfig(model_name="x", model_path="fake", fingerprint="").max_message_bytes(MAX_MODEL_LEN)
     )
-    messages = [make(family, shape, served) for family, shape in WORST]
     answers: list[Answer] = []
     with_messages: list[tuple[float, float]] = []
     without: list[tuple[float, float]] = []
-    async with (
-        Sender(up.address, up.http_address, up.keys[ATTACKER]) as sender,
-        Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS, key=up.keys[NEIGHBOUR]) as streams,
-    ):
-        await asyncio.sleep(PERIOD_S / 2)
-        for _ in range(NUM_PERIODS):
-            began = time.monotonic()
-            await asyncio.sleep(PERIOD_S)
-            without.append((began, time.monotonic()))
-            began = time.monotonic()
-            answers += await _flood(sender, messages, began + PERIOD_S)
-            with_messages.append((began, time.monotonic()))
+    with _attacker(up.address, up.http_address, up.keys[ATTACKER], served) as link:
+        if not await asyncio.to_thread(link.poll, START_S):
+            raise TimeoutError(f"the sender of the messages was not ready after {START_S:g} s")
+        link.recv()
+        async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS, key=up.keys[NEIGHBOUR]) as streams:
+            await asyncio.sleep(PERIOD_S / 2)
+            for _ in range(NUM_PERIODS):
+                began = time.monotonic()
+                await asyncio.sleep(PERIOD_S)
+                without.append((began, time.monotonic()))
+                began = time.monotonic()
+                link.send(PERIOD_S)
+                answers += await asyncio.to_thread(link.recv)
+                with_messages.append((began, time.monotonic()))
     left_for_s, left = await up.emptied()
     quiet, busy = _p99_s(streams, without), _p99_s(streams, with_messages)
     seen = of_streams(streams)
@@ -87,6 +98,38 @@ async def worst_messages(up: Up, model: Model) -> Row:
         },
         **{**seen, "errors": (*seen["errors"], *faults)[:3]},
     )
+
+
+@contextmanager
+def _attacker(grpc_address: str, http_address: str, key: str, served: Served) -> Iterator[Connection]:
+    """The process that sends the messages: it answers a number of seconds with the answers of that time."""
+    context = multiprocessing.get_context("spawn")
+    link, theirs = context.Pipe()
+    process = context.Process(target=_attack, args=(theirs, grpc_address, http_address, key, served), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield link
+    finally:
+        link.close()
+        process.terminate()
+        process.join()
+
+
+def _attack(link: Connection, grpc_address: str, http_address: str, key: str, served: Served) -> None:
+    """In that process, until the other end is closed."""
+    os.nice(19)
+    messages = [make(family, shape, served) for family, shape in WORST]
+
+    async def flood() -> None:
+        async with Sender(grpc_address, http_address, key) as sender:
+            link.send(len(messages))
+            while True:
+                seconds = await asyncio.to_thread(link.recv)
+                link.send(await _flood(sender, messages, time.monotonic() + seconds))
+
+    with suppress(EOFError):
+        asyncio.run(flood())
 
 
 async def _flood(sender: Sender, messages: Sequence[Message], until: float) -> list[Answer]:
