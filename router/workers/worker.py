@@ -151,7 +151,9 @@ class Worker:
     def take_report(self, report: WorkerReport) -> None:
         """Load and measured steps. Call `refresh` next."""
         self.load = load = report.load
-        self._num_computed = max(0, self.assigned.tokens - self._num_unseen - load.uncomputed_prompt_tokens)
+        num_computed = self.assigned.tokens - self._num_unseen - load.uncomputed_prompt_tokens
+        # If the report includes the tokens assigned since the last one, this is too low by as many.
+        self._num_computed = max(num_computed, self._num_computed if self._num_unseen else 0)
         self._num_unseen = 0
         num_seen = max(0, self.assigned.blocks - self._num_blocks_unseen)
         self.blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)

@@ -116,6 +116,24 @@ def test_a_report_tells_how_far_a_prompt_is() -> None:
     assert worker.outstanding_tokens == 0
 
 
+def test_a_report_with_a_new_prompt_takes_nothing_back_of_the_progress_before_it() -> None:
+    """The router cannot see whether a report includes what was assigned since the one before."""
+    it = fleet("p0", "d0")
+    worker = it.worker(P)
+    it.open(worker, K0, Assignment(tokens=100, pairs=5050), 0)
+    it.report(worker_report("p0", 1, load=Load(uncomputed_prompt_tokens=100)), 0.0)
+    it.report(worker_report("p0", 2, load=Load(uncomputed_prompt_tokens=30)), 0.0)
+    assert worker.outstanding_tokens == 30
+    it.open(worker, K1, Assignment(tokens=50, pairs=1275), 1)
+    it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=70)), 0.0)
+    assert worker.outstanding_tokens == 80
+    it.report(worker_report("p0", 4, load=Load(uncomputed_prompt_tokens=70)), 0.0)
+    assert worker.outstanding_tokens == 70
+    # A worker that begins a prompt anew has more to compute than before.
+    it.report(worker_report("p0", 5, load=Load(uncomputed_prompt_tokens=150)), 0.0)
+    assert worker.outstanding_tokens == 150
+
+
 def test_openings_are_counted_when_a_slot_frees() -> None:
     it = fleet("p0", "d0")
     worker = it.worker(P)
