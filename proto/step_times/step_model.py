@@ -63,6 +63,9 @@ _LEAST_SIZE_MS, _LONGEST_MS = 1e-3, 1e9
 """What a step can take; the former is also added to sizes that are divided by."""
 _REFIT_SHARE, _REFIT_AT_MOST = 8, 32
 """The fit is redone after 1/8 more observations, and at the latest after 32."""
+_REFIT_OUTLIERS = 2
+"""Or after so many outliers: steps may be of a size that no fit has seen, such as those of the first long prompts, for
+which a coefficient may be wrong by any factor."""
 
 
 class Outliers(msgspec.Struct, gc=False):
@@ -92,6 +95,7 @@ class StepModel:
         "_measured",
         "_multiples",
         "_num_observed",
+        "_num_outliers",
         "_num_to_learn",
         "_outliers",
         "_prior",
@@ -106,6 +110,8 @@ class StepModel:
         self._kinds: dict[tuple[bool, bool], Moments] = {}
         self._outliers = Outliers(usual=0.1)
         self._num_observed = 0
+        self._num_outliers = 0
+        """Since the latest fit."""
         self._num_to_learn = 0 if measured else NUM_LEARNED
         self._calibrate(measured)
         self._fit()
@@ -129,6 +135,10 @@ class StepModel:
         if moments is None:
             moments = self._kinds[kind] = Moments(_NUM_UNKNOWNS, _WINDOW)
         weight = self._outliers.weight(abs(ms - predicted) / predicted)
+        if weight < 1.0:
+            self._num_outliers += 1
+            if self._num_outliers >= _REFIT_OUTLIERS:
+                self._refit_at = self._num_observed
         moments.add([(i, factor / size) for i, factor in row], ms / size, weight)
 
     @property
@@ -156,6 +166,7 @@ class StepModel:
         fitted = [multiple * unit for multiple, unit in zip(self._multiples, DEFAULT_COEFFICIENTS, strict=True)]
         self._coefficients = StepCoefficients(max(LEAST_MS, fitted[0]), *fitted[1:])
         self._refit_at = next_fit(self._num_observed)
+        self._num_outliers = 0
 
 
 def _is_measured(sample: StepSample) -> bool:

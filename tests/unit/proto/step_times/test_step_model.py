@@ -59,6 +59,29 @@ def traffic(
         yield step(true, tokens, attended, decodes, context, max(0.3, draw.gauss(1.0, noise)))
 
 
+def test_the_first_long_prompts_correct_what_short_ones_could_not_show() -> None:
+    """Short prompts say little of what a pair costs. Steps of a long one do, however many short ones were before."""
+    true = StepCoefficients(30.0, 0.0, 0.0, 0.0, 0.0)
+    model = StepModel([StepSample(0.035, 16, 136, 0, 0), StepSample(0.052, 128, 57408, 0, 0)])
+    draw = random.Random(3)
+    for number in range(400):
+        model.observe(prefill(true, 25 + number % 170, factor=draw.uniform(0.99, 1.04)))
+        assert model.coefficients.base_ms >= 0
+    for number in range(3):
+        model.observe(prefill(true, 512, 512 * (4 + number)))
+    base, token, pair, _, _ = model.coefficients
+    assert base + 512 * token + pairs(3584, 512) * pair == pytest.approx(30.0, rel=0.2)
+
+
+def test_one_step_that_took_long_is_no_reason_to_fit_again() -> None:
+    model = StepModel(calibration_of(SMALL))
+    for sample in traffic(SMALL, 200, noise=0.0):
+        model.observe(sample)
+    before = model.coefficients
+    model.observe(prefill(SMALL, 128, factor=20.0))
+    assert model.coefficients is before
+
+
 def feed(model: StepModel, samples: Iterable[StepSample]) -> None:
     """Observe as a router does that reads the coefficients now and then."""
     for sample in samples:
