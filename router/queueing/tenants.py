@@ -13,8 +13,8 @@ room for one that comes later, without anything being set apart for each.
 
 A tenant is guaranteed as many decode places as it had requests at a time in the last `DEMAND_S` to twice that, up to
 its part of all places by weight. Others leave those free, so that long answers of one do not take what another needs
-from one second to the next. Where places become free every `SOON_S` anyway, turns in the queue are enough, and nothing
-is left free.
+from one second to the next. Where the next place becomes free within `SOON_S` on average, turns in the queue are
+enough, and nothing is left free.
 
 Owner: the router core.
 """
@@ -33,8 +33,6 @@ from disagg.router.queueing.queue import Share
 
 DEMAND_S = 30.0
 SOON_S = 0.05
-_NUM_ENDS = 16
-"""Ended answers over which the rate of places becoming free is measured."""
 
 
 class Tenant:
@@ -113,7 +111,7 @@ class Tenants:
         self._shared_out: int | None = None
         """The number of places at the last distribution of guarantees; None where the demand changed since."""
         self._period_ends = 0.0
-        self._ends: deque[float] = deque((-math.inf,) * _NUM_ENDS, _NUM_ENDS)
+        self._ends = EndTimes()
         self._now = 0.0
         share = config.tenant_place_share
         self._per_free_place = share / (1 - share) if share < 1 else None
@@ -212,7 +210,7 @@ class Tenants:
 
     def stopped(self, tenant: Tenant, now: float) -> None:
         """One of its requests runs no longer."""
-        self._ends.append(now)
+        self._ends.add(now)
         tenant.num_running -= 1
         self._num_running -= 1
         if tenant.num_guaranteed:
@@ -234,7 +232,7 @@ class Tenants:
         if num_running < tenant.num_guaranteed:
             return True
         num_left = num_places - self._num_running - 1
-        if num_left < self._num_kept - tenant.num_kept and self._now - self._ends[0] > SOON_S * _NUM_ENDS:
+        if num_left < self._num_kept - tenant.num_kept and self._ends.wait_s(self._now) > SOON_S:
             return False
         return self._per_free_place is None or num_running < self._per_free_place * num_left
 
@@ -323,6 +321,48 @@ def _over_rate(
         message = f"{asked}, and of {bucket.per_minute} a minute has {left} left"
         return LimitError(tenant.name, limit, message, wait_s)
     return None
+
+
+class EndTimes:
+    """How long a request waits on average until the next answer ends, from the times between the latest ones.
+
+    A request comes into a gap between two ends in proportion to the length of the gap, and waits for half of it. So the
+    mean wait is the sum of the squares of the gaps over twice their sum. The mean gap alone would be too short: answers
+    of one length that began together end together.
+    """
+
+    __slots__ = ("_gaps_us", "_latest", "_square_sum", "_sum")
+
+    MAX_GAPS = 64
+    MIN_GAPS = 16
+    """With fewer the wait is infinite."""
+
+    def __init__(self) -> None:
+        self._gaps_us: deque[int] = deque()
+        self._latest = -math.inf
+        self._sum = self._square_sum = 0
+        """In microseconds: sums of integers are exact."""
+
+    def add(self, now: float) -> None:
+        """An answer ended."""
+        if self._latest > -math.inf:
+            gap_us = max(0, round((now - self._latest) * 1e6))
+            self._gaps_us.append(gap_us)
+            self._sum += gap_us
+            self._square_sum += gap_us * gap_us
+            if len(self._gaps_us) > self.MAX_GAPS:
+                gap_us = self._gaps_us.popleft()
+                self._sum -= gap_us
+                self._square_sum -= gap_us * gap_us
+        self._latest = now
+
+    def wait_s(self, now: float) -> float:
+        """Mean seconds until the next end, with the gap since the latest one."""
+        if len(self._gaps_us) < self.MIN_GAPS:
+            return math.inf
+        open_us = max(0.0, (now - self._latest) * 1e6)
+        total_us = self._sum + open_us
+        return (self._square_sum + open_us * open_us) / (2e6 * total_us) if total_us else 0.0
 
 
 _PERIOD_S = 60.0

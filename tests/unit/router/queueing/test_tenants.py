@@ -1,6 +1,7 @@
 """Limits of tenants in the router core, word for word: turns and places, answers that wait, requests and tokens a
 minute."""
 
+import math
 from collections import Counter
 
 import msgspec
@@ -11,7 +12,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepSample
 from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.queueing.tenants import TokenBucket
+from disagg.router.queueing.tenants import EndTimes, TokenBucket
 from disagg.router.requests.events import LimitsChanged
 from disagg.router.statistics import TenantUsage
 from tests.support.router import (
@@ -95,6 +96,25 @@ def test_what_a_tenant_asked_for_lately_is_kept_free_for_it() -> None:
     assert it.core.view(31.0).tenants == {"a": (7, 13), "b": (0, 0)}
     it.now = 62.0
     assert it.report(worker_report("d0", 1)) == ["dispatch p0 a13/0 -> d0"]
+
+
+@pytest.mark.parametrize(("at_a_time", "num_running"), [(1, 14), (12, 13)])
+def test_places_are_kept_where_answers_end_together(at_a_time: int, num_running: int) -> None:
+    """B is sure of three of 16 places. 60 answers of a end, one after another every 40 ms, or twelve at a time and then
+    none for 480 ms. A, which has more waiting, leaves all of b's places free only in the second case."""
+    it = places(16)
+    for number in range(3):
+        it.submit(of("b", f"b{number}"))
+    for number in range(3):
+        end(it, f"b{number}")
+    for number in range(80):
+        it.submit(of("a", f"a{number}"))
+    assert it.core.view(0.0).tenants["a"] == (67, 13)
+    for number in range(60):
+        if number % at_a_time == 0:
+            it.now += 0.04 * at_a_time
+        end(it, f"a{number}")
+    assert it.core.view(it.now).tenants["a"][1] == num_running
 
 
 def test_a_target_is_not_refused_for_what_others_queued_while_a_place_is_kept() -> None:
@@ -317,6 +337,27 @@ def test_a_request_that_never_ran_costs_nothing() -> None:
     assert it.submit(of("a", "a0", 50, max_tokens=50, limits=limits)) == []
     it.cancel("a0")
     assert it.submit(of("a", "a1", 50, max_tokens=50, limits=limits)) == []
+
+
+def test_the_mean_wait_for_an_end() -> None:
+    ends = EndTimes()
+    for number in range(EndTimes.MIN_GAPS):
+        assert ends.wait_s(float(number)) == math.inf
+        ends.add(float(number))
+    assert ends.wait_s(15.0) == math.inf
+    ends.add(16.0)
+    assert ends.wait_s(16.0) == pytest.approx(0.5)
+    assert ends.wait_s(20.0) == pytest.approx((16 + 4 * 4) / 2 / 20)  # the gap that is open counts
+    for _ in range(3):
+        ends.add(16.0)
+    assert ends.wait_s(16.0) == pytest.approx(0.5)  # ends at one time shorten no gap
+    for number in range(EndTimes.MAX_GAPS):
+        ends.add(16.0 + 0.1 * (number + 1))
+    assert ends.wait_s(22.4) == pytest.approx(0.05)  # the gaps before are forgotten
+    simultaneous = EndTimes()
+    for _ in range(2 * EndTimes.MIN_GAPS):
+        simultaneous.add(1.0)
+    assert simultaneous.wait_s(1.0) == 0.0
 
 
 def test_a_bucket_fills_evenly_and_not_beyond_its_size() -> None:
