@@ -1,7 +1,7 @@
 """What a tenant sees of another one that offers ten times its share: `benchmarks.isolation.tenants`
 on a real `disagg up`, whose model has no weights and whose steps take `STEP_MS`.
 
-    python -m benchmarks.isolation.tenants_real [--answers 120] [--stated] [--loads NAMES] [--record FOLDER] [--json FILE]
+    python -m benchmarks.isolation.tenants_real [--answers N] [--stated] [--loads NAMES] [--record FOLDER] [--json FILE]
 
 The neighbour asks for a quarter of what the cluster can do, one answer a call over gRPC, alone and then beside the
 flood, which comes over HTTP in each of four manners: many calls, n = 16, long prompts, refused ones. The flood begins
