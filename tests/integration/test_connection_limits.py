@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,23 @@ async def test_a_client_with_a_key_gets_in_while_silent_connections_hold_all_pla
             assert (await new.answer()).startswith(b"HTTP/1.1 200 ")
             known.post(KEY_A, len(BODY), BODY)  # silent for longest, but its caller is known
             assert (await known.answer()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_few_of_many_new_connections_are_accepted_in_one_turn_of_the_event_loop(folder: Path, keys: str) -> None:
+    """All of them wait for the loop, and come one after another in its next turns."""
+    number = 300
+    async with serving(folder, keys) as server:
+        host, port = server.http_address.rsplit(":", 1)
+        http = server._http
+        assert http is not None
+        accepted, counts = http._connections.state.connections, [0]
+        with contextlib.ExitStack() as held:
+            for _ in range(number):  # without a turn of the loop in between
+                held.callback(socket.create_connection((host, int(port)), WAIT_S).close)
+            while counts[-1] < number:
+                await asyncio.sleep(0)
+                counts.append(len(accepted))
+        assert max(later - earlier for earlier, later in pairwise(counts)) <= 32
 
 
 async def test_unfinished_bodies_of_one_tenant_are_bounded(folder: Path, keys: str) -> None:

@@ -18,6 +18,8 @@ from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.transport.protocol import ConnectionLimits, Connections, make_config
 
 _BACKLOG: Final = 2048
+_ACCEPTS_A_TURN: Final = 32
+"""Connections that are accepted in one turn of the event loop, which takes about a millisecond."""
 _SEND_BUFFER_BYTES: Final = 64 << 10
 """Of the kernel, for each connection; it doubles that. Tokens need no more, and an unread stream holds no more."""
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
@@ -58,13 +60,14 @@ class HttpServer:
                 self._connections.make,
                 sock=listener,
                 ssl=self._tls,
-                backlog=_BACKLOG,
+                backlog=_ACCEPTS_A_TURN,  # asyncio accepts as many in a row as may wait
                 ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._tls else None,
                 ssl_shutdown_timeout=_CLOSE_TIMEOUT_S if self._tls else None,
             )
         except BaseException:
             listener.close()
             raise
+        listener.listen(_BACKLOG)
         self._sweep()
         bound: int = listener.getsockname()[1]
         return bound
