@@ -144,6 +144,8 @@ class WarmUp:
     """Lengths of prompts."""
     batches: tuple[int, ...] = (1,)
     """Numbers of sequences that are decoded together."""
+    suffix_of: int = 0
+    """Length of a context whose last token alone is computed, as behind a cached prefix; 0 for no such step."""
     copies: bool = False
     """Whether KV is copied out of the cache and back."""
 

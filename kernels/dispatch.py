@@ -31,7 +31,8 @@ from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
-from disagg.kernels.ops import Filters, Ops, RopeWrite
+from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ __all__ = [
     "packing_name",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "plan_prefills",
     "qkv_rope_write",
     "restored_weight",
     "rms_norm",
@@ -324,18 +326,27 @@ def paged_decode_attention(
     return _fallback(reference.paged_decode_attention, *args) if out is None else out
 
 
+def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork | None:
+    """What `PlannedPrefills` needs where the prompts of a step are computed at once, which is on a GPU; None where each
+    chunk is computed alone. At least one chunk."""
+    device = torch.device(spec.device)
+    triton = _choice().triton
+    if triton is None or not triton.runs_on(device):
+        return None
+    return triton.plan_prefills(chunks, spec)
+
+
 def paged_prefill_attention(
     q_TND: Tensor,
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
-    block_table_M: Tensor,
-    start: int,
+    prefills: Prefills,
     scale: float,
-    out_TND: Tensor | None = None,
+    out_TND: Tensor,
 ) -> Tensor:
-    """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
-    (contiguous) if given."""
-    args = (q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND)
+    """Causal attention of the prompts of a step over their cached contexts. Their rows of `out` (contiguous, [T, N, D])
+    are written, and no others; `out`."""
+    args = (q_TND, key_cache_NKBD, value_cache_NKBD, prefills, scale, out_TND)
     out = _ops(q_TND).paged_prefill_attention(*args)
     return _fallback(reference.paged_prefill_attention, *args) if out is None else out
 

@@ -11,6 +11,57 @@ from typing import Protocol
 
 from torch import Tensor
 
+from disagg.kernels.prefill_work import PrefillWork
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """What is fixed for a rank: its own heads, and its cache. Dtypes are torch's names."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillChunk:
+    """Consecutive tokens of one sequence, from position `start`, whose KV is written."""
+
+    rows: slice
+    """Where they are in the batch."""
+    start: int
+    block_table_M: Tensor
+    """int32; covers the chunk's last token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefills:
+    """The prompts of a step, at least one."""
+
+    chunks: tuple[PrefillChunk, ...]
+    planned: PlannedPrefills | None = None
+    """Where the device computes all of them at once (`dispatch.plan_prefills`)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedPrefills:
+    """The step's list of work, and its numbers on the device, both tensors aligned to 16 bytes."""
+
+    work: PrefillWork
+    numbers: Tensor
+    """Those of `work`."""
+    block_tables: Tensor
+    """int32, of all chunks, one behind the other."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWrite:
@@ -105,14 +156,13 @@ class Ops(Protocol):
         q_TND: Tensor,
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
-        block_table_M: Tensor,
-        start: int,
+        prefills: Prefills,
         scale: float,
-        out_TND: Tensor | None = None,
+        out_TND: Tensor,
         /,
     ) -> Tensor | None:
-        """Causal attention of tokens [start, start + T) of one sequence over its cached context; [T, N, D], in `out`
-        (contiguous) if given."""
+        """Causal attention of the prompts of a step over their cached contexts. Their rows of `out` (contiguous) are
+        written, and no others; `out`."""
         ...
 
     def gather_kv(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
 
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
@@ -147,20 +147,28 @@ def paged_prefill_attention(
     q_TND: Tensor,
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
-    block_table_M: Tensor,
-    start: int,
+    prefills: Prefills,
     scale: float,
-    out_TND: Tensor | None = None,
+    out_TND: Tensor,
 ) -> Tensor:
-    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D], in `out`
-    if given.
+    """Causal attention of the prompts of a step, whose KV is already written: their rows of `out` [T, N, D], which is
+    the result.
 
-    Query i sees positions <= start + i. Copies the context's K and V once, then torch's scaled dot product attention.
+    Query i of a chunk sees positions <= start + i. Copies each context's K and V once, then torch's scaled dot product
+    attention.
     """
-    T = q_TND.shape[0]
+    for chunk in prefills.chunks:
+        out_TND[chunk.rows] = _chunk_attention(q_TND[chunk.rows], key_cache_NKBD, value_cache_NKBD, chunk, scale)
+    return out_TND
+
+
+def _chunk_attention(
+    q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, chunk: PrefillChunk, scale: float
+) -> Tensor:
+    T, start = q_TND.shape[0], chunk.start
     K, block_size, D = key_cache_NKBD.shape[1:]
     end = start + T
-    blocks = block_table_M[: (end + block_size - 1) // block_size].long()
+    blocks = chunk.block_table_M[: (end + block_size - 1) // block_size].long()
     key_KCD = key_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
     value_KCD = value_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
     query_positions_T = torch.arange(start, end, device=q_TND.device)
@@ -174,7 +182,7 @@ def paged_prefill_attention(
         scale=scale,
         enable_gqa=q_TND.shape[1] != K,
     )[0]
-    return _placed(out_NTD.transpose(0, 1), out_TND)
+    return out_NTD.transpose(0, 1)
 
 
 def _placed(found: Tensor, out: Tensor | None) -> Tensor:

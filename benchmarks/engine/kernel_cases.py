@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.kernels import dispatch, reference
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
 
 COLD_BYTES = 256 << 20
 """More than the caches hold."""
@@ -138,10 +138,11 @@ def prefill_attention(model: ModelConfig, num_tokens: int, start: int) -> Case:
     cache = _cache(model, num_blocks, 1)
     q_TND = _random(num_tokens, model.num_heads, model.head_dim)
     table = torch.randperm(num_blocks, generator=_generator()).int()
-    scale = model.head_dim**-0.5
+    prefills = Prefills((PrefillChunk(slice(0, num_tokens), start, table),))
+    scale, out_TND = model.head_dim**-0.5, torch.empty_like(q_TND)
 
     def with_ops(function: Callable[..., Tensor]) -> Call:
-        return lambda _: function(q_TND, cache[:, 0, 0], cache[:, 0, 1], table, start, scale)
+        return lambda _: function(q_TND, cache[:, 0, 0], cache[:, 0, 1], prefills, scale, out_TND)
 
     pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
     return Case(

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
-from disagg.kernels.dispatch import paged_decode_attention, paged_prefill_attention
+from disagg.kernels.dispatch import paged_decode_attention, paged_prefill_attention, plan_prefills
+from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.prefill_work import ChunkPlace
 
 FA3_DECODE_US: Mapping[int, Mapping[int, float]] = {
     1: {1024: 13.6, 4096: 16.6, 16384: 33.5, 65536: 84.3},
@@ -41,6 +43,8 @@ DECODE_TARGET, SMALL_DECODE_TARGET = 0.95, 1.0
 PREFILL_TARGET, PREFILL_RATE_TARGET = 0.75, 0.55
 """Of FlashAttention-3, and of the measured matrix product where there is no figure of that."""
 SMALL_BATCH, SMALL_CONTEXT = 8, 4096
+SHORT_CHUNK = 128
+"""Tokens; shorter chunks behind a prefix wait for memory, and their rate has no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class Shape:
     fp8: bool = False
     """Whether the cache holds 8-bit floats."""
     decode_cells: tuple[tuple[int, int], ...] = tuple((b, c) for b, row in FA3_DECODE_US.items() for c in row)
-    prefill_chunks: tuple[tuple[int, int], ...] = ((2048, 0), (8192, 0), (2048, 8192))
+    prefill_chunks: tuple[tuple[int, int], ...] = ((2048, 0), (8192, 0), (2048, 8192), (32, 32768))
     """(tokens, tokens before them)."""
 
     @property
@@ -100,6 +104,24 @@ class Cache:
         width = -(-context_len // self._shape.block_size)
         places = torch.arange(num_seqs * width, device=self._device) % len(self._order_N)
         return self._order_N[places].view(num_seqs, width)
+
+    def prompt(self, num_tokens: int, start: int) -> Prefills:
+        """A chunk alone in a step."""
+        shape, table_M = self._shape, self.tables(1, start + num_tokens)[0]
+        spec = AttentionSpec(
+            device=str(self._device),
+            dtype=str(shape.dtype).removeprefix("torch."),
+            kv_dtype=str(shape.cache_dtype).removeprefix("torch."),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+        )
+        work = plan_prefills([ChunkPlace(0, num_tokens, start, 0)], spec)
+        chunks = (PrefillChunk(slice(0, num_tokens), start, table_M),)
+        if work is None:
+            return Prefills(chunks)
+        return Prefills(chunks, PlannedPrefills(work, torch.from_numpy(work.numbers).to(self._device), table_M))
 
     def queries(self, num_rows: int) -> Tensor:
         """Random queries [rows, heads, head dim]."""
@@ -153,11 +175,11 @@ def prefill_share(shape: Shape, num_tokens: int, start: int, us: float, gemm_tfl
 
 def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings) -> None:
     """A chunk of one prompt, causal."""
-    q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
-    keys, values = cache.keys_NKBD, cache.values_NKBD
+    q_TND, prefills = cache.queries(num_tokens), cache.prompt(num_tokens, start)
+    keys, values, out_TND = cache.keys_NKBD, cache.values_NKBD, torch.empty_like(q_TND)
 
     def attend() -> Tensor:
-        return paged_prefill_attention(q_TND, keys, values, table_M, start, shape.scale)
+        return paged_prefill_attention(q_TND, keys, values, prefills, shape.scale, out_TND)
 
     us = kernel_ms(attend, q_TND.device, calls=3) * 1e3
     rate = prefill_rate(shape, num_tokens, start, us)
@@ -169,7 +191,7 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
         rate,
         "TFLOP/s",
         share=share,
-        target=None if small_blocks else target,
+        target=None if small_blocks or num_tokens < SHORT_CHUNK else target,
         detail=f"{us:.0f} us; {rate / ceilings.gemm_tflop_s:.2f} of the measured matrix product"
         + (f"; FlashAttention-3 {peer} us" if peer else ""),
     )

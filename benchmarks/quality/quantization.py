@@ -66,7 +66,7 @@ class Scorer:
         sequence.token_ids[:] = token_ids
         sequence.block_table[:] = range(-(-len(token_ids) // BLOCK_SIZE))
         plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, len(token_ids), True),))
-        batch = replace(to_batch(self._batches.arrays(plan), torch.device("cpu")), sample_rows=None)
+        batch = replace(to_batch(self._batches.arrays(plan), self._decoder.attention), sample_rows=None)
         logits_TV = self._decoder.forward(batch)
         assert logits_TV is not None
         return logits_TV.float().log_softmax(-1)

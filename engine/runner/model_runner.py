@@ -43,6 +43,7 @@ from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import describe, draws_on, set_num_threads
+from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -179,12 +180,12 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def compute(self, arrays: BatchArrays) -> None:
-        self._decoder.forward(to_batch(arrays, self._device))
+        self._decoder.forward(to_batch(arrays, self._decoder.attention))
 
     def _score(self, arrays: BatchArrays) -> Scored:
         if self._replayed is not None:
             return self._replayed.forward(arrays)
-        logits_SV = self._decoder.forward(to_batch(arrays, self._device))
+        logits_SV = self._decoder.forward(to_batch(arrays, self._decoder.attention))
         assert logits_SV is not None, "rank 0 samples"
         return Scored(logits_SV, None)
 
@@ -244,18 +245,22 @@ def warm_up(runner: ModelRunner) -> None:
             rows = [dummy_sequence(1, 0, runner.block_size) for _ in range(num_seqs)]
             runner.run(StepPlan(decodes=tuple(ScheduledSequence(row, 0, 1, samples=True) for row in rows)))
         _warm_up_choices(runner)
+    if runner.warm_up.suffix_of:
+        length = min(runner.warm_up.suffix_of, runner.max_model_len)
+        sequence = dummy_sequence(length, 0, runner.block_size)
+        runner.run(StepPlan(prefills=(ScheduledSequence(sequence, length - 1, 1, True),)))
     if runner.warm_up.copies:
         _warm_up_copies(runner)
 
 
 def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> WarmUp:
-    """On a GPU kernels are compiled for chunks of some lengths; decode steps of every bucket, where ranks exchange
-    tensors and nothing is captured."""
+    """On a GPU kernels are compiled for chunks of some lengths, and for a context that is split; decode steps of every
+    bucket, where ranks exchange tensors and nothing is captured."""
     if device.type == "cpu":
         return WarmUp()
     decodes = shard.size > 1 and "decode" in config.roles
     batches = tuple(min(size, config.num_places) for size in bucket_sizes(config.num_places)) if decodes else (1,)
-    return WarmUp(chunks=GPU_WARM_UP_TOKENS, batches=batches, copies=True)
+    return WarmUp(chunks=GPU_WARM_UP_TOKENS, batches=batches, suffix_of=4 * MIN_PIECE_TOKENS, copies=True)
 
 
 def _warm_up_copies(runner: ModelRunner) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.ops import Ops, RopeWrite, can_hold
+from disagg.kernels.ops import Ops, PrefillChunk, Prefills, RopeWrite, can_hold
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
@@ -41,6 +41,14 @@ def _are_indices(indices_T: Tensor, T: int) -> bool:
 
 def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
     return weight_D is None or (weight_D.dtype == dtype and weight_D.shape == (D,) and weight_D.stride() == (1,))
+
+
+def _is_within(chunk: PrefillChunk, num_rows: int, block_size: int) -> bool:
+    """Whether the chunk's rows are in the batch, and its table covers its last token."""
+    table_M, rows = chunk.block_table_M, chunk.rows
+    if table_M.dtype != torch.int32 or table_M.stride(0) != 1 or not 0 <= rows.start <= rows.stop <= num_rows:
+        return False
+    return bool(0 <= chunk.start <= table_M.shape[0] * block_size - (rows.stop - rows.start))
 
 
 class NativeOps(Ops):
@@ -223,31 +231,31 @@ class NativeOps(Ops):
         q_TND: Tensor,
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
-        block_table_M: Tensor,
-        start: int,
+        prefills: Prefills,
         scale: float,
-        out_TND: Tensor | None = None,
+        out_TND: Tensor,
     ) -> Tensor | None:
-        """IndexError for a block outside the cache."""
+        """A call for each chunk. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
             return None
         q_stride = q_TND.stride()
-        if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
-            return None
-        if block_table_M.dtype != torch.int32 or block_table_M.stride(0) != 1:
+        if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD) or not can_hold(out_TND, q_TND):
             return None
         T, N, D = q_TND.shape
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
-        if D > MAX_HEAD_DIM or cache_dim != D or N % K or not 0 <= start <= block_table_M.shape[0] * B - T:
+        if D > MAX_HEAD_DIM or cache_dim != D or N % K:
             return None
-        if not can_hold(out_TND, q_TND):
+        if not all(_is_within(chunk, T, B) for chunk in prefills.chunks):
             return None
-        out = new_output((T, N, D), dtype) if out_TND is None else out_TND
-        self._prefill_attention(
-            is_bf16, D, q_TND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(),
-            value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B, block_table_M.data_ptr(), start, T,
-            N, scale, out.data_ptr(),
-        )  # fmt: skip
-        return out
+        itemsize = dtype.itemsize
+        for chunk in prefills.chunks:
+            first, num_rows = chunk.rows.start, chunk.rows.stop - chunk.rows.start
+            self._prefill_attention(
+                is_bf16, D, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
+                key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
+                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, scale,
+                out_TND.data_ptr() + first * N * D * itemsize,
+            )  # fmt: skip
+        return out_TND

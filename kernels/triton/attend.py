@@ -125,6 +125,7 @@ def attend_boxes(
     sums_MD: tl.tensor,
     mass_M: tl.tensor,
     top_M: tl.tensor,
+    first_tile: tl.tensor,
     end_tile: tl.tensor,
     table_ptr: tl.tensor,
     key_boxes: tl.tensor,
@@ -135,12 +136,12 @@ def attend_boxes(
     TILE: tl.constexpr,
     KV_BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`attend` without MASKED for tiles [0, end_tile), each fetched by the copy engine as one box of one block.
+    """`attend` without MASKED, each tile fetched by the copy engine as one box of one block.
 
     The descriptors see the cache as rows of D from the view's start; a block is `rows_per_block` of them away from
     the next. The address arithmetic of `attend`, and the registers it needs, fall away.
     """
-    for tile in range(0, end_tile):
+    for tile in range(first_tile, end_tile):
         token = tile * TILE
         row = tl.load(table_ptr + token // KV_BLOCK) * rows_per_block + head * KV_BLOCK + token % KV_BLOCK
         k_CD = key_boxes.load([row, 0])

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
-from disagg.kernels.ops import can_hold
+from disagg.kernels.ops import AttentionSpec, PlannedPrefills, can_hold
+from disagg.kernels.prefill_work import ITEM_FIELDS, ChunkPlace, PrefillWork, prefill_work
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
 
@@ -74,9 +76,12 @@ def _score_scale(scale: float, key_scale: float) -> float:
     return scale * key_scale * math.log2(math.e)
 
 
-def _prefill_shape(q_TND: Tensor, cache_NKBD: Tensor, max_query_len: int) -> PrefillShape:
-    _, K, block_size, D = cache_NKBD.shape
-    return prefill_shape(q_TND.dtype, cache_NKBD.dtype, D, block_size, q_TND.shape[1] // K, max_query_len)
+def _prefill_shape(
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: Sequence[int], num_heads: int, longest: int
+) -> PrefillShape:
+    """`heads`: (KV heads, tokens of a block, head dim)."""
+    K, block_size, D = heads
+    return prefill_shape(q_dtype, kv_dtype, D, block_size, num_heads // K, longest)
 
 
 def paged_decode_attention(
@@ -119,34 +124,45 @@ def paged_decode_attention(
     )
 
 
+def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
+    """The list of work of a step with at least one chunk."""
+    shape = _prefill_shape(
+        getattr(torch, spec.dtype),
+        getattr(torch, spec.kv_dtype),
+        (spec.num_kv_heads, spec.block_size, spec.head_dim),
+        spec.num_heads,
+        max(chunk.num_tokens for chunk in chunks),
+    )
+    num_programs = shape.programs_at_once * _num_multiprocessors(torch.device(spec.device))
+    tokens = shape.rows // (spec.num_heads // spec.num_kv_heads)
+    return prefill_work(chunks, tokens, shape.tile, spec.num_kv_heads, num_programs)
+
+
 def paged_prefill_attention(
     q_TND: Tensor,
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
-    block_table_M: Tensor,
-    start: int,
+    planned: PlannedPrefills,
     scale: float,
+    out_TND: Tensor,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
-    *,
-    out_TND: Tensor | None = None,
 ) -> Tensor | None:
-    """Causal attention of tokens [start, start + T) of one sequence, whose KV is already written; [T, N, D], in `out`
-    if given."""
-    T = q_TND.shape[0]
-    if T == 0 or not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, scale):
+    """Causal attention of the prompts of a step, whose KV is already written; `out`, where their rows are written."""
+    tables, work = planned.block_tables, planned.work
+    if not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, tables, scale) or not can_hold(out_TND, q_TND):
         return None
-    if not can_hold(out_TND, q_TND):
-        return None
-    shape = _prefill_shape(q_TND, key_cache_NKBD, T)
-    score_scale = _score_scale(scale, key_scale)
+    end = work.num_items * ITEM_FIELDS
+    shape = _prefill_shape(q_TND.dtype, key_cache_NKBD.dtype, key_cache_NKBD.shape[1:], q_TND.shape[1], work.longest)
     return prefill_attention(
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
-        block_table_M,
-        start + T,
-        score_scale,
+        tables,
+        planned.numbers[:end],
+        planned.numbers[end:],
+        work,
+        _score_scale(scale, key_scale),
         value_scale,
         shape,
         out_TND,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels.ops import Filters, Ops, RopeWrite
+from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
@@ -117,23 +118,27 @@ class TritonOps(Ops):
             q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND=out_SND
         )
 
+    def plan_prefills(self, chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
+        """The list of work of a step, by which `paged_prefill_attention` computes."""
+        return attention.plan_prefills(chunks, spec)
+
     @override
     def paged_prefill_attention(
         self,
         q_TND: Tensor,
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
-        block_table_M: Tensor,
-        start: int,
+        prefills: Prefills,
         scale: float,
-        out_TND: Tensor | None = None,
+        out_TND: Tensor,
     ) -> Tensor | None:
-        """One chunk of one sequence."""
-        if not _runs(q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M):
+        """All in one launch, and one more where contexts are split."""
+        planned = prefills.planned
+        if planned is None or not _runs(
+            q_TND, key_cache_NKBD, value_cache_NKBD, planned.numbers, planned.block_tables, out_TND
+        ):
             return None
-        return attention.paged_prefill_attention(
-            q_TND, key_cache_NKBD, value_cache_NKBD, block_table_M, start, scale, out_TND=out_TND
-        )
+        return attention.paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, planned, scale, out_TND)
 
     @override
     def gather_kv(

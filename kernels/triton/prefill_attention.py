@@ -1,21 +1,21 @@
-"""Attention of the query tokens of one sequence over its paged context, causal with an offset.
+"""Attention of the chunks of several prompts over their paged contexts, causal with an offset, in one launch.
 
-The query tokens are the last ones of its context: those before them (a cached prefix, earlier chunks) are
-seen by all of them. A program has a tile of rows, which are tokens x the query heads of one KV head, so that K and V
-are read once for the whole group. Tiles of the context that all rows see need no mask and come first; those at the
-diagonal follow. Programs start with the last tile of queries, which has the most to do.
+The query tokens of a chunk are the last ones of its context: those before them (a cached prefix, earlier chunks) are
+seen by all of them. A program has an item of the step's list (`prefill_work`): a tile of rows, which are tokens x the
+query heads of one KV head, so that K and V are read once for the whole group. Tiles of the context that all rows see
+need no mask and come first; those at the diagonal follow. An item that is cut leaves unnormalised fp32 sums, the sum of
+weights and the largest score of each piece, which a second kernel joins.
 
 Where a block of the cache holds whole tiles, the tiles without a mask are fetched by the copy engine (TMA), as boxes.
 That leaves registers for a tile of 128 rows on four warps, so that two programs fit on a multiprocessor: one has its
 softmax computed while the other has its GEMMs.
 
-Shapes: T query tokens, M rows of a tile, D head dim.
+Shapes: T tokens of the batch, W items, J items that are cut, M rows of a tile, D head dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -23,21 +23,28 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from disagg.kernels.prefill_work import ITEM_FIELDS, JOIN_FIELDS, PrefillWork
 from disagg.kernels.triton.attend import attend, attend_boxes, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
 
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_JOIN_FIELDS = tl.constexpr(JOIN_FIELDS)
+_JOINED_ROWS = 16
+"""Rows that a program of the joining kernel has."""
 
-@partial(jit, do_not_specialize=["num_tokens", "context_len"])
+
+@jit
 def _prefill_kernel(
     q_ptr: tl.tensor,
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     key_boxes: tl.tensor,
     value_boxes: tl.tensor,
-    table_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    items_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    context_len: tl.tensor,
+    sums_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
     q_stride: tl.tensor,
     block_stride: tl.tensor,
     rows_per_block: tl.tensor,
@@ -52,33 +59,83 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ) -> None:
-    TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(1)
-    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
-    offset = context_len - num_tokens
+    item_ptr = items_ptr + tl.program_id(0) * _ITEM_FIELDS
+    row, num_tokens, position = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    table_ptr = tables_ptr + tl.load(item_ptr + 3)
+    first_tile, end_tile, piece = tl.load(item_ptr + 4), tl.load(item_ptr + 5), tl.load(item_ptr + 6)
 
     rows_M = tl.arange(0, ROWS)
     dims_D = tl.arange(0, DIM_PADDED)
-    tokens_M = first_token + rows_M // GROUP
-    held_MD = ((rows_M < TOKENS * GROUP) & (tokens_M < num_tokens))[:, None] & (dims_D < DIM)[None, :]
+    tokens_M = rows_M // GROUP
+    held_M = tokens_M < num_tokens
+    held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     heads_M = head * GROUP + rows_M % GROUP
-    at_M = tokens_M.to(tl.int64) * q_stride + heads_M * DIM
+    at_M = (row + tokens_M).to(tl.int64) * q_stride + heads_M * DIM
     q_MD = tl.load(q_ptr + at_M[:, None] + dims_D[None, :], mask=held_MD, other=0.0)
-    limit_M = tl.minimum(offset + tokens_M + 1, context_len)
+    length = position + num_tokens
+    limit_M = tl.minimum(position + tokens_M + 1, length)
     at_head = head * KV_BLOCK * DIM
-    cache = (context_len, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-    num_full_tiles = (offset + first_token + 1) // TILE
-    num_tiles = tl.cdiv(tl.minimum(offset + first_token + TOKENS, context_len), TILE)
+    cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+    num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
 
     state = nothing_yet(ROWS, DIM_PADDED)
     if BOXES:
-        boxes = (key_boxes, value_boxes, head, rows_per_block)
-        state = attend_boxes(q_MD, *state, num_full_tiles, table_ptr, *boxes, score_scale, TILE, KV_BLOCK)
+        boxes = (table_ptr, key_boxes, value_boxes, head, rows_per_block)
+        state = attend_boxes(q_MD, *state, first_tile, num_full_tiles, *boxes, score_scale, TILE, KV_BLOCK)
     else:
-        state = attend(q_MD, *state, limit_M, 0, num_full_tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False)
-    state = attend(q_MD, *state, limit_M, num_full_tiles, num_tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
-    out_at_M = (tokens_M.to(tl.int64) * HEADS * GROUP + heads_M) * DIM
-    write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, state[0], state[1], value_scale)
+        full = (first_tile, num_full_tiles)
+        state = attend(q_MD, *state, limit_M, *full, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False)
+    state = attend(q_MD, *state, limit_M, num_full_tiles, end_tile, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
+    if piece < 0:
+        out_at_M = ((row + tokens_M).to(tl.int64) * HEADS * GROUP + heads_M) * DIM
+        write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, state[0], state[1], value_scale)
+    else:
+        kept_M = (piece * HEADS + head) * ROWS + rows_M
+        tl.store(sums_ptr + kept_M[:, None] * DIM + dims_D[None, :], state[0], mask=held_MD)
+        tl.store(stats_ptr + kept_M * 2, state[1], mask=held_M)
+        tl.store(stats_ptr + kept_M * 2 + 1, state[2], mask=held_M)
+
+
+@jit
+def _join_prefill_kernel(
+    joins_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    value_scale: tl.tensor,
+    piece_rows: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    JOINED: tl.constexpr,
+) -> None:
+    """A program for each (item that is cut, KV head, JOINED rows of it)."""
+    join_ptr = joins_ptr + tl.program_id(0) * _JOIN_FIELDS
+    row, num_tokens = tl.load(join_ptr), tl.load(join_ptr + 1)
+    first_piece, num_pieces = tl.load(join_ptr + 2), tl.load(join_ptr + 3)
+    head = tl.program_id(1)
+    rows_M = tl.program_id(2) * JOINED + tl.arange(0, JOINED)
+    dims_D = tl.arange(0, DIM_PADDED)
+    tokens_M = rows_M // GROUP
+    held_M = tokens_M < num_tokens
+    held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
+    sums_MD = tl.zeros([JOINED, DIM_PADDED], tl.float32)
+    mass_M = tl.zeros([JOINED], tl.float32)
+    top_M = tl.full([JOINED], float("-inf"), tl.float32)
+    for piece in range(first_piece, first_piece + num_pieces):
+        kept_M = (piece * HEADS + head) * piece_rows + rows_M
+        piece_mass_M = tl.load(stats_ptr + kept_M * 2, mask=held_M, other=0.0)
+        piece_top_M = tl.load(stats_ptr + kept_M * 2 + 1, mask=held_M, other=0.0)
+        piece_MD = tl.load(sums_ptr + kept_M[:, None] * DIM + dims_D[None, :], mask=held_MD, other=0.0)
+        new_top_M = tl.maximum(top_M, piece_top_M)
+        shrink_M, weight_M = tl.exp2(top_M - new_top_M), tl.exp2(piece_top_M - new_top_M)
+        mass_M = mass_M * shrink_M + piece_mass_M * weight_M
+        sums_MD = sums_MD * shrink_M[:, None] + piece_MD * weight_M[:, None]
+        top_M = new_top_M
+    out_at_M = ((row + tokens_M).to(tl.int64) * HEADS + head) * GROUP + rows_M % GROUP
+    write_rows(out_ptr, out_at_M[:, None] * DIM + dims_D[None, :], held_MD, sums_MD, mass_M, value_scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +150,11 @@ class PrefillShape:
     num_stages: int
     boxes: bool
     """Whether full tiles are fetched by the copy engine; only where a block of the cache is one tile or several."""
+
+    @property
+    def programs_at_once(self) -> int:
+        """Of a multiprocessor."""
+        return 2 if self.boxes else 1
 
 
 def prefill_shape(
@@ -127,43 +189,56 @@ def prefill_attention(
     q_TND: Tensor,
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
-    block_table_M: Tensor,
-    context_len: int,
+    tables: Tensor,
+    items: Tensor,
+    joins: Tensor,
+    work: PrefillWork,
     score_scale: float,
     value_scale: float,
     shape: PrefillShape,
-    out_TND: Tensor | None = None,
+    out_TND: Tensor,
 ) -> Tensor:
-    """[T, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it. The queries are the last T
-    tokens of the context."""
-    T, N, D = q_TND.shape
-    _, K, block_size, _ = key_cache_NKBD.shape
-    out_TND = torch.empty((T, N, D), dtype=q_TND.dtype, device=q_TND.device) if out_TND is None else out_TND
-    tokens = shape.rows // (N // K)
-    _prefill_kernel[(triton.cdiv(T, tokens), K)](
+    """`out`, with the rows of the items written; arguments that `attention` has checked, `score_scale` with log2(e) in
+    it. Items and joins are those of `work`, which was made for this shape, `tables` what they point into."""
+    (_, N, D), (_, K, block_size, _) = q_TND.shape, key_cache_NKBD.shape
+    num_pieces = work.num_pieces
+    sums = stats = out_TND.new_empty(0, dtype=torch.float32)
+    if num_pieces:
+        sums = out_TND.new_empty((num_pieces * K * shape.rows, D), dtype=torch.float32)
+        stats = out_TND.new_empty((num_pieces * K * shape.rows, 2), dtype=torch.float32)
+    common = {
+        "HEADS": K,
+        "GROUP": N // K,
+        "DIM": D,
+        "DIM_PADDED": triton.next_power_of_2(D),
+    }
+    _prefill_kernel[(work.num_items, K)](
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
         _boxes(key_cache_NKBD, shape.tile) if shape.boxes else None,
         _boxes(value_cache_NKBD, shape.tile) if shape.boxes else None,
-        block_table_M,
+        tables,
+        items,
         out_TND,
-        T,
-        context_len,
+        sums,
+        stats,
         q_TND.stride(0),
         key_cache_NKBD.stride(0),
         key_cache_NKBD.stride(0) // D,
         score_scale,
         value_scale,
         BOXES=shape.boxes,
-        HEADS=K,
-        GROUP=N // K,
         ROWS=shape.rows,
         TILE=shape.tile,
         KV_BLOCK=block_size,
-        DIM=D,
-        DIM_PADDED=triton.next_power_of_2(D),
+        **common,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+    if num_pieces:
+        grid = (work.num_joins, K, triton.cdiv(shape.rows, _JOINED_ROWS))
+        _join_prefill_kernel[grid](
+            joins, out_TND, sums, stats, value_scale, shape.rows, JOINED=_JOINED_ROWS, **common, num_warps=4
+        )
     return out_TND

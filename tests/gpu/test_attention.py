@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.ops import PlannedPrefills
 from tests.support.paged import PagedCase
 
 pytest.importorskip("triton")
@@ -96,12 +97,36 @@ def test_a_captured_decode_serves_other_lengths(device: torch.device) -> None:
         assert_close(found, decode_reference(case, q))
 
 
+def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]]) -> PlannedPrefills:
+    prefills = case.prompts(chunks)
+    q, caches = case.queries(prefills.chunks[-1].rows.stop), (case.keys_NKBD, case.values_NKBD)
+    expected, found = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    reference.paged_prefill_attention(q, *caches, prefills, case.scale, expected)
+    planned = case.planned(prefills, attention.plan_prefills).planned
+    assert planned is not None
+    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.scale, found), expected)
+    return planned
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("prefix", [0, 77])
 def test_prefill(device: torch.device, prefix: int, block_size: int, dtype: torch.dtype) -> None:
     case = build(device, [prefix + 1500], [prefix + 9], block_size=block_size, dtype=dtype)
-    q, caches = case.queries(int(case.lens_S[0]) - prefix), (case.keys_NKBD, case.values_NKBD)
-    found = attention.paged_prefill_attention(q, *caches, case.poisoned_tables_SM[0], prefix, case.scale)
-    expected = reference.paged_prefill_attention(q, *caches, case.tables_SM[0], prefix, case.scale)
-    assert_close(found, expected.contiguous())
+    assert_prefill(case, [(prefix, int(case.lens_S[0]) - prefix)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_of_many_prompts(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
+    chunks = [(0, 700), (3000, 33), (0, 1), (64, 64), (5000, 16)] if device.type == "cuda" else [(0, 20), (30, 5)]
+    case = build(device, lens := [sum(chunk) for chunk in chunks], lens, block_size=block_size, dtype=dtype)
+    assert_prefill(case, chunks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_behind_a_context_that_is_split(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
+    case = build(device, [32800], [], block_size=block_size, dtype=dtype)
+    assert assert_prefill(case, [(32768, 32)]).work.num_joins > 0

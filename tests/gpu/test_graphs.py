@@ -46,7 +46,7 @@ def test_a_replayed_step_equals_the_computed_one(folder: Path, device: torch.dev
     for _ in range(3):
         plan = plan_of(sequences)
         replayed = runner.forward(plan)
-        computed = runner._decoder.forward(to_batch(runner.arrays(plan), device))
+        computed = runner._decoder.forward(to_batch(runner.arrays(plan), runner._decoder.attention))
         assert_logits_close(replayed, computed)
         assert torch.equal(runner.forward(plan), replayed), "a replay gives the same bits"
         for sequence, row in zip(sequences, replayed, strict=True):

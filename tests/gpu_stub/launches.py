@@ -153,6 +153,7 @@ STEPS = {
     "prefill of 200": prefills(200, 1),
     "4 prefills of 5": prefills(5, 4),
     "prefill of 16 behind 100": prefills(16, 1, 100),
+    "prefill of 32 behind 1900": prefills(32, 1, 1900),
     "8 decodes": decodes(8),
 }
 
@@ -165,7 +166,7 @@ def launch_model(found: Found, launches: Launches, name: str, kv_dtype: str) -> 
     decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), rope, cache)
     builder = BatchBuilder(BLOCK, MAX_LEN)
     for label, plan in STEPS.items():
-        batch = to_batch(builder.arrays(plan), cpu)
+        batch = to_batch(builder.arrays(plan), decoder.attention)
         found.steps[f"{name}, {kv_dtype}, {label}"] = launches.of(lambda batch=batch: decoder.forward(batch))  # type: ignore[misc]
     for peer_tp in {1, min(2, config.num_kv_heads)}:
         staged = torch.zeros(32 * cache.layout.bytes_per_token, dtype=torch.uint8)

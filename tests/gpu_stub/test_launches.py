@@ -16,8 +16,9 @@ LAYER = {"_rms_norm_kernel": 1, "_kernel": 1, "_add_rms_norm_kernel": 2, "_silu_
 `rope_write.py`."""
 STEPS = {
     "prefill of 200": LAYER | {"_prefill_kernel": 1},
-    "4 prefills of 5": LAYER | {"_prefill_kernel": 4},
+    "4 prefills of 5": LAYER | {"_prefill_kernel": 1},
     "prefill of 16 behind 100": LAYER | {"_prefill_kernel": 1},
+    "prefill of 32 behind 1900": LAYER | {"_prefill_kernel": 1, "_join_prefill_kernel": 1},
     "8 decodes": LAYER | {"_decode_kernel": 1, "_join_kernel": 1},
 }
 WIDE_OPS = {

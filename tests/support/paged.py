@@ -6,12 +6,25 @@ Shapes: S sequences, N query heads, K KV heads, D head dim, B tokens of a block,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
+
 UNREADABLE_BLOCK = 2**30
 """Far outside any cache: a table entry that is read by mistake ends the test."""
+
+
+def prompts(*chunks: tuple[Tensor, int, int], first_row: int = 0) -> Prefills:
+    """Chunks of (block table, start, number of tokens), one behind the other in the batch."""
+    made, row = [], first_row
+    for table_M, start, num_tokens in chunks:
+        made.append(PrefillChunk(slice(row, row + num_tokens), start, table_M))
+        row += num_tokens
+    return Prefills(tuple(made))
 
 
 class PagedCase:
@@ -58,3 +71,29 @@ class PagedCase:
     def queries(self, num_rows: int) -> Tensor:
         """[num_rows, N, D], as in a model a slice of wider rows."""
         return self._randn(num_rows, self.num_heads + 2, self.dim)[:, : self.num_heads]
+
+    def prompts(self, chunks: list[tuple[int, int]], first_row: int = 0) -> Prefills:
+        """For each sequence (start, number of tokens), for the reference."""
+        tables = self.tables_SM[: len(chunks)]
+        return prompts(*((table_M, *chunk) for table_M, chunk in zip(tables, chunks, strict=True)), first_row=first_row)
+
+    def planned(self, prefills: Prefills, plan: Callable[[list[ChunkPlace], AttentionSpec], PrefillWork]) -> Prefills:
+        """The same, planned, with tables that end in entries that must not be read."""
+        tables, places, first = [], [], 0
+        for chunk, table_M in zip(prefills.chunks, self.poisoned_tables_SM, strict=False):
+            places.append(ChunkPlace(chunk.rows.start, chunk.rows.stop - chunk.rows.start, chunk.start, first))
+            tables.append(table_M)
+            first += len(table_M)
+        _, K, block_size, _ = self.keys_NKBD.shape
+        spec = AttentionSpec(
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_dtype=str(self.cache.dtype).removeprefix("torch."),
+            num_heads=self.num_heads,
+            num_kv_heads=K,
+            head_dim=self.dim,
+            block_size=block_size,
+        )
+        work = plan(places, spec)
+        numbers = torch.from_numpy(work.numbers).to(self.device)
+        return Prefills(prefills.chunks, PlannedPrefills(work, numbers, torch.cat(tables)))

@@ -1,24 +1,26 @@
-"""One step's batch as the tensors that the decoder reads. Everything crosses to the device once."""
+"""One step's batch as the tensors that the decoder reads. All of it crosses to a device as one copy, for which the host
+does not wait: from pinned memory that torch hands out, and hands out again once the copy is made.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.engine.runner.model.arrays import I32, I64, BatchArrays
+from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.kernels.dispatch import plan_prefills
+from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.prefill_work import ChunkPlace
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Consecutive tokens of one sequence, from position `start`."""
-
-    rows: slice
-    """Where they are in the batch."""
-    start: int
-    block_table_M: Tensor
-    """int32; covers the chunk's last token."""
+_ALIGNMENT = 64
+"""Bytes, of each array in the copy: kernels are compiled for pointers that are multiples of 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +39,85 @@ class Batch:
     """int32, padded with 0."""
     context_lens_S: Tensor
     """int32."""
-    prefills: tuple[PrefillChunk, ...]
+    prefills: Prefills | None
+    """The rows behind the decodes; None where there are none."""
     sample_rows: Tensor | None
     """Rows whose logits are wanted, int64, ascending; None stands for all rows."""
 
 
-def to_batch(arrays: BatchArrays, device: torch.device) -> Batch:
-    """The tensors of a batch; on a CPU they share the arrays' memory."""
-
-    def tensor(array: I32 | I64) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    chunks: list[PrefillChunk] = []
-    row = arrays.num_decodes
-    for chunk in arrays.prefills:
-        chunks.append(PrefillChunk(slice(row, row + chunk.num_tokens), chunk.start, tensor(chunk.block_table_M)))
-        row += chunk.num_tokens
+def to_batch(arrays: BatchArrays, spec: AttentionSpec) -> Batch:
+    """The tensors of a batch on the rank's device; on a CPU they share the arrays' memory."""
+    parts: list[NDArray[Any]] = [
+        arrays.token_ids_T,
+        arrays.positions_T,
+        arrays.slot_mapping_T,
+        arrays.block_tables_SM,
+        arrays.context_lens_S,
+    ]
+    if arrays.sample_rows is not None:
+        parts.append(arrays.sample_rows)
+    places = _places(arrays)
+    work = plan_prefills(places, spec) if places else None
+    if places:
+        parts.append(np.concatenate([chunk.block_table_M for chunk in arrays.prefills]))
+    if work is not None:
+        parts.append(work.numbers)
+    tensors = iter(_on_device(parts, torch.device(spec.device)))
+    ids_T, positions_T, slots_T, tables_SM, lens_S = (next(tensors) for _ in range(5))
+    sample_rows = None if arrays.sample_rows is None else next(tensors)
+    prefills = None
+    if places:
+        tables = next(tensors)
+        chunks = tuple(
+            PrefillChunk(
+                slice(place.row, place.row + place.num_tokens),
+                place.start,
+                tables[place.table : place.table + len(chunk.block_table_M)],
+            )
+            for place, chunk in zip(places, arrays.prefills, strict=True)
+        )
+        prefills = Prefills(chunks, None if work is None else PlannedPrefills(work, next(tensors), tables))
     return Batch(
-        token_ids_T=tensor(arrays.token_ids_T),
-        positions_T=tensor(arrays.positions_T),
-        slot_mapping_T=tensor(arrays.slot_mapping_T),
+        token_ids_T=ids_T,
+        positions_T=positions_T,
+        slot_mapping_T=slots_T,
         num_decodes=arrays.num_decodes,
-        block_tables_SM=tensor(arrays.block_tables_SM),
-        context_lens_S=tensor(arrays.context_lens_S),
-        prefills=tuple(chunks),
-        sample_rows=None if arrays.sample_rows is None else tensor(arrays.sample_rows),
+        block_tables_SM=tables_SM,
+        context_lens_S=lens_S,
+        prefills=prefills,
+        sample_rows=sample_rows,
     )
+
+
+def _places(arrays: BatchArrays) -> list[ChunkPlace]:
+    places: list[ChunkPlace] = []
+    row, table = arrays.num_decodes, 0
+    for chunk in arrays.prefills:
+        places.append(ChunkPlace(row, chunk.num_tokens, chunk.start, table))
+        row += chunk.num_tokens
+        table += len(chunk.block_table_M)
+    return places
+
+
+def _on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays' tensors; of a CPU, on their memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return copied_at_once(arrays, device)
+
+
+def copied_at_once(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tensors of the same shapes and dtypes in one piece of memory on the device."""
+    starts, nbytes = [], 0
+    for array in arrays:
+        starts.append(nbytes)
+        nbytes += math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory = host.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]

@@ -38,7 +38,7 @@ from disagg.kernels.dispatch import (
     rms_norm,
     take_rows,
 )
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import AttentionSpec, RopeWrite
 
 
 class Decoder:
@@ -63,6 +63,16 @@ class Decoder:
         self._vocab_part = vocab_part(config, shard)
         self._has_logits = shard.rank == 0
         self._collective = collective
+        self.attention = AttentionSpec(
+            device=str(cache.tensor_NL2KBD.device),
+            dtype=_name(parameters.embedding_VH.dtype),
+            kv_dtype=_name(cache.tensor_NL2KBD.dtype),
+            num_heads=local.num_heads,
+            num_kv_heads=local.num_kv_heads,
+            head_dim=local.head_dim,
+            block_size=cache.block_size,
+        )
+        """What batches are made for."""
         self._layers = tuple(
             _Layer(local, layer, rope, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
         )
@@ -165,7 +175,10 @@ class _Layer:
             rows = slice(batch.num_decodes)
             tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
             paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, scale, out_TND[rows])
-        for chunk in batch.prefills:
-            rows = chunk.rows
-            paged_prefill_attention(q_TND[rows], keys, values, chunk.block_table_M, chunk.start, scale, out_TND[rows])
+        if batch.prefills is not None:
+            paged_prefill_attention(q_TND, keys, values, batch.prefills, scale, out_TND)
         return out_TND
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -130,7 +130,7 @@ class DeviceStepInputs:
             num_decodes=bucket,
             block_tables_SM=self._tables_SM[:bucket],
             context_lens_S=rows.lens[:bucket],
-            prefills=(),
+            prefills=None,
             sample_rows=None,
         )
 

@@ -62,7 +62,7 @@ class StepInputs:
             num_decodes=num_seqs,
             block_tables_SM=self._block_tables_SM[:num_seqs],
             context_lens_S=self._context_lens_S[:num_seqs],
-            prefills=(),
+            prefills=None,
             sample_rows=None,
         )
 
@@ -103,7 +103,6 @@ class ReplayedDecoder:
     ) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._device = device
         self._captured: dict[int, Captured[Scored]] = {}
         self._capturer: Capturer | None = None
         try:
@@ -142,7 +141,7 @@ class ReplayedDecoder:
         """
         num_seqs = arrays.num_decodes
         if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
-            return Scored(self._computed(to_batch(arrays, self._device)), None)
+            return Scored(self._computed(to_batch(arrays, self._decoder.attention)), None)
         return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
 
     def queue(self, arrays: BatchArrays, pending: Pending | None) -> Scored:
@@ -187,7 +186,8 @@ class ReplayedDecoder:
 def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
     """Steps of one kind take the same ops, whatever rows and chunks there are."""
     samples = None if batch.sample_rows is None else len(batch.sample_rows) > 0
-    return batch.num_decodes > 0, len(batch.prefills) > 1, samples
+    num_chunks = 0 if batch.prefills is None else len(batch.prefills.chunks)
+    return batch.num_decodes > 0, num_chunks > 1, samples
 
 
 def _logits(decoder: Decoder, batch: Batch) -> Tensor:

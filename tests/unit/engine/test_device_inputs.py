@@ -62,7 +62,7 @@ def test_a_step_is_padded_to_its_bucket() -> None:
     assert batch.slot_mapping_T.tolist() == [201, 202, 203, -1]
     assert batch.context_lens_S.tolist() == [301, 302, 303, 0]
     assert batch.block_tables_SM[:, :2].tolist() == [[10, 11], [20, 21], [30, 31], [0, 0]]
-    assert (batch.num_decodes, batch.prefills, batch.sample_rows) == (4, (), None)
+    assert (batch.num_decodes, batch.prefills, batch.sample_rows) == (4, None, None)
 
 
 def test_steps_of_all_sizes_are_at_one_place() -> None:

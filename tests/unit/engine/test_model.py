@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.engine.checkpoint.checkpoint import RopeConfig
 from disagg.engine.plan import StepPlan
+from disagg.engine.runner.model import batch as batch_module
 from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.rope import inverse_frequencies
 from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.kernels.ops import AttentionSpec
+from disagg.kernels.triton import attention
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -30,6 +35,9 @@ PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(150)]
 BLOCKS = [9, 2, 31, 0, 17, 5, 40, 63, 11, 8, 26, 50]
 OTHER_BLOCKS = [1, 3, 60, 4, 6, 33, 7, 10, 12, 13, 44, 14]
 FAMILIES = ("llama", "qwen2", "qwen3")
+SPEC = AttentionSpec(
+    device="cpu", dtype="float32", kv_dtype="float32", num_heads=2, num_kv_heads=1, head_dim=16, block_size=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +178,8 @@ def test_a_batch_in_full() -> None:
     builder.arrays(StepPlan(decodes=(last_token(short), last_token(long))))
 
     plan = StepPlan(decodes=(last_token(long), last_token(short)), prefills=(chunk(filling, 2, 6), chunk(short, 0, 3)))
-    batch = to_batch(builder.arrays(plan), torch.device("cpu"))
+    arrays = builder.arrays(plan)
+    batch = to_batch(arrays, SPEC)
 
     assert batch.token_ids_T.tolist() == [39, 52, 102, 103, 104, 105, 50, 51, 52]
     assert batch.positions_T.tolist() == [9, 2, 2, 3, 4, 5, 0, 1, 2]
@@ -178,7 +187,8 @@ def test_a_batch_in_full() -> None:
     assert batch.num_decodes == 2
     assert batch.block_tables_SM.tolist() == [[8, 6, 4], [7, 0, 0]]
     assert batch.context_lens_S.tolist() == [10, 3]
-    assert [(part.rows, part.start, part.block_table_M.tolist()) for part in batch.prefills] == [
+    assert batch.prefills is not None
+    assert [(part.rows, part.start, part.block_table_M.tolist()) for part in batch.prefills.chunks] == [
         (slice(2, 6), 2, [3, 9]),
         (slice(6, 9), 0, [7]),
     ]
@@ -193,7 +203,64 @@ def test_a_batch_whose_rows_all_sample_names_none() -> None:
     plan = StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 1, 2),))
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
     assert arrays.sample_rows is None
-    assert to_batch(arrays, torch.device("cpu")).sample_rows is None
+    assert to_batch(arrays, SPEC).sample_rows is None
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is copied from tensor to tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.devices: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy" in func.__name__:
+            self.devices.append(str((kwargs or {}).get("device")))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_with_prompts_crosses_to_a_device_as_one_copy() -> None:
+    sequence = make_sequence(list(range(30, 40)), [8, 6, 4])
+    plan = StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 2, 6), chunk(sequence, 0, 2)))
+    arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
+    with Copies() as copies:
+        to_batch(arrays, replace(SPEC, device="meta"))
+    assert copies.devices == ["meta"]
+
+
+def test_the_copy_has_the_list_of_work_and_every_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU in place of the device."""
+    monkeypatch.setattr(batch_module, "_on_device", batch_module.copied_at_once)
+    monkeypatch.setattr(batch_module, "plan_prefills", attention.plan_prefills)
+    sequences = [make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])]
+    plan = StepPlan(
+        decodes=(last_token(sequences[0]),), prefills=(chunk(sequences[0], 2, 6), chunk(sequences[1], 0, 2))
+    )
+    arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
+    found = to_batch(arrays, SPEC)
+    assert found.prefills is not None
+    planned = found.prefills.planned
+    assert planned is not None
+    assert planned.numbers.tolist() == planned.work.numbers.tolist()
+    assert planned.block_tables.tolist() == [8, 6, 7]
+    assert [part.block_table_M.tolist() for part in found.prefills.chunks] == [[8, 6], [7]]
+    assert planned.work.items[:, [0, 1, 2, 3]].tolist() == [[1, 4, 2, 0], [5, 2, 0, 2]]
+    assert found.sample_rows is not None
+    tensors = (found.token_ids_T, found.positions_T, found.slot_mapping_T, found.block_tables_SM, found.context_lens_S)
+    expected = (
+        arrays.token_ids_T,
+        arrays.positions_T,
+        arrays.slot_mapping_T,
+        arrays.block_tables_SM,
+        arrays.context_lens_S,
+        arrays.sample_rows,
+    )
+    for tensor, array in zip((*tensors, found.sample_rows), expected, strict=True):
+        assert array is not None
+        assert torch.equal(tensor, torch.from_numpy(array))
+    memories = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, planned.numbers, planned.block_tables)}
+    assert len(memories) == 1
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in (planned.numbers, planned.block_tables))
 
 
 ROPES: dict[str, tuple[dict[str, Any], RopeConfig]] = {

@@ -49,7 +49,7 @@ def sequences(runner: TorchModelRunner) -> list[Sequence]:
 
 def of_the_decoder(runner: TorchModelRunner, plan: StepPlan) -> Tensor:
     """The logits of a plan, computed op by op."""
-    logits = runner._decoder.forward(to_batch(runner.arrays(plan), torch.device("cpu")))
+    logits = runner._decoder.forward(to_batch(runner.arrays(plan), runner._decoder.attention))
     assert logits is not None
     return logits
 

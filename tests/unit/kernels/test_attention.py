@@ -10,6 +10,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
+from tests.support.paged import prompts
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -58,6 +59,15 @@ class Case:
 
     def expected_decode(self) -> Tensor:
         return torch.stack([self.expected(self.q_SND[i], i, context) for i, context in enumerate(self.contexts)])
+
+
+def prefill(ops: Any, case: Case, q_TND: Tensor, table_M: Tensor, start: int) -> Tensor:
+    """One prompt alone in a step."""
+    out = torch.empty(q_TND.shape, dtype=q_TND.dtype)
+    prefills = prompts((table_M, start, len(q_TND)))
+    found: Tensor = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, out)
+    assert found is out
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,7 +191,7 @@ def test_prefill_attention(
     case = Case([start + count], heads, dim, dtype, block_size)
     q_TND = torch.randn(count, heads[0] + 2 * heads[1], dim).to(dtype)[:, : heads[0]]
     table_M = torch.tensor([*case.tables[0], 0, 0], dtype=torch.int32)
-    out = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
+    out = prefill(ops, case, q_TND, table_M, start)
     expected = torch.stack([case.expected(q_ND, 0, start + i + 1) for i, q_ND in enumerate(q_TND)])
     oracle.assert_close(out, expected)
 
@@ -203,11 +213,9 @@ def test_cpp_prefill_attention_agrees_with_the_reference_over_many_tiles(
     case = Case([start + count], heads, dim, dtype)
     q_TND = torch.randn(count, heads[0], dim).to(dtype)
     table_M = torch.tensor(case.tables[0], dtype=torch.int32)
-    args = (q_TND, case.keys_NKBD, case.values_NKBD, table_M, start, case.scale)
-    found = native.paged_prefill_attention(*args)
-    assert found is not None
+    found = prefill(native, case, q_TND, table_M, start)
     if count:
-        oracle.assert_close(found, reference.paged_prefill_attention(*args).double())
+        oracle.assert_close(found, prefill(reference, case, q_TND, table_M, start).double())
     assert found.shape == (count, heads[0], dim)
 
 
@@ -215,20 +223,31 @@ def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
     case = Case([40, 31], (4, 2), 64, torch.bfloat16)
     q_TND, caches = torch.randn(2, 4, 64).bfloat16(), (case.keys_NKBD, case.values_NKBD)
     decode = (q_TND, *caches, case.tables_SM, case.lens_S, case.scale)
-    prefill = (q_TND, *caches, case.tables_SM[0], 38, case.scale)
     rows = torch.full((6, 4, 64), 7.0).bfloat16()
     assert native.paged_decode_attention(*decode, out_SND=rows[1:3]) is not None
-    assert native.paged_prefill_attention(*prefill, out_TND=rows[3:5]) is not None
-    for found, expected in (
-        (rows[1:3], native.paged_decode_attention(*decode)),
-        (rows[3:5], native.paged_prefill_attention(*prefill)),
-    ):
-        assert expected is not None
-        assert torch.equal(found, expected)
-    assert (rows[[0, 5]] == 7.0).all()
+    expected = native.paged_decode_attention(*decode)
+    assert expected is not None
+    assert torch.equal(rows[1:3], expected)
+    assert (rows[[0, 3, 4, 5]] == 7.0).all()
+    prefills = prompts((case.tables_SM[0], 38, 2))
     for out in (rows[:3], rows.float()[:2], rows[:4:2]):
         assert native.paged_decode_attention(*decode, out_SND=out) is None
-        assert native.paged_prefill_attention(*prefill, out_TND=out) is None
+        assert native.paged_prefill_attention(q_TND, *caches, prefills, case.scale, out) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_prompts_of_a_step_write_their_rows(ops: Any, dtype: torch.dtype) -> None:
+    case = Case([40, 31, 17], (4, 2), 64, dtype)
+    tables = case.tables_SM
+    prefills = prompts((tables[0], 38, 2), (tables[1], 0, 31), (tables[2], 9, 8), first_row=1)
+    q_TND = torch.randn(43, 8, 64).to(dtype)[:, :4]
+    out = torch.full((43, 4, 64), 7.0).to(dtype)
+    found = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, out)
+    assert found is out
+    assert (out[[0, 42]] == 7.0).all()
+    for row, chunk in enumerate(prefills.chunks):
+        alone = prefill(ops, case, q_TND[chunk.rows], chunk.block_table_M, chunk.start)
+        assert torch.equal(out[chunk.rows], alone), row
 
 
 def test_prefill_in_chunks_is_prefill_at_once(ops: Any) -> None:
@@ -237,10 +256,7 @@ def test_prefill_in_chunks_is_prefill_at_once(ops: Any) -> None:
     table_M = torch.tensor(case.tables[0], dtype=torch.int32)
 
     def chunk(start: int, end: int) -> Tensor:
-        out: Tensor = ops.paged_prefill_attention(
-            q_TND[start:end], case.keys_NKBD, case.values_NKBD, table_M, start, case.scale
-        )
-        return out
+        return prefill(ops, case, q_TND[start:end], table_M, start)
 
     pieces = torch.cat([chunk(0, 33), chunk(33, 34), chunk(34, 90)])
     assert torch.allclose(pieces, chunk(0, 90), rtol=1e-5, atol=1e-6)
@@ -251,11 +267,12 @@ def test_cpp_prefill_attention_refuses_blocks_outside_the_cache(native: NativeOp
     case = Case([40], (4, 2), 64, torch.float32)
     table_M = torch.tensor([*case.tables[0][:2], block], dtype=torch.int32)
     with pytest.raises(IndexError, match=r"^the block at place 2 is outside the cache$"):
-        native.paged_prefill_attention(torch.zeros(8, 4, 64), case.keys_NKBD, case.values_NKBD, table_M, 32, case.scale)
+        prefill(native, case, torch.zeros(8, 4, 64), table_M, 32)
 
 
 def test_cpp_prefill_attention_declines_a_table_that_is_too_short(native: NativeOps) -> None:
     case = Case([40], (4, 2), 64, torch.float32)
     table_M = torch.tensor(case.tables[0][:2], dtype=torch.int32)
-    args = (torch.zeros(8, 4, 64), case.keys_NKBD, case.values_NKBD, table_M, 32, case.scale)
+    q_TND, prefills = torch.zeros(8, 4, 64), prompts((table_M, 32, 8))
+    args = (q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, torch.zeros(8, 4, 64))
     assert native.paged_prefill_attention(*args) is None

@@ -14,7 +14,9 @@ import torch
 from disagg.kernels import dispatch, reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import AttentionSpec, RopeWrite
+from disagg.kernels.prefill_work import ChunkPlace
+from tests.support.paged import prompts
 
 pytestmark = pytest.mark.usefixtures("fresh_choice")
 
@@ -70,9 +72,15 @@ def test_without_a_compiler_everything_works_and_a_warning_says_why(
     assert torch.equal(dispatch.paged_decode_attention(*args), reference.paged_decode_attention(*args))
     out = dispatch.new_output((2, *q.shape), q)
     assert dispatch.paged_decode_attention(*args, out[0]).data_ptr() == out.data_ptr()
-    dispatch.paged_prefill_attention(q, keys, values, table[0], 3, 0.25, out[1])
+    prefills = prompts((table[0], 3, 2))
+    spec = AttentionSpec(
+        device="cpu", dtype="float32", kv_dtype="float32", num_heads=3, num_kv_heads=3, head_dim=16, block_size=16
+    )
+    assert dispatch.plan_prefills([ChunkPlace(0, 2, 3, 0)], spec) is None
+    dispatch.paged_prefill_attention(q, keys, values, prefills, 0.25, out[1])
     assert torch.equal(out[0], reference.paged_decode_attention(*args))
-    assert torch.equal(out[1], reference.paged_prefill_attention(q, keys, values, table[0], 3, 0.25))
+    expected = torch.empty_like(out[1])
+    assert torch.equal(out[1], reference.paged_prefill_attention(q, keys, values, prefills, 0.25, expected))
     assert torch.equal(dispatch.take_rows(torch.eye(4), torch.tensor([3, 1])), torch.eye(4)[[3, 1]])
     assert dispatch.describe() == "torch reference (no C++ compiler on PATH (looked for c++, g++, clang++))"
     assert [(record.levelname, "no C++ compiler" in record.getMessage()) for record in caplog.records] == [

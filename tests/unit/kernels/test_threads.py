@@ -15,6 +15,7 @@ from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.ops import RopeWrite
+from tests.support.paged import prompts
 
 BLOCK, KV_HEADS, HEADS, DIM = 16, 3, 9, 64
 
@@ -46,7 +47,9 @@ def decode(native: NativeOps) -> Tensor:
 
 def prefill(native: NativeOps) -> Tensor:
     table = torch.arange(40, dtype=torch.int32)
-    found = native.paged_prefill_attention(numbers(5, 301, HEADS, DIM), *caches(40), table, 77, 0.125)
+    q_TND = numbers(5, 301, HEADS, DIM)
+    prefills = prompts((table, 77, 301))
+    found = native.paged_prefill_attention(q_TND, *caches(40), prefills, 0.125, torch.empty_like(q_TND))
     assert found is not None
     return found
 

@@ -14,7 +14,7 @@ import torch
 
 from disagg.engine.checkpoint.checkpoint import model_fingerprint
 from disagg.engine.config import WorkerConfig
-from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.request import Sequence
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model_runner import TorchModelRunner, _warm_up_of, warm_up
@@ -296,6 +296,16 @@ def test_warm_up_touches_only_the_head_of_block_0(folder: Path) -> None:
     assert cache[1:].eq(7.0).all()
 
 
+def test_warm_up_computes_a_token_behind_a_context(folder: Path) -> None:
+    runner = make_runner(folder)
+    runner.warm_up = WarmUp(suffix_of=50)
+    cache = runner._cache.tensor_NL2KBD
+    cache.fill_(7.0)
+    warm_up(runner)
+    assert not cache[3, :, :, :, 1].eq(7.0).any()
+    assert cache[3, :, :, :, 2:].eq(7.0).all()
+
+
 @pytest.mark.parametrize(
     ("device", "size", "role", "batches"),
     [
@@ -311,6 +321,7 @@ def test_what_a_worker_computes_before_the_first_request(
     config = WorkerConfig(worker_id="test-0", roles=(role,), model_path="/m", max_num_seqs=6)
     found = _warm_up_of(torch.device(device), Shard(0, size), config)
     assert (found.batches, found.copies, len(found.chunks)) == (batches, device != "cpu", 1 if device == "cpu" else 8)
+    assert found.suffix_of == (0 if device == "cpu" else 2048)
 
 
 def test_a_chunk_that_samples_nothing_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ What the real compiler makes of the kernels: test_attention_compiles.py; bf16: t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference
+from disagg.kernels import prefill_work, reference
+from disagg.kernels.ops import AttentionSpec, PlannedPrefills
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.decode_attention import DecodeShape, decode_attention
 from disagg.kernels.triton.prefill_attention import prefill_shape
@@ -22,6 +24,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 """Of results that are means of values of size 1 to 4; fp16 also rounds the weights."""
 
 LENGTHS = [129, 1, 0, 15, 16, 17]
+
+Planner = Callable[[list[prefill_work.ChunkPlace], AttentionSpec], prefill_work.PrefillWork]
+
+
+def planned(case: PagedCase, chunks: list[tuple[int, int]]) -> PlannedPrefills:
+    found = case.planned(case.prompts(chunks), attention.plan_prefills).planned
+    assert found is not None
+    return found
 
 
 def assert_close(found: Tensor | None, expected: Tensor) -> None:
@@ -76,6 +86,19 @@ def test_decode_of_padded_rows_alone_gives_zeros() -> None:
     assert_close(found, torch.zeros(2, 2, 16))
 
 
+def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]], plan: Planner = attention.plan_prefills) -> None:
+    """All chunks in one call, behind three rows that are not theirs and before two."""
+    prefills = case.prompts(chunks, first_row=3)
+    num_rows = prefills.chunks[-1].rows.stop + 2
+    q, caches = case.queries(num_rows), (case.keys_NKBD, case.values_NKBD)
+    expected, found = (torch.full((num_rows, case.num_heads, case.dim), 7.0, dtype=case.dtype) for _ in range(2))
+    reference.paged_prefill_attention(q, *caches, prefills, case.scale, expected)
+    planned = case.planned(prefills, plan).planned
+    assert planned is not None
+    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.scale, found), expected)
+    assert (found[[0, 1, 2, -2, -1]] == 7.0).all()
+
+
 @pytest.mark.parametrize(
     ("heads", "dim", "block_size", "start", "end", "dtype"),
     [
@@ -88,9 +111,54 @@ def test_decode_of_padded_rows_alone_gives_zeros() -> None:
 )
 def test_prefill(heads: tuple[int, int], dim: int, block_size: int, start: int, end: int, dtype: torch.dtype) -> None:
     case = PagedCase([end], heads=heads, dim=dim, block_size=block_size, dtype=dtype)
-    q, caches = case.queries(end - start), (case.keys_NKBD, case.values_NKBD)
-    found = attention.paged_prefill_attention(q, *caches, case.poisoned_tables_SM[0], start, case.scale)
-    assert_close(found, reference.paged_prefill_attention(q, *caches, case.tables_SM[0], start, case.scale))
+    assert_prefill(case, [(start, end - start)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_size", "dtype"),
+    [
+        ((2, 2), 64, 16, torch.float32),
+        ((5, 1), 80, 32, torch.float16),
+        ((8, 2), 128, 64, torch.float16),
+    ],
+)
+def test_prompts_of_all_lengths_in_one_launch(
+    heads: tuple[int, int], dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    chunks = [(0, 1), (16, 1), (0, 70), (50, 33), (63, 1), (64, 64), (0, 16), (200, 3)]
+    case = PagedCase([sum(chunk) for chunk in chunks], heads=heads, dim=dim, block_size=block_size, dtype=dtype)
+    assert_prefill(case, chunks)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_pieces"),
+    [([(600, 4)], 10), ([(0, 40), (640, 1), (639, 1), (3, 5)], 20), ([(560, 90)], 29)],
+    ids=["a suffix", "beside others", "with a long diagonal"],
+)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"), [((2, 1), 16, torch.float32), ((4, 1), 64, torch.float16)], ids=["fp32", "boxes"]
+)
+def test_a_long_context_is_split(
+    heads: tuple[int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    num_pieces: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Among many programs, into pieces of a tile."""
+    monkeypatch.setattr(prefill_work, "MIN_PIECE_TOKENS", 1)
+    works: list[prefill_work.PrefillWork] = []
+
+    def plan(places: list[prefill_work.ChunkPlace], spec: AttentionSpec) -> prefill_work.PrefillWork:
+        monkeypatch.setattr(attention, "_num_multiprocessors", lambda _: 1000)
+        works.append(attention.plan_prefills(places, spec))
+        return works[0]
+
+    case = PagedCase([sum(chunk) for chunk in chunks], heads=heads, dim=64, block_size=block_size, dtype=dtype)
+    assert_prefill(case, chunks, plan)
+    assert works[0].num_joins >= 1
+    assert works[0].num_pieces >= num_pieces
 
 
 @pytest.mark.parametrize(
@@ -112,15 +180,10 @@ def test_results_go_where_they_are_wanted() -> None:
     decode = attention.paged_decode_attention(
         q, *caches, case.poisoned_tables_SM, case.lens_S, case.scale, out_SND=rows[1:3]
     )
-    prefill = attention.paged_prefill_attention(
-        q, *caches, case.poisoned_tables_SM[0], 38, case.scale, out_TND=rows[3:5]
-    )
     assert decode is not None
-    assert prefill is not None
-    assert [decode.data_ptr(), prefill.data_ptr()] == [rows[1:].data_ptr(), rows[3:].data_ptr()]
+    assert decode.data_ptr() == rows[1:].data_ptr()
     assert_close(decode, reference.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale))
-    assert_close(prefill, reference.paged_prefill_attention(q, *caches, case.tables_SM[0], 38, case.scale).contiguous())
-    assert (rows[[0, 5]] == 7.0).all()
+    assert (rows[[0, 3, 4, 5]] == 7.0).all()
 
 
 @pytest.mark.parametrize("out", [torch.zeros(3, 4, 32), torch.zeros(2, 4, 64)[..., ::2], torch.zeros(2, 4, 32).half()])
@@ -128,7 +191,7 @@ def test_where_results_cannot_go_the_kernels_decline(out: Tensor) -> None:
     case = PagedCase([40, 31], heads=(4, 2), dim=32)
     q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
     assert attention.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale, out_SND=out) is None
-    assert attention.paged_prefill_attention(q, *caches, case.tables_SM[0], 38, case.scale, out_TND=out) is None
+    assert attention.paged_prefill_attention(q, *caches, planned(case, [(38, 2)]), case.scale, out) is None
 
 
 def test_an_fp8_cache_is_read_with_its_scales() -> None:
@@ -140,10 +203,11 @@ def test_an_fp8_cache_is_read_with_its_scales() -> None:
     )
     assert_close(decode, reference.paged_decode_attention(q, keys, values, case.tables_SM, case.lens_S, case.scale))
     prefill = attention.paged_prefill_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM[0], 98, case.scale, *scales
+        q, case.keys_NKBD, case.values_NKBD, planned(case, [(98, 2)]), case.scale, torch.empty(2, 4, 64).half(), *scales
     )
-    expected = reference.paged_prefill_attention(q, keys, values, case.tables_SM[0], 98, case.scale)
-    assert_close(prefill, expected.contiguous())
+    expected = torch.empty(2, 4, 64).half()
+    reference.paged_prefill_attention(q, keys, values, case.prompts([(98, 2)]), case.scale, expected)
+    assert_close(prefill, expected)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +230,5 @@ def test_declines_what_it_cannot_read(change: Callable[[PagedCase, Tensor], tupl
     case = PagedCase([3, 4], heads=(2, 1), dim=16)
     q, keys, values, tables = change(case, case.queries(2))
     assert attention.paged_decode_attention(q, keys, values, tables, case.lens_S, case.scale) is None
-    assert attention.paged_prefill_attention(q, keys, values, tables[0], 1, case.scale) is None
+    prefills = dataclasses.replace(planned(case, [(1, 2)]), block_tables=tables[0])
+    assert attention.paged_prefill_attention(q, keys, values, prefills, case.scale, torch.empty(2, 2, 16)) is None

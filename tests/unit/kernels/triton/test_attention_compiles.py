@@ -61,12 +61,7 @@ def join_case() -> Case:
 
 def prefill_case(q: str, kv: str, dim: int, group: int, block_size: int, queries: int) -> Case:
     shape = prefill_shape(DTYPES[q], DTYPES[kv], dim, block_size, group, queries)
-    types = _types(q, kv) | {
-        "table_ptr": "*i32",
-        "num_tokens": "i32",
-        "context_len": "i32",
-        "rows_per_block": "i32:16",
-    }
+    types = _types(q, kv) | {"items_ptr": "*i32", "sums_ptr": "*fp32", "stats_ptr": "*fp32", "rows_per_block": "i32:16"}
     constants: dict[str, int | float | bool | str | None] = {"BOXES": shape.boxes}
     for boxes in ("key_boxes", "value_boxes"):
         if shape.boxes:
@@ -83,6 +78,17 @@ def prefill_case(q: str, kv: str, dim: int, group: int, block_size: int, queries
     )
 
 
+def join_prefill_case() -> Case:
+    sizes = _constants(128, 4, 16, 64, 128)
+    return Case(
+        module="disagg.kernels.triton.prefill_attention",
+        kernel="_join_prefill_kernel",
+        types={"joins_ptr": "*i32", "out_ptr": "*bf16", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
+        | {"value_scale": "fp32", "piece_rows": "i32:16"},
+        constants={name: sizes[name] for name in ("HEADS", "GROUP", "DIM", "DIM_PADDED")} | {"JOINED": 16},
+    )
+
+
 @pytest.mark.slow
 def test_two_decode_programs_fit_on_a_multiprocessor() -> None:
     fp8 = decode_case("bf16", "fp8e4nv", 128, 4, 16)
@@ -94,6 +100,7 @@ def test_two_decode_programs_fit_on_a_multiprocessor() -> None:
         fp8,
         decode_case("bf16", "fp8e4nv", 64, 8, 64),
         join_case(),
+        join_prefill_case(),
     ]
     for case, usage in zip(cases, compile_kernels(cases), strict=True):
         assert usage.spilled_bytes <= (SPILLED_OF_FP8 if case is fp8 else 0), case
