@@ -2,7 +2,8 @@
 
 ModelOptions     `model`, but for its name and path
 EngineLimits     `pools.<name>`, but for its size and place
-TransferLimits   `transfer`, but for the transport
+PairLimits       `transfer`, but for the transport and the sizes of its memory
+DeviceDefaults   what a setting is, on each kind of device, that is `auto` or left out
 WorkerConfig     one process: complete and plain, made by `cluster/control/plan.py`
 """
 
@@ -24,8 +25,52 @@ KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["gloo", "shm", "nccl", "local"]
 Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
-DEFAULT_SWAP_BYTES = 256 << 20
-"""On a CPU."""
+
+class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What settings are that are `auto` or left out; the one place for what depends on the device."""
+
+    block_size: int
+    token_budget: int
+    """On a GPU, a step of so many tokens of an 8B model computes for a tenth of a second or less, and has activations
+    of about half a gibibyte."""
+    kv_cache_bytes: int | Literal["auto"]
+    """`auto` is measured (`engine/runner/cache_size.py`)."""
+    swap_bytes: int
+    """On a GPU nothing: it would be the GPU's own memory."""
+    chunk_bytes: int
+    """On a GPU 512 tokens of an 8B model in bf16: one message, checksum and scatter for each."""
+    staging_bytes: int
+    tail_tokens: int
+    """Not measured on GPUs, and off there."""
+
+
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults(
+        block_size=HASH_BLOCK_TOKENS,
+        token_budget=512,
+        kv_cache_bytes=1 << 30,
+        swap_bytes=256 << 20,
+        chunk_bytes=4 << 20,
+        staging_bytes=64 << 20,
+        tail_tokens=32,
+    ),
+    "cuda": DeviceDefaults(
+        block_size=64,
+        token_budget=4096,
+        kv_cache_bytes="auto",
+        swap_bytes=0,
+        chunk_bytes=64 << 20,
+        staging_bytes=512 << 20,
+        tail_tokens=0,
+    ),
+}
+"""By the kind of device."""
+_CPU = DEVICE_DEFAULTS["cpu"]
+
+
+def device_defaults(device: str) -> DeviceDefaults:
+    """Of `cpu`, `cuda` or `cuda:<index>`."""
+    return DEVICE_DEFAULTS["cpu" if device == "cpu" else "cuda"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +99,11 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     together. Pools may differ. It must divide the model's heads and the size of its MLP."""
     num_threads: Count = 1
     """Compute threads of each rank."""
-    kv_cache_bytes: Bytes = 1 << 30
-    """Memory of each rank's paged KV cache."""
+    kv_cache_bytes: Bytes | Literal["auto"] = "auto"
+    """Memory of each rank's paged KV cache. `auto` is 1 GiB on a CPU; on a GPU 0.9 of what weights, captures and one
+    full step leave free, measured at start."""
     num_blocks: Count | None = None
     """Number of KV blocks, instead of `kv_cache_bytes`."""
-    token_budget: Count = 512
-    """Tokens of one step, decodes first, prefill chunks with what is left."""
     scheduling: Scheduling = "decode_first"
     """What a step takes first: `decode_first` (chunked prefill); `slack`, the same with prompt chunks as long as the
     targets of the sequences that decode allow; or, to compare with, `prefill_first` or `static`. See `scheduler.py`."""
@@ -80,23 +124,14 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     pools divide the devices, with an index a pool takes those from there on. With Ray each rank has the one that Ray
     gives it, whatever the index."""
 
-    @property
-    def num_places(self) -> int:
-        """Sequences in a batch: never more than a step has tokens, so that every decode gets its token in each."""
-        return min(self.max_num_seqs, self.token_budget)
-
     def watermark_blocks(self, num_blocks: int) -> int:
         """Of so many blocks those that admission leaves free."""
         return int(num_blocks * self.watermark)
 
 
-class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The hand-over of KV between two workers."""
+class PairLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The hand-over of KV between two workers, but for its memory."""
 
-    chunk_bytes: Bytes = 4 << 20
-    """Largest payload of one KV message, and the size of a staging slot."""
-    staging_bytes: Bytes = 64 << 20
-    """Most staging memory of each pair of workers, on each side; slots are allocated when first used."""
     max_pairs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     """Connections to workers of the other pool that a worker keeps; beyond them the one that was not used for longest
     is closed, as soon as none of its attempts is left. Each takes a few threads and up to 14 descriptors on both sides.
@@ -107,6 +142,15 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Seconds = 30.0
     """How long a worker that sends heartbeats may leave its peer without a due message or bytes before it counts as
     stuck."""
+
+
+class TransferLimits(PairLimits, frozen=True, kw_only=True):
+    """The hand-over of KV between two workers."""
+
+    chunk_bytes: Bytes = _CPU.chunk_bytes
+    """Largest payload of one KV message, and the size of a staging slot."""
+    staging_bytes: Bytes = _CPU.staging_bytes
+    """Most staging memory of each pair of workers, on each side; slots are allocated when first used."""
 
     @property
     def num_slots(self) -> int:
@@ -138,12 +182,14 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: Count | None = _MODEL.max_model_len
     cores: tuple[int, ...] = ()
     """CPU cores to pin to; empty leaves the scheduler free."""
-    block_size: int = HASH_BLOCK_TOKENS
+    block_size: int = _CPU.block_size
     """Tokens of a KV block; a multiple of 16."""
+    token_budget: Count = _CPU.token_budget
+    """Tokens of one step, decodes first, prefill chunks with what is left."""
     tail_tokens: int = 0
     """A prompt that is handed over ends in a step of about as many tokens, and nothing else, behind which the KV of the
     others travels; 0 for no such step. Costs the overhead of a step, saves the stream most of the wait for its KV."""
-    swap_bytes: NonNegativeInt = DEFAULT_SWAP_BYTES
+    swap_bytes: NonNegativeInt = _CPU.swap_bytes
     """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
     transport: TransportName = "gloo"
     plaintext_kv: bool = False
@@ -161,6 +207,11 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Reports to the router are merged over this time."""
     report_idle_s: float = 0.25
     """A report is sent at least this often."""
+
+    @property
+    def num_places(self) -> int:
+        """Sequences in a batch: never more than a step has tokens, so that every decode gets its token in each."""
+        return min(self.max_num_seqs, self.token_budget)
 
     @property
     def is_fake(self) -> bool:

@@ -25,23 +25,22 @@ from disagg.cluster.system.logs import LoggingConfig
 from disagg.engine.config import (
     EngineLimits,
     ModelOptions,
+    PairLimits,
     TransferLimits,
     TransportName,
     check_quantization,
     check_share_weights,
     check_transfer,
+    device_defaults,
 )
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.config import MAX_PORT, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
+from disagg.proto.config import MAX_PORT, Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 from disagg.router.gateway.config import GatewayOptions, is_loopback
 
 Mode = Literal["disaggregated", "colocated"]
-
-GPU_BLOCK_TOKENS = 64
-"""What `block_size: auto` is there."""
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -102,6 +101,8 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
     block_size: Count | Literal["auto"] = "auto"
     """Tokens of a KV block; a multiple of 16. `auto` is 16, and 64 on a GPU, whose prefill kernel fetches rows of a
     block together if there are 64 of them."""
+    token_budget: Count | Literal["auto"] = "auto"
+    """Tokens of one step, decodes first, prefill chunks with what is left. `auto` is 512, and 4096 on a GPU."""
     swap_bytes: NonNegativeInt | None = None
     """Host memory of each worker for the KV of preempted sequences; what does not fit there is computed again. Unset,
     it is 256 MiB; on a GPU nothing, because it would be the GPU's own memory."""
@@ -114,9 +115,12 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
     @property
     def tokens_per_block(self) -> int:
         """The block size that is meant."""
-        if self.block_size == "auto":
-            return HASH_BLOCK_TOKENS if self.device == "cpu" else GPU_BLOCK_TOKENS
-        return self.block_size
+        return device_defaults(self.device).block_size if self.block_size == "auto" else self.block_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The token budget that is meant."""
+        return device_defaults(self.device).token_budget if self.token_budget == "auto" else self.token_budget
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,12 +167,27 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a draining worker may take to finish its sequences; what still runs then continues elsewhere."""
 
 
-class TransferSection(TransferLimits, frozen=True, kw_only=True):
+class TransferSection(PairLimits, frozen=True, kw_only=True):
     """`transfer`: the hand-over of KV from prefill to decode workers."""
 
     transport: TransportName | Literal["auto"] = "auto"
     """`auto` is nccl on CUDA; on CPU shm with `network.bind: loopback`, else gloo. `shm` is memory that processes of
     one user share: faster than gloo, and no other user of the host can join; for workers on one host."""
+    chunk_bytes: Bytes | Literal["auto"] = "auto"
+    """Largest payload of one KV message, and the size of a staging slot. `auto` is 4 MiB, and 64 MiB with GPUs."""
+    staging_bytes: Bytes | Literal["auto"] = "auto"
+    """Most staging memory of each pair of workers, on each side; slots are allocated when first used. `auto` is 64 MiB,
+    and 512 MiB with GPUs."""
+
+    def limits(self, device: str) -> TransferLimits:
+        """What is meant for workers on this device."""
+        defaults = device_defaults(device)
+        shared = {name: getattr(self, name) for name in PairLimits.__struct_fields__}
+        return TransferLimits(
+            **shared,
+            chunk_bytes=defaults.chunk_bytes if self.chunk_bytes == "auto" else self.chunk_bytes,
+            staging_bytes=defaults.staging_bytes if self.staging_bytes == "auto" else self.staging_bytes,
+        )
 
 
 class RecoveryConfig(FailureTimeouts, frozen=True, kw_only=True):
@@ -306,7 +325,7 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
         )
-    check_transfer(transfer)
+    check_transfer(transfer.limits(devices.pop()))
     _check_ports(config.gateway)
     _check_exposure(config.gateway)
 

@@ -99,12 +99,12 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
     section = _section(hint)
     if section is not None and (value is not None or type(None) not in get_args(hint)):
         return read_struct(section, value, path)
-    if path.endswith("_bytes") and isinstance(value, str):
+    choices = _choices(hint)
+    if path.endswith("_bytes") and isinstance(value, str) and value not in choices:
         try:
             value = parse_size(value)
         except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None
-    choices = _choices(hint)
+            raise ConfigError(f"{path}: {error}{''.join(f', or {choice}' for choice in choices)}") from None
     if choices and isinstance(value, str) and value not in choices:
         raise ConfigError(
             f"{path}: {value!r} is not allowed{suggestion(value, choices)}; choose from: {', '.join(choices)}"

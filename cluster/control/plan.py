@@ -24,14 +24,7 @@ from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
-from disagg.engine.config import (
-    DEFAULT_SWAP_BYTES,
-    EngineLimits,
-    ModelOptions,
-    TransferLimits,
-    TransportName,
-    WorkerConfig,
-)
+from disagg.engine.config import EngineLimits, ModelOptions, TransportName, WorkerConfig, device_defaults
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
@@ -48,9 +41,6 @@ ROLES: dict[PoolName, tuple[RoleName, ...]] = {
     "decode": ("decode",),
     "colocated": ("prefill", "decode"),
 }
-
-TAIL_TOKENS = 32
-"""See `WorkerConfig.tail_tokens`. On a CPU; not measured on GPUs, and off there."""
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,13 +109,14 @@ def worker_config(
     return WorkerConfig(
         **_fields(ModelOptions, config.model),
         **limits,
-        transfer=TransferLimits(**_fields(TransferLimits, config.transfer)),
+        transfer=config.transfer.limits(pool.device),
         worker_id=worker_id(name, index),
         roles=ROLES[name],
         model_path=model_path,
         cores=worker_cores(config, name, index, available),
         block_size=pool.tokens_per_block,
-        tail_tokens=TAIL_TOKENS if pool.device == "cpu" else 0,
+        token_budget=pool.tokens_per_step,
+        tail_tokens=device_defaults(pool.device).tail_tokens,
         swap_bytes=swap_bytes(pool),
         transport=transport_name(config),
         plaintext_kv=config.network.plaintext_kv,
@@ -141,9 +132,7 @@ def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, An
 
 def swap_bytes(pool: PoolConfig) -> int:
     """The configured size, or the default of the device."""
-    if pool.swap_bytes is not None:
-        return pool.swap_bytes
-    return DEFAULT_SWAP_BYTES if pool.device == "cpu" else 0
+    return device_defaults(pool.device).swap_bytes if pool.swap_bytes is None else pool.swap_bytes
 
 
 def check_ranks(config: ClusterConfig, model: ModelConfig) -> None:

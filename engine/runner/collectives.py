@@ -54,6 +54,25 @@ class Collective(Protocol):
         ...
 
 
+class Alone(Collective):
+    """Lets a rank compute without the others, to measure what it needs: shapes are right, numbers are not."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    @override
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @override
+    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
+        return tensor_RC.repeat(1, self.shard.size) if self.shard.rank == 0 else None
+
+    @override
+    def close(self) -> None:
+        pass
+
+
 _dist: Any = torch.distributed
 """Untyped: torch's stubs lack half of what is used here."""
 

@@ -7,6 +7,7 @@ between the cache and staging memory, between steps.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
-from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights
+from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights, device_defaults
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.request import Sequence, dummy_sequence
-from disagg.engine.runner.collectives import Collective
+from disagg.engine.runner import cache_size
+from disagg.engine.runner.collectives import Alone, Collective
 from disagg.engine.runner.device import torch_device
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
@@ -84,8 +86,13 @@ class TorchModelRunner(ShardRunner):
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.layout = kv_layout(model, "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype)
-        self.num_blocks = count_blocks(self.layout, config.block_size, config.kv_cache_bytes, config.num_blocks, shard)
-        self.max_model_len = _max_model_len(model, config, self.num_blocks * config.block_size)
+        cache_bytes = config.kv_cache_bytes
+        if cache_bytes == "auto":
+            cache_bytes = device_defaults(config.device).kv_cache_bytes
+        is_measured = cache_bytes == "auto" and config.num_blocks is None
+        self.max_model_len = _max_model_len(model, config, model.max_exact_len)  # refused before any weight is read
+        if not is_measured:
+            self._set_size(0 if cache_bytes == "auto" else cache_bytes)
         self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
         self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
         self._staging_stream: Any = None
@@ -99,8 +106,44 @@ class TorchModelRunner(ShardRunner):
         self._sampler = Sampler(model.vocab_size, self._draws)
         self._step_queue: DeviceStepQueue | None = None
         self.warm_up = _warm_up_of(self._device, shard, config)
+        if is_measured:
+            self._set_size(self._measured_cache_bytes())
         if shard.size == 1:
             self.join(None, self.num_blocks)
+
+    def _set_size(self, cache_bytes: int) -> None:
+        config = self._config
+        self.num_blocks = count_blocks(self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard)
+        self.max_model_len = _max_model_len(self.model_config, config, self.num_blocks * config.block_size)
+
+    def _measured_cache_bytes(self) -> int:
+        """Makes a small cache and what computes on it, measures as `cache_size` says, and drops both."""
+        config = self._config
+        plan = cache_size.full_step(config, self.max_model_len)
+        num_blocks = blocks_for_tokens(plan.prefills[0].num_tokens, config.block_size)
+        try:
+            self._make(None if self.shard.size == 1 else Alone(self.shard), num_blocks)
+            self.capture_steps()
+            arrays = self.arrays(plan)
+            if self.shard.rank == 0:
+                self.step(plan, arrays)
+            else:
+                self.compute(arrays)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"token_budget: a step of {config.token_budget} tokens does not fit: {error}") from error
+        free, held = cache_size.free_bytes(self._device), self._cache.nbytes
+        del self._cache, self._decoder, self._replayed, self._batches
+        self._step_queue = None
+        gc.collect()
+        cache_size.give_back(self._device)
+        found = cache_size.cache_bytes(free, held)
+        logger.info(
+            "worker %s: %.1f GiB are free beside weights, captures and a full step; the KV cache takes %.1f GiB",
+            config.worker_id,
+            (free + held) / 2**30,
+            found / 2**30,
+        )
+        return found
 
     def _own_parameters(self) -> ModelParameters:
         config = self._config
@@ -116,6 +159,10 @@ class TorchModelRunner(ShardRunner):
         assert 0 < num_blocks <= self.num_blocks
         self.max_model_len = _max_model_len(self.model_config, self._config, num_blocks * self.block_size)
         self.num_blocks = num_blocks
+        self._make(collective, num_blocks)
+
+    def _make(self, collective: Collective | None, num_blocks: int) -> None:
+        """The cache, and what computes on it."""
         self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard)
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, load_config, override
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, load_config, override
 from disagg.cluster.control.plan import router_config, worker_config
 from disagg.cluster.system.provenance import commit
+from disagg.engine.config import device_defaults
 from disagg.loadtests.campaign.report import command_line, print_run, run_summary, write_html, write_json
 from disagg.loadtests.records import RequestRecord, to_line
 from disagg.loadtests.scenario import Overrides, load_scenario, scenario_path
@@ -86,17 +87,25 @@ def run_simulate(options: SimulateOptions, console: Console) -> int:
 # ---------------------------------------------------------------- what is simulated
 
 
+def _cache_bytes(name: str, pool: PoolConfig) -> int:
+    wanted = pool.kv_cache_bytes
+    meant = device_defaults(pool.device).kv_cache_bytes if wanted == "auto" else wanted
+    if meant == "auto":
+        raise ConfigError(f"pools.{name}.kv_cache_bytes: auto is measured on a GPU; a simulation needs a number")
+    return meant
+
+
 def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, sample_s: float = 1.0) -> ClusterSpec:
     """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block."""
     pools = []
     for name, pool in active_pools(config):
         worker = worker_config(config, name, 0, "fake", range(1024))
         block_bytes = timing.kv_bytes_per_token * worker.block_size
-        num_blocks = pool.num_blocks or pool.kv_cache_bytes * pool.tp // block_bytes
+        num_blocks = pool.num_blocks or _cache_bytes(name, pool) * pool.tp // block_bytes
         if num_blocks < 1:
             raise ConfigError(
-                f"pools.{name}.kv_cache_bytes: {pool.kv_cache_bytes} bytes hold no block of {worker.block_size} tokens "
-                f"of this model, which takes {block_bytes} bytes"
+                f"pools.{name}.kv_cache_bytes: {_cache_bytes(name, pool)} bytes hold no block of {worker.block_size} "
+                f"tokens of this model, which takes {block_bytes} bytes"
             )
         pools.append(
             PoolSpec(

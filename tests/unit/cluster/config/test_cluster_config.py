@@ -13,8 +13,8 @@ from disagg.router.config import RecordingOptions
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
-    "size, cores, block_size, swap_bytes, decode_reserve_tokens, node_labels, tp, num_threads, kv_cache_bytes, "
-    "num_blocks, token_budget, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
+    "size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, tp, num_threads, "
+    "kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
     "device, watermark"
 )
 SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
@@ -137,7 +137,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("- a", "the configuration: expected a mapping of keys to values; got ['a']"),
         (
             "pools: {decode: {kv_cache_bytes: 1 apple}}",
-            "pools.decode.kv_cache_bytes: '1 apple' is not a size such as 64MiB, 1GiB or 1000000",
+            "pools.decode.kv_cache_bytes: '1 apple' is not a size such as 64MiB, 1GiB or 1000000, or auto",
         ),
         ("pools: {decode: {kv_cache_bytes: -5}}", "pools.decode.kv_cache_bytes: expected int >= 1; got -5"),
         ("pools: {decode: {cores: all}}", "pools.decode.cores: 'all' is not allowed; choose from: auto, none"),

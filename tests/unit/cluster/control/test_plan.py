@@ -149,9 +149,35 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
         assert (worker.host, worker.port, worker.transport) == ("127.0.0.1", 0, "shm")
 
 
+@pytest.mark.parametrize(
+    ("device", "budget", "block", "swap", "chunk", "staging", "tail"),
+    [("cpu", 512, 16, 256 << 20, 4 << 20, 64 << 20, 32), ("cuda", 4096, 64, 0, 64 << 20, 512 << 20, 0)],
+)
+def test_defaults_are_those_of_the_device(
+    device: str, budget: int, block: int, swap: int, chunk: int, staging: int, tail: int
+) -> None:
+    pool = {"device": device}
+    config = parse_config({"pools": {"prefill": pool, "decode": pool}, "transfer": {"max_pairs": 3}})
+    for worker in ClusterPlan(config, "/m", (0, 1)).workers:
+        assert (worker.token_budget, worker.block_size, worker.kv_cache_bytes) == (budget, block, "auto")
+        assert (worker.swap_bytes, worker.tail_tokens) == (swap, tail)
+        assert worker.transfer == TransferLimits(chunk_bytes=chunk, staging_bytes=staging, max_pairs=3)
+
+
+def test_a_chunk_is_compared_with_the_staging_memory_of_the_device() -> None:
+    transfer = {"chunk_bytes": "128MiB"}
+    with pytest.raises(
+        ConfigError, match=r"chunk_bytes: 134217728 is larger than transfer\.staging_bytes \(67108864\)"
+    ):
+        parse_config({"transfer": transfer})
+    pool = {"device": "cuda"}
+    parse_config({"pools": {"prefill": pool, "decode": pool}, "transfer": transfer})
+
+
 def other_value(field: msgspec.structs.FieldInfo) -> Any:
     """A value that the field's default is not."""
     words = {"dtype": "float16", "quantization": "int8", "kv_cache_dtype": "fp8", "scheduling": "static"}
+    words |= {"kv_cache_bytes": 12345}  # type: ignore[dict-item]
     named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11, "max_itl_ms": 40.0}
     if field.name in named:
         return named[field.name]
