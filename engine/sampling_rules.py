@@ -14,6 +14,11 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def is_filtered(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether some tokens cannot be drawn, be they ever so probable."""
+    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
 def penalizes(sampling: Sampling) -> bool:
     """Whether tokens that the text has already become less probable."""
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)

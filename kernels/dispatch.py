@@ -45,6 +45,7 @@ __all__ = [
     "capturer",
     "describe",
     "draw_rows",
+    "draw_unfiltered",
     "draws_on",
     "drop_packing_memory",
     "embed",
@@ -303,6 +304,14 @@ def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
     """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
     out = _ops(logits_TV).argmax_rows(logits_TV, vocab_size)
     return _fallback(reference.argmax_rows, logits_TV, vocab_size) if out is None else out
+
+
+def draw_unfiltered(logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor) -> Tensor:
+    """A token for each row without filters, int64 [R], at its uniform number (fp64) of the distribution at its
+    temperature (fp32); -1 where nothing can be chosen. The same token from every implementation."""
+    args = (logits_RV, vocab_size, temperatures_R, uniform_R)
+    out = _ops(logits_RV).draw_unfiltered(*args)
+    return _fallback(reference.draw_unfiltered, *args) if out is None else out
 
 
 def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:

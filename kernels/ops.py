@@ -130,6 +130,12 @@ class Ops(Protocol):
         """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
         ...
 
+    def draw_unfiltered(
+        self, logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor, /
+    ) -> Tensor | None:
+        """A token for each row without filters, int64 [R]; -1 where nothing can be chosen. See `weights`."""
+        ...
+
     def qkv_rope_write(
         self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite, /
     ) -> Tensor | None:

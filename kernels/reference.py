@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from disagg.kernels import weights
 from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
 
 
@@ -111,6 +112,11 @@ def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
     ids_T = logits_TV.argmax(dim=-1)
     largest_T = logits_TV.gather(1, ids_T[:, None])[:, 0]
     return torch.where(largest_T.isfinite(), ids_T, -1)
+
+
+def draw_unfiltered(logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor) -> Tensor:
+    """A token for each row without filters, int64 [R]; -1 where nothing can be chosen. See `weights`."""
+    return weights.draw_unfiltered(logits_RV, vocab_size, temperatures_R, uniform_R)
 
 
 def paged_decode_attention(

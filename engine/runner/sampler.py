@@ -4,10 +4,11 @@ Per row, in this order: logit bias; masks (stop ids until `min_tokens`), which n
 over prompt and output ids; presence and frequency penalties over output ids; temperature; then top-k, top-p and min-p,
 each over what the one before left; then the draw. Greedy rows skip what follows the penalties.
 
-The draw is an inverse CDF with one uniform number, a function of (seed, output index) only. Tokens are ranked by
-(probability descending, id ascending), so that a row's token does not depend on the batch, the device's sort or the
-worker. In that order each filter keeps a prefix, and few draws leave the first `_NUM_RANKED` tokens: the whole
-vocabulary is ranked only for those.
+The draw is an inverse CDF with one uniform number, a function of (seed, output index) only. Without filters tokens
+stand in the order of their ids, and their weights are integers, the same on every device (`kernels/weights.py`). With
+filters they are ranked by (probability descending, id ascending), so that a row's token does not depend on the batch,
+the device's sort or the worker. In that order each filter keeps a prefix, and few draws leave the first `_NUM_RANKED`
+tokens: the whole vocabulary is ranked only for those.
 
 Shapes: S sequences, V vocabulary, R rows that are drawn, C ranked tokens of a row.
 """
@@ -28,8 +29,8 @@ from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
 from disagg.engine.runner.logits import edited_logits
 from disagg.engine.runner.model.device_draws import DeviceDraws
-from disagg.engine.sampling_rules import edits_logits, is_greedy
-from disagg.kernels.dispatch import argmax_rows
+from disagg.engine.sampling_rules import edits_logits, is_filtered, is_greedy
+from disagg.kernels.dispatch import argmax_rows, draw_unfiltered
 from disagg.proto.messages import Sampling
 
 _NUM_RANKED = 256
@@ -113,7 +114,38 @@ def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]
 
 def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
     vocab_size = logits_RV.shape[1]
-    temperatures_R = torch.tensor([s.spec.sampling.temperature for s in sequences], device=logits_RV.device)
+    tokens = [NO_TOKEN] * len(sequences)
+    kinds: tuple[list[int], list[int]] = ([], [])
+    for row, sequence in enumerate(sequences):
+        kinds[is_filtered(sequence.spec.sampling, vocab_size)].append(row)
+    for rows, draw in zip(kinds, (_draw_unfiltered, _draw_filtered), strict=True):
+        if rows:
+            part_RV = logits_RV if len(rows) == len(sequences) else logits_RV[rows]
+            for row, token in zip(rows, draw(part_RV, [sequences[row] for row in rows]), strict=True):
+                tokens[row] = token
+    return tokens
+
+
+def _temperatures(sequences: Seq[Sequence], device: torch.device) -> Tensor:
+    return torch.tensor([s.spec.sampling.temperature for s in sequences], dtype=torch.float32, device=device)
+
+
+def _draw_unfiltered(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    device = logits_RV.device
+    uniform_R = [uniform(sequence.spec.sampling.seed, sequence.num_output_tokens) for sequence in sequences]
+    drawn_R = draw_unfiltered(
+        logits_RV,
+        logits_RV.shape[1],
+        _temperatures(sequences, device),
+        torch.tensor(uniform_R, dtype=torch.float64, device=device),
+    )
+    tokens: list[int] = drawn_R.tolist()
+    return tokens
+
+
+def _draw_filtered(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    vocab_size = logits_RV.shape[1]
+    temperatures_R = _temperatures(sequences, logits_RV.device)
     scaled_RV = logits_RV / temperatures_R[:, None]
     top_R1 = scaled_RV.amax(dim=-1, keepdim=True)
     mass_R = (scaled_RV - top_R1).exp_().sum(dim=-1, dtype=torch.float64)
@@ -182,15 +214,12 @@ def _draw(ranking: _Ranking, sampling: Sampling, u: float) -> int | None:
     kept = _num_kept(ranking, sums_C, sampling)
     if kept is None:
         return None
-    if kept > 0:
-        at = int(np.searchsorted(sums_C[:kept], u * sums_C[kept - 1], side="right"))
-        return int(ranking.ids_C[min(at, kept - 1)])
-    at = int(np.searchsorted(sums_C, u * ranking.mass, side="right"))
-    return int(ranking.ids_C[at]) if at < len(sums_C) else None
+    at = int(np.searchsorted(sums_C[:kept], u * sums_C[kept - 1], side="right"))
+    return int(ranking.ids_C[min(at, kept - 1)])
 
 
 def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling) -> int | None:
-    """How many of the first tokens the filters keep: 0 stands for the whole vocabulary, None for more than ranked."""
+    """How many of the first tokens the filters, at least one, keep; None for more than are ranked."""
     known = len(sums_C)
     kept = known
     mass = ranking.mass
@@ -208,9 +237,7 @@ def _num_kept(ranking: _Ranking, sums_C: NDArray[np.float64], sampling: Sampling
         likely = int(np.count_nonzero(ranking.weights_C[:kept] >= sampling.min_p))
         if likely < kept:
             kept, cut = max(likely, 1), True
-    if cut:
-        return kept
-    return None if sampling.top_p < 1.0 or sampling.min_p > 0.0 else 0
+    return kept if cut else None
 
 
 # ---------------------------------------------------------------- rows without a token

@@ -1,8 +1,10 @@
 // The small ops between the GEMMs, each in one pass and one call: rows of the embedding, RMS norm (with the residual
-// sum), silu(gate) * up, arg-max. They round where the torch references round between two ops, so that bf16 results agree.
+// sum), silu(gate) * up, arg-max, a draw. They round where the torch references round between two ops, so that bf16 results agree.
 // Threads take rows where there is enough to do. Strides in elements, the last dim contiguous, outputs contiguous.
 
 #include "elementwise.h"
+
+#include <algorithm>
 
 #include "calls.h"
 #include "thread_pool.h"
@@ -98,6 +100,54 @@ int64_t argmax_row(const T* x, int64_t size) {
     return std::isfinite(top) ? at : -1;
 }
 
+// The weights of `kernels/weights.py`, of numbers that are divided by the temperature already.
+constexpr uint64_t COEFFICIENTS[] = {1073741824, 744257238, 257890130, 59371512, 9880746, 1013080};
+constexpr float STEPS = 1512775.375f, MOST_STEPS = 43 << 20;
+
+inline uint64_t weight(float value, float top) {
+    const float distance = (top - value) * STEPS;
+    const auto steps = static_cast<uint32_t>(static_cast<int32_t>(distance < MOST_STEPS ? distance : MOST_STEPS));
+    const uint64_t f = steps & 0xFFFFF;
+    uint64_t power = COEFFICIENTS[5];
+    for (int k = 4; k >= 0; --k) power = COEFFICIENTS[k] - ((static_cast<uint32_t>(power) * f) >> 20);
+    return (power << 12) >> (steps >> 20);
+}
+
+constexpr int64_t DRAW_CHUNK = 1024, MAX_DRAWN = 1 << 20;
+
+// The numbers from x on over the temperature; those behind the last one hold anything.
+template <class T>
+void scale_chunk(const T* x, int64_t size, float temperature, float* out) {
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i, lanes_left(size, i)) / splat(temperature));
+}
+
+// The first index whose running sum of weights passes `at` (in [0, 1)) of the whole; -1 as `argmax_row`.
+template <class T>
+int64_t draw_row(const T* x, int64_t size, float temperature, double at) {
+    const int64_t largest = argmax_row(x, size);
+    if (largest < 0) return -1;
+    const float top = load(x + largest, 1)[0] / temperature;
+    if (!std::isfinite(top)) return -1;
+    alignas(64) float values[DRAW_CHUNK + LANES];
+    uint64_t sums[MAX_DRAWN / DRAW_CHUNK], total = 0;
+    for (int64_t first = 0; first < size; first += DRAW_CHUNK) {
+        const int64_t count = std::min(DRAW_CHUNK, size - first);
+        scale_chunk(x + first, count, temperature, values);
+        uint64_t sum = 0;
+        for (int64_t i = 0; i < count; ++i) sum += weight(values[i], top);
+        sums[first / DRAW_CHUNK] = sum;
+        total += sum;
+    }
+    uint64_t goal = std::min(static_cast<uint64_t>(at * static_cast<double>(total)), total - 1);
+    int64_t chunk = 0;
+    while (goal >= sums[chunk]) goal -= sums[chunk++];
+    const int64_t first = chunk * DRAW_CHUNK;
+    scale_chunk(x + first, std::min(DRAW_CHUNK, size - first), temperature, values);
+    int64_t i = 0;
+    for (uint64_t one = weight(values[0], top); goal >= one; one = weight(values[++i], top)) goal -= one;
+    return first + i;
+}
+
 struct RmsNorm {
     int32_t is_bf16;
     const void* x;
@@ -187,6 +237,23 @@ void argmax(const Argmax& args) {
     for_rows(args.num_rows, args.size, [&](int64_t row) { args.out[row] = argmax_row(logits + row * args.stride, args.size); });
 }
 
+struct Draw {
+    int32_t is_bf16;
+    const void* logits;
+    int64_t stride, num_rows, size;
+    const float* temperatures;
+    const double* at;
+    int64_t* out;
+};
+
+template <class T>
+void draw(const Draw& args) {
+    const auto* logits = static_cast<const T*>(args.logits);
+    for_rows(args.num_rows, args.size, [&](int64_t row) {
+        args.out[row] = draw_row(logits + row * args.stride, args.size, args.temperatures[row], args.at[row]);
+    });
+}
+
 }  // namespace
 
 void silu_mul_rows(const bf16* gate_up, int64_t stride, bf16* out, int64_t num_tokens, int64_t size) {
@@ -235,6 +302,12 @@ int64_t disagg_embed(const void* p) {
 int64_t disagg_argmax(const void* p) {
     const auto& args = args_as<Argmax>(p);
     args.is_bf16 ? argmax<bf16>(args) : argmax<float>(args);
+    return DONE;
+}
+
+int64_t disagg_draw(const void* p) {
+    const auto& args = args_as<Draw>(p);
+    args.is_bf16 ? draw<bf16>(args) : draw<float>(args);
     return DONE;
 }
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.ops import Ops, PrefillChunk, Prefills, RopeWrite, can_hold
+from disagg.kernels.weights import MAX_TOKENS
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 512
@@ -69,6 +70,7 @@ class NativeOps(Ops):
         self._add_rms_norm = Kernel(short, "disagg_add_rms_norm", "iPqPqPPPqqf")
         self._silu_mul = Kernel(short, "disagg_silu_mul", "iPqPqq")
         self._argmax = Kernel(short, "disagg_argmax", "iPqqqP")
+        self._draw = Kernel(long, "disagg_draw", "iPqqqPPP")
         self._qkv_rope_write = Kernel(
             short,
             "disagg_qkv_rope_write",
@@ -155,6 +157,25 @@ class NativeOps(Ops):
             return None
         out = new_output((T,), torch.int64)
         self._argmax(is_bf16, logits_TV.data_ptr(), stride, T, vocab_size, out.data_ptr())
+        return out
+
+    @override
+    def draw_unfiltered(
+        self, logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor
+    ) -> Tensor | None:
+        is_bf16 = _IS_BF16.get(logits_RV.dtype)
+        (R, V), (stride, inner) = logits_RV.shape, logits_RV.stride()
+        if is_bf16 is None or inner != 1 or not 0 < vocab_size <= min(V, MAX_TOKENS):
+            return None
+        if temperatures_R.dtype != torch.float32 or uniform_R.dtype != torch.float64:
+            return None
+        if not (temperatures_R.is_contiguous() and uniform_R.is_contiguous()):
+            return None
+        out = new_output((R,), torch.int64)
+        self._draw(
+            is_bf16, logits_RV.data_ptr(), stride, R, vocab_size, temperatures_R.data_ptr(), uniform_R.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
         return out
 
     @override

@@ -72,6 +72,13 @@ class TritonOps(Ops):
             return argmax.argmax_rows(logits_TV, vocab_size)
         return None
 
+    @override
+    def draw_unfiltered(
+        self, logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor
+    ) -> Tensor | None:
+        """`draw_rows` draws rows of all kinds."""
+        return None
+
     def runs_on(self, device: torch.device) -> bool:
         """Whether tensors of this device are taken at all."""
         return _takes(device)

@@ -7,12 +7,13 @@ every launch:
 1. Each group of columns gives its largest key.
 2. The `num`-th largest of those bounds the `num`-th largest key of the row from below. At most `num` groups reach it,
    and with random logits only a few more than `num` keys do.
-3. The keys above the bound are collected, in any order, and the row's weights exp((logit - largest) / T) are summed.
+3. The keys above the bound are collected, in any order, and the row's weights exp((logit - largest) / T) are summed,
+   as floats and as integers (`kernels/weights.py`).
 4. The rank of a collected key is the number of larger ones among them; which is the key's place.
 
-All is exact but the sum: fp32 weights of the device's exponential, added up in fp64, in an order that depends on the
-size of the vocabulary alone. So the mass is the same number in every run on a device, and within about 1e-6 of another
-device's.
+All is exact but the sum of floats: fp32 weights of the device's exponential, added up in fp64, in an order that depends
+on the size of the vocabulary alone. So the mass is the same number in every run on a device, and within about 1e-6 of
+another device's.
 
 Shapes: R rows, V vocabulary, G groups of columns, C ranked tokens, E chunks.
 """
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels import weights
 from disagg.kernels.triton.jit import jit
 
 GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
@@ -34,7 +36,11 @@ GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 """Below the key of every token."""
 
-_CHUNK = 4096
+_C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(coefficient) for coefficient in weights.COEFFICIENTS)
+_STEPS, _MOST_STEPS = tl.constexpr(weights.STEPS), tl.constexpr(weights.MOST_STEPS)
+
+CHUNK = 4096
+"""Columns that a program weighs."""
 _GROUP = 64
 """Columns of a group."""
 _TILE = 64
@@ -53,6 +59,8 @@ class Ranking:
     """fp32, logit over temperature, descending."""
     masses_RE: Tensor
     """fp64; their sum is that of exp(value - largest value) over the row. NaN where a row cannot be sampled from."""
+    weights_RE: Tensor
+    """int64, the sum of the integer weights of each `CHUNK` columns."""
     vocab_size: int
 
 
@@ -82,6 +90,19 @@ def value_of(keys: tl.tensor) -> tl.tensor:
     """fp32 value of a key."""
     ordered = (keys >> 32).to(tl.int32)
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@jit
+def weights_of(values: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """`weights.weights` of scaled logits, int64."""
+    steps = tl.minimum((top - values) * _STEPS, _MOST_STEPS).to(tl.int32)
+    fractions = (steps & 0xFFFFF).to(tl.int64)
+    power = _C4 - ((_C5 * fractions) >> 20)
+    power = _C3 - ((power * fractions) >> 20)
+    power = _C2 - ((power * fractions) >> 20)
+    power = _C1 - ((power * fractions) >> 20)
+    power = _C0 - ((power * fractions) >> 20)
+    return (power << 12) >> (steps >> 20).to(tl.int64)
 
 
 @jit
@@ -136,6 +157,7 @@ def _collect_kernel(
     counts_ptr: tl.tensor,
     collected_ptr: tl.tensor,
     masses_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
     vocab_size: tl.tensor,
     row_stride: tl.tensor,
     capacity: tl.tensor,
@@ -147,8 +169,10 @@ def _collect_kernel(
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=mask, other=0.0)
     values = scaled(logits, tl.load(temperatures_ptr + row))
     top = value_of(tl.load(bounds_ptr + row * 2 + 1))
-    weights = tl.where(mask, tl.exp(values - top), 0.0)
-    tl.store(masses_ptr + row * tl.num_programs(1) + chunk, tl.sum(weights.to(tl.float64), axis=0))
+    masses = tl.where(mask, tl.exp(values - top), 0.0)
+    tl.store(masses_ptr + row * tl.num_programs(1) + chunk, tl.sum(masses.to(tl.float64), axis=0))
+    whole = tl.where(mask, weights_of(values, top), 0)
+    tl.store(weights_ptr + row * tl.num_programs(1) + chunk, tl.sum(whole, axis=0))
     keys = key_of(values, columns)
     above = mask & (keys >= tl.load(bounds_ptr + row * 2))
     place = tl.atomic_add(counts_ptr + row + tl.zeros([CHUNK], tl.int64), 1, mask=above)
@@ -188,12 +212,13 @@ def rank_top(logits_RV: Tensor, num: int, temperatures_R: Tensor, vocab_size: in
     """
     R, device = logits_RV.shape[0], logits_RV.device
     num = min(num, vocab_size)
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    num_groups = chunks * (_CHUNK // _GROUP)
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    num_groups = chunks * (CHUNK // _GROUP)
     capacity = min(num * _GROUP, vocab_size)
     ids_RC = torch.empty((R, num), dtype=torch.int64, device=device)
     values_RC = torch.empty((R, num), dtype=torch.float32, device=device)
     masses_RE = torch.empty((R, chunks), dtype=torch.float64, device=device)
+    weights_RE = torch.empty((R, chunks), dtype=torch.int64, device=device)
     if R:
         groups_RG = torch.empty((R, num_groups), dtype=torch.int64, device=device)
         bounds_R2 = torch.empty((R, 2), dtype=torch.int64, device=device)
@@ -208,15 +233,18 @@ def rank_top(logits_RV: Tensor, num: int, temperatures_R: Tensor, vocab_size: in
             counts_R,
             vocab_size,
             stride,
-            GROUPS=_CHUNK // _GROUP,
+            GROUPS=CHUNK // _GROUP,
             GROUP=_GROUP,
             num_warps=8,
         )
         _bounds_kernel[(R, num_groups // _TILE)](groups_RG, bounds_R2, num_groups, num, TILE=_TILE, num_warps=4)
+        sums = (masses_RE, weights_RE)
         _collect_kernel[(R, chunks)](
-            *rows, bounds_R2, counts_R, collected, masses_RE, vocab_size, stride, capacity, CHUNK=_CHUNK, num_warps=8
+            *rows, bounds_R2, counts_R, collected, *sums, vocab_size, stride, capacity, CHUNK=CHUNK, num_warps=8
         )
         _rank_kernel[(R, _RANK_PROGRAMS)](
             collected, counts_R, ids_RC, values_RC, capacity, num, TILE=_TILE, num_warps=4
         )
-    return Ranking(ids_RC=ids_RC, values_RC=values_RC, masses_RE=masses_RE, vocab_size=vocab_size)
+    return Ranking(
+        ids_RC=ids_RC, values_RC=values_RC, masses_RE=masses_RE, weights_RE=weights_RE, vocab_size=vocab_size
+    )

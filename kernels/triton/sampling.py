@@ -1,19 +1,21 @@
 """One token per row, drawn on the device: the next step can read it there, and the host reads it a step later.
 
-The draw is that of `engine.sampler`: an inverse CDF over tokens ranked by (probability descending, id ascending),
-behind top-k, top-p and min-p, each over what the one before left, with one uniform number per (seed, output index).
-Three launches follow the four of `ranking.rank_top`:
+The draw is that of `engine.sampler`, with one uniform number per (seed, output index): without filters by the running
+sum of integer weights in the order of ids; else an inverse CDF over tokens ranked by (probability descending, id
+ascending), behind top-k, top-p and min-p, each over what the one before left. Three launches follow the four of
+`ranking.rank_top`:
 
 1. The uniform numbers: `engine.randomness`, SplitMix64 (`proto/splitmix.py`) in 64-bit integers.
-2. The draw from the first `NUM_RANKED` tokens, which decides nearly every row with a filter or a peaked distribution.
-3. For rows that these do not decide, a search over all keys of the row, by the sum of the weights above a key. Other
-   rows' programs return at once. Slow (16 passes over the row for each filter, and for the draw), and right for every
-   filter.
+2. The draw from the first `NUM_RANKED` tokens, which decides nearly every row with a filter.
+3. Rows without filters: the sums of the chunks tell the chunk, and its weights the token. Rows with filters that the
+   ranked tokens do not decide: a search over all keys of the row, by the sum of the weights above a key; slow (16
+   passes over the row for each filter, and for the draw), and right for every filter. Other rows' programs return at
+   once.
 
-What is exact: the uniform number, bit for bit; the order of the tokens; greedy rows; top-k. What is not: sums of
-weights, which differ from the host's by about 1e-6 (fp32 exponentials), so a draw or a top-p cut that falls so close to
-the border between two tokens may take the neighbour. About one token in a million differs between sampler and kernel;
-the same kernel on the same device repeats itself always.
+What is exact: the uniform number, bit for bit; rows without filters; the order of the tokens; greedy rows; top-k. What
+is not: sums of weights of rows with filters, which differ from the host's by about 1e-6 (fp32 exponentials), so a draw
+or a top-p cut that falls so close to the border between two tokens may take the neighbour. About one token in a million
+of theirs differs between sampler and kernel; the same kernel on the same device repeats itself always.
 
 Bias, masks, penalties and log-probabilities are not here: who needs them edits the logits before.
 
@@ -31,7 +33,17 @@ from torch import Tensor
 
 from disagg.kernels.ops import Filters
 from disagg.kernels.triton.jit import jit
-from disagg.kernels.triton.ranking import GREEDY_BELOW, LOWEST, Ranking, id_of, key_of, rank_top, scaled
+from disagg.kernels.triton.ranking import (
+    CHUNK,
+    GREEDY_BELOW,
+    LOWEST,
+    Ranking,
+    id_of,
+    key_of,
+    rank_top,
+    scaled,
+    weights_of,
+)
 
 NUM_RANKED = 256
 
@@ -90,6 +102,38 @@ def uniform(seeds_R: Tensor, indices_R: Tensor) -> Tensor:
 
 
 @jit
+def _is_unfiltered(top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+    """As `engine.sampling_rules.is_filtered`, of the contrary."""
+    return ((top_k <= 0) | (top_k >= vocab_size)) & (top_p >= 1.0) & (min_p <= 0.0)
+
+
+@jit
+def _pick(
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    temperature: tl.tensor,
+    top: tl.tensor,
+    uniform: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+) -> tl.tensor:
+    """The draw of a row without filters; see `weights`."""
+    chunks = tl.arange(0, CHUNKS)
+    sums = tl.cumsum(tl.load(weights_ptr + chunks, mask=chunks < num_chunks, other=0), axis=0)
+    total = tl.max(sums, axis=0)
+    goal = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    chunk = tl.sum((sums <= goal).to(tl.int32), axis=0)
+    goal -= tl.sum(tl.where(chunks == chunk - 1, sums, 0), axis=0)
+    columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < vocab_size
+    values = scaled(tl.load(logits_ptr + columns, mask=mask, other=0.0), temperature)
+    sums = tl.cumsum(tl.where(mask, weights_of(values, top), 0), axis=0)
+    return (chunk * COLUMNS + tl.sum((sums <= goal).to(tl.int32), axis=0)).to(tl.int64)
+
+
+@jit
 def _draw_kernel(
     ids_ptr: tl.tensor,
     values_ptr: tl.tensor,
@@ -130,14 +174,14 @@ def _draw_kernel(
     cuts_min_p = (min_p > 0.0) & (likely < kept)
     kept = tl.where(cuts_min_p, tl.maximum(likely, 1), kept)
     cut = cut | cuts_p | cuts_min_p
-    undecided = undecided | ((cut == 0) & ((top_p < 1.0) | (min_p > 0.0)))
-    total = tl.where(cut, tl.sum(tl.where(columns == kept - 1, sums, 0.0), axis=0), mass)
+    # Without filters the third launch draws.
+    undecided = undecided | (cut == 0) | _is_unfiltered(top_k, top_p, min_p, vocab_size)
+    total = tl.sum(tl.where(columns == kept - 1, sums, 0.0), axis=0)
     at = tl.sum((known & (sums <= tl.load(uniform_ptr + row) * total)).to(tl.int32), axis=0)
-    at = tl.where(cut, tl.minimum(at, kept - 1), at)
     is_greedy = tl.load(temperatures_ptr + row) < GREEDY_BELOW
-    at = tl.where(is_greedy, 0, at)
-    undecided = (undecided | (at >= KNOWN)) & (is_greedy == 0)
-    token = tl.load(ids_ptr + row * KNOWN + tl.minimum(at, KNOWN - 1))
+    at = tl.where(is_greedy, 0, tl.minimum(at, kept - 1))
+    undecided = undecided & (is_greedy == 0)
+    token = tl.load(ids_ptr + row * KNOWN + at)
     token = tl.where(undecided, _UNDECIDED, token)
     is_finite = (mass == mass) & (mass < float("inf"))
     tl.store(out_ptr + row, tl.where(is_finite, token, BAD_ROW))
@@ -178,9 +222,9 @@ def _search(
     low: tl.tensor,
     high: tl.tensor,
     goal: tl.tensor,
-    vocab_size: tl.tensor,
     BY_COUNT: tl.constexpr,
     STRICT: tl.constexpr,
+    vocab_size: tl.tensor,
     CHUNK: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> tl.tensor:
@@ -217,6 +261,7 @@ def _search_kernel(
     logits_ptr: tl.tensor,
     values_ptr: tl.tensor,
     ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -225,31 +270,41 @@ def _search_kernel(
     out_ptr: tl.tensor,
     vocab_size: tl.tensor,
     row_stride: tl.tensor,
+    num_chunks: tl.tensor,
     KNOWN: tl.constexpr,
     CHUNK: tl.constexpr,
     WAYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ) -> None:
-    """Rows that are undecided: the keys at which each filter cuts, then the draw over what they leave."""
+    """Rows that are undecided: without filters the draw, else the keys at which each filter cuts, then the draw over
+    what they leave."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(out_ptr + row) == _UNDECIDED:
         logits_ptr += row * row_stride
         temperature = tl.load(temperatures_ptr + row)
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         top = tl.load(values_ptr + row * KNOWN)
-        high = key_of(top, tl.load(ids_ptr + row * KNOWN)) + 1
-        cut = _lowest(logits_ptr, temperature, vocab_size, CHUNK)
-        if (top_k > 0) & (top_k < vocab_size):
-            cut = _search(logits_ptr, temperature, top, cut, high, top_k, vocab_size, True, False, CHUNK, WAYS)
-        total, count, likely = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
-        if top_p < 1.0:
-            cut = _search(logits_ptr, temperature, top, cut, high, top_p * total, vocab_size, False, False, CHUNK, WAYS)
-        if (min_p > 0.0) & (likely < count):
-            at_least = tl.maximum(likely, 1)
-            cut = _search(logits_ptr, temperature, top, cut, high, at_least, vocab_size, True, False, CHUNK, WAYS)
-        total, _, _ = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
-        goal = tl.load(uniform_ptr + row) * total
-        token = _search(logits_ptr, temperature, top, cut, high, goal, vocab_size, False, True, CHUNK, WAYS)
-        tl.store(out_ptr + row, id_of(token))
+        uniform = tl.load(uniform_ptr + row)
+        if _is_unfiltered(top_k, top_p, min_p, vocab_size):
+            weights_ptr += row * num_chunks
+            rest = (vocab_size, num_chunks, COLUMNS, CHUNKS)
+            tl.store(out_ptr + row, _pick(logits_ptr, weights_ptr, temperature, top, uniform, *rest))
+        else:
+            high = key_of(top, tl.load(ids_ptr + row * KNOWN)) + 1
+            cut = _lowest(logits_ptr, temperature, vocab_size, CHUNK)
+            scan = (vocab_size, CHUNK, WAYS)
+            if (top_k > 0) & (top_k < vocab_size):
+                cut = _search(logits_ptr, temperature, top, cut, high, top_k, True, False, *scan)
+            total, count, likely = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
+            if top_p < 1.0:
+                cut = _search(logits_ptr, temperature, top, cut, high, top_p * total, False, False, *scan)
+            if (min_p > 0.0) & (likely < count):
+                at_least = tl.maximum(likely, 1)
+                cut = _search(logits_ptr, temperature, top, cut, high, at_least, True, False, *scan)
+            total, _, _ = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
+            token = _search(logits_ptr, temperature, top, cut, high, uniform * total, False, True, *scan)
+            tl.store(out_ptr + row, id_of(token))
 
 
 @jit
@@ -284,16 +339,19 @@ def draw(logits_RV: Tensor, ranking: Ranking, filters: Filters, uniform_R: Tenso
         IS_ALL=known == vocab_size,
         num_warps=4,
     )
-    if known < vocab_size:
-        _search_kernel[(R,)](
-            logits_RV,
-            ranking.values_RC,
-            ranking.ids_RC,
-            *rules,
-            logits_RV.stride(0),
-            KNOWN=known,
-            CHUNK=_CHUNK,
-            WAYS=_WAYS,
-            num_warps=16,
-        )
+    _search_kernel[(R,)](
+        logits_RV,
+        ranking.values_RC,
+        ranking.ids_RC,
+        ranking.weights_RE,
+        *rules,
+        logits_RV.stride(0),
+        chunks,
+        KNOWN=known,
+        CHUNK=_CHUNK,
+        WAYS=_WAYS,
+        COLUMNS=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=16,
+    )
     return out_R

@@ -47,9 +47,9 @@ def support(row: list[float], draws: int = 400, **sampling: Any) -> set[int]:
     return set(sampler.sample(torch.tensor([row] * draws), sequences))
 
 
-def expected_token(probabilities: list[float], u: float) -> int:
-    """Inverse CDF over (probability descending, id ascending), in plain Python."""
-    ranked = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+def expected_token(probabilities: list[float], u: float, *, filtered: bool = False) -> int:
+    """Inverse CDF over the ids, with filters over (probability descending, id ascending), in plain Python."""
+    ranked = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token] if filtered else 0.0, token))
     below = 0.0
     for token in ranked:
         below += probabilities[token]
@@ -154,7 +154,7 @@ def test_filtered_probabilities_are_renormalized() -> None:
     sequences = [sequence(seed=seed, top_k=3, top_p=0.75, min_p=0.3) for seed in range(300)]
     found = Sampler(4).sample(torch.tensor([row] * 300), sequences)
     # top-k 3: 4/9 3/9 2/9; top-p 0.75: the first two reach 7/9; min-p: 3/4 stays
-    assert found == [expected_token([0.0, 4 / 7, 0.0, 3 / 7], uniform(seed, 0)) for seed in range(300)]
+    assert found == [expected_token([0.0, 4 / 7, 0.0, 3 / 7], uniform(seed, 0), filtered=True) for seed in range(300)]
 
 
 def test_filters_follow_temperature() -> None:
@@ -285,7 +285,9 @@ def test_a_draw_is_the_inverse_cdf_of_one_uniform_also_far_down_the_ranking(samp
     expected, ranks = [], []
     for seed, row in enumerate(values):
         p = torch.softmax(row.double() / temperature, 0)
-        order = sorted(range(vocab_size), key=lambda token, p=p: (-float(p[token]), token))  # type: ignore[misc]
+        by_id = not sampling
+        order = list(range(vocab_size))
+        order.sort(key=lambda token, p=p: (by_id or -float(p[token]), token))  # type: ignore[misc]
         kept = order[: int(sampling.get("top_k", vocab_size))]
         sums = torch.cumsum(p[kept], 0)
         if "top_p" in sampling:
@@ -298,6 +300,16 @@ def test_a_draw_is_the_inverse_cdf_of_one_uniform_also_far_down_the_ranking(samp
         ranks.append(rank)
     assert found == expected
     assert min(ranks) < 256 < max(ranks)
+
+
+def test_without_filters_a_draw_is_of_the_tokens_by_id() -> None:
+    """In one row and another, whatever the batch; the uniform numbers at the borders too."""
+    values = logits([1.0, 3.0, 2.0])
+    p = torch.softmax(values[0].double(), 0).tolist()
+    found = Sampler(3).sample(values.repeat(300, 1), [sequence(seed=seed) for seed in range(300)])
+    drawn = [uniform(seed, 0) for seed in range(300)]
+    assert found == [0 if u < p[0] else 1 if u < p[0] + p[1] else 2 for u in drawn]
+    assert set(found) == {0, 1, 2}
 
 
 def test_equal_logits_are_ranked_by_id() -> None:

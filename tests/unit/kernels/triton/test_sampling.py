@@ -15,6 +15,7 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.model import device_draws
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.sampler import Sampler
+from disagg.kernels import weights
 from disagg.kernels.ops import Filters
 from disagg.kernels.triton import sampling
 from disagg.kernels.triton.ranking import rank_top
@@ -109,6 +110,30 @@ def test_draws_the_tokens_of_the_engine() -> None:
     assert sampling.sample(logits_RV, VOCAB_SIZE, filters, NUM_RANKED).tolist() == expected
 
 
+def test_rows_without_filters_have_the_tokens_of_the_host() -> None:
+    """In several chunks of columns, at the ends of the distribution, and of logits that are no multiples of anything;
+    rows of other kinds beside them."""
+    vocab_size, generator = 4300, torch.Generator().manual_seed(3)
+    spread_R1 = torch.tensor([0.1, 2.0, 9.0]).repeat(4)[:, None]
+    logits_RV = torch.randn((12, vocab_size + 8), generator=generator) * spread_R1
+    logits_RV[5, 100:] = -math.inf
+    rules = [*({"temperature": 0.3 + 0.4 * row} for row in range(10)), {"top_k": 3}, {"top_k": 9}]
+    sequences = [sequence(row, seed=5 * row + 1, **rule) for row, rule in enumerate(rules)]
+    filters, expected = filters_of(sequences), Sampler(vocab_size).sample(logits_RV, sequences)
+    assert sampling.sample(logits_RV, vocab_size, filters, NUM_RANKED).tolist() == expected
+    temperatures_R = filters.temperatures_R
+    ranking = rank_top(logits_RV, NUM_RANKED, temperatures_R, vocab_size)
+    values_RV = logits_RV[:, :vocab_size] / temperatures_R[:, None]
+    exact_RV = weights.weights(values_RV, values_RV.amax(1, keepdim=True))
+    assert torch.equal(ranking.weights_RE, torch.stack([exact_RV[:, :4096].sum(1), exact_RV[:, 4096:].sum(1)], 1))
+    for u in (0.0, 0.5, 1.0 - 2.0**-53):
+        uniform_R = torch.full((12,), u, dtype=torch.float64)
+        drawn = sampling.draw(logits_RV, ranking, filters, uniform_R)
+        on_host = weights.draw_unfiltered(logits_RV, vocab_size, temperatures_R, uniform_R)
+        assert torch.equal(drawn[:10], on_host[:10])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_the_sampler_draws_where_the_logits_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than go in one call, some of edited logits, greedy ones among them."""
     monkeypatch.setattr(device_draws, "draw_rows", sampling.sample)
@@ -132,7 +157,8 @@ def test_the_last_draw_goes_to_the_last_token_that_is_left() -> None:
     ranking = rank_top(logits_RV, NUM_RANKED, filters.temperatures_R, VOCAB_SIZE)
     found = sampling.draw(logits_RV, ranking, filters, torch.full((4,), 1.0 - 2.0**-53, dtype=torch.float64))
     order = logits_RV.float().sort(dim=1, descending=True, stable=True).indices
-    assert found.tolist() == [int(order[row, last]) for row, last in enumerate((VOCAB_SIZE - 1, 99, 19, 0))]
+    # Without filters tokens stand in the order of their ids.
+    assert found.tolist() == [VOCAB_SIZE - 1, *(int(order[row, last]) for row, last in ((1, 99), (2, 19), (3, 0)))]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
