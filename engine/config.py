@@ -22,7 +22,7 @@ from disagg.proto.messages import RoleName
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
-TransportName = Literal["gloo", "shm", "nccl", "local"]
+TransportName = Literal["gloo", "shm", "nixl", "nccl", "local"]
 Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
 

@@ -36,9 +36,9 @@ TIMEOUT_S: Final = 10.0
 """How long each side waits for the other, in all."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 
-Purpose = Literal["rank connection", "rendezvous"]
-"""What the connection is for: a follower's connection to rank 0 of its worker, or a member's connection to a
-`RendezvousServer`."""
+Purpose = Literal["rank connection", "rendezvous", "kv link"]
+"""What the connection is for: a follower's connection to rank 0 of its worker, a member's connection to a
+`RendezvousServer`, or the words of a pair whose bytes travel by NIXL."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 M = TypeVar("M", bound=Message)
 

@@ -31,11 +31,15 @@ def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Re
             from disagg.engine.kv_transfer.transports.shm import ShmRendezvous
 
             return ShmRendezvous(secret)
+        case "nixl":
+            from disagg.engine.kv_transfer.transports.nixl import NixlRendezvous
+
+            return NixlRendezvous(host, secret)
         case "nccl":
             from disagg.engine.kv_transfer.transports.nccl import NcclRendezvous
 
             return NcclRendezvous(host, secret)
-    raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")
+    raise ValueError(f"transport must be gloo, shm, nixl, nccl or local, not {name!r}")
 
 
 def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "sender") -> Connector:
@@ -59,8 +63,12 @@ def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "se
             from disagg.engine.kv_transfer.transports.shm import ShmConnector
 
             return ShmConnector(secret, side=side)
+        case "nixl":
+            from disagg.engine.kv_transfer.transports.nixl import NixlConnector
+
+            return NixlConnector(host, secret, side=side)
         case "nccl":
             from disagg.engine.kv_transfer.transports.nccl import NcclConnector
 
             return NcclConnector(secret, side=side)
-    raise ValueError(f"transport must be gloo, shm, nccl or local, not {name!r}")
+    raise ValueError(f"transport must be gloo, shm, nixl, nccl or local, not {name!r}")

@@ -38,6 +38,7 @@ from typing_extensions import override
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
+    RANK_OF,
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
@@ -52,9 +53,6 @@ from disagg.engine.kv_transfer.transports.transport import (
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
-
-RANK_OF: dict[Side, int] = {"sender": 0, "receiver": 1}
-"""In a pair's group."""
 
 _BYTES_TAG, _CLOSE_TAG, _END_TAG, _ANSWER_TAG = 1, 2, 3, 4
 _MAX_POSTED = 4

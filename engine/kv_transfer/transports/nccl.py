@@ -48,9 +48,11 @@ from typing_extensions import override
 
 from disagg.engine.device_environment import GPU_ENVIRONMENT
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports.gloo import RANK_OF, check_open
+from disagg.engine.kv_transfer.transports.gloo import check_open
+from disagg.engine.kv_transfer.transports.process_end import exit_process, return_or_exit
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
+    RANK_OF,
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
@@ -72,9 +74,6 @@ _dist: Any = torch.distributed
 _cuda: Any = torch.cuda
 
 _POLL_S = 50e-6
-ABORT_TIMEOUT_S = 5.0
-EXIT_STATUS = 3
-"""Of a process that ends because an abort did not return."""
 
 
 def _require_nccl() -> None:
@@ -213,11 +212,6 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _exit_process() -> None:
-    logging.shutdown()
-    os._exit(EXIT_STATUS)
-
-
 @dataclass(slots=True, eq=False)
 class _Operation:
     transport: NcclTransport
@@ -247,7 +241,7 @@ class _Operation:
 class _DeviceThread:
     """The one thread that makes the NCCL calls of a device. Runs as long as the process, which ends with it."""
 
-    def __init__(self, device: int, exit_process: Callable[[], None] = _exit_process) -> None:
+    def __init__(self, device: int, exit_process: Callable[[], None] = exit_process) -> None:
         self._device = device
         self._exit_process = exit_process
         self._queue: deque[_Operation] = deque()
@@ -372,27 +366,3 @@ class NcclTransport(PairTransport):
         self._thread.submit(last)
         answered.wait()
         self._own_stream.destroy()
-
-
-def return_or_exit(
-    call: Callable[[], object],
-    what: str,
-    timeout_s: float = ABORT_TIMEOUT_S,
-    exit_process: Callable[[], None] = _exit_process,
-) -> None:
-    """Make a call that must return in time; otherwise the process ends, from another thread. The call must not hold
-    the interpreter's lock while it hangs."""
-
-    def give_up() -> None:
-        logger.critical(
-            "%s did not return in %g s; it may still write to KV buffers: ending the process", what, timeout_s
-        )
-        exit_process()
-
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        call()
-    finally:
-        timer.cancel()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from disagg.engine.kv_transfer.transports.transport import CLOSED, Checksum, Received, TransportError
+from disagg.engine.kv_transfer.transports.transport import CLOSED, PEER_ENDED, Checksum, Received, TransportError
 from disagg.engine.plan import Buffer
 
 if sys.platform != "linux":
@@ -34,7 +34,6 @@ PIECE_BYTES = 256 << 10
 NUM_SLOTS = 32
 """8 MiB in all: two chunks of the default size."""
 RING_BYTES = PIECE_BYTES * NUM_SLOTS
-PEER_ENDED = "the peer ended the channel"
 
 _FILLED = struct.Struct("<QQ")
 """Sender to receiver: bytes of the operation, and how many of them have been put into the ring."""

@@ -19,13 +19,15 @@ has the price of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import xxhash
 
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.handover import Side
 
 Done = Callable[[bool, str], None]
 """Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
@@ -77,6 +79,11 @@ SET_UP_TIMEOUT_S = 20.0
 
 CLOSED = "the channel is closed"
 """The error text of an operation on a channel that this side has closed."""
+PEER_ENDED = "the peer ended the channel"
+"""That of one whose other side has ended."""
+
+RANK_OF: Mapping[Side, int] = MappingProxyType({"sender": 0, "receiver": 1})
+"""Of the members of a pair's group, where they meet."""
 
 
 class TransportError(RuntimeError):

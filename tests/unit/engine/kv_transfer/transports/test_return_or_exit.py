@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from disagg.engine.kv_transfer.transports.nccl import return_or_exit
+from disagg.engine.kv_transfer.transports.process_end import return_or_exit
 
 NOBODY_WAITS_S = 3600.0
 
