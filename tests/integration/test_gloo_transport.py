@@ -21,6 +21,7 @@ from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezv
 from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
+from tests.support.sockets import listening_addresses
 from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
 from tests.support.waiting import until
 
@@ -214,28 +215,6 @@ def test_it_listens_on_the_given_address_only(
     assert {address for address, _ in listening} == {HOST}
     assert int(rendezvous.address.rpartition(":")[2]) in {port for _, port in listening}
     peer.end()
-
-
-def listening_addresses() -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which this process listens, from /proc."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                raw, _, port = fields[1].rpartition(":")
-                packed = bytes.fromhex(raw)
-                address = socket.inet_ntoa(packed[::-1]) if table == "tcp" else f"tcp6 {raw}"
-                found.add((address, int(port, 16)))
-    return found
 
 
 def test_nobody_there_is_an_error_that_says_so() -> None:

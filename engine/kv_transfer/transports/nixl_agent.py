@@ -198,10 +198,9 @@ class NixlAgent:
             if self._agent is None:
                 return
             library_agent = weakref.ref(self._agent.agent)
-            for handle in self._reads.values():
+            while self._reads:
                 with contextlib.suppress(Exception):  # what cannot be cancelled ends with the agent
-                    handle.release()
-            self._reads.clear()
+                    self._reads.popitem()[1].release()
             self._agent = None  # the last reference: the library ends UCX's worker with all it was doing
             if library_agent() is not None:
                 raise NixlError("NIXL: the agent cannot be ended")

@@ -1,0 +1,441 @@
+"""The transport by NIXL: between two real processes, or with both ends in this one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.engine.io.connection import connect
+from disagg.engine.io.handshake import NONCE_BYTES, HandshakeError, answer
+from disagg.engine.kv_transfer.transports import nixl, nixl_agent
+from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.nixl import Filled, NixlConnector, NixlRendezvous, NixlTransport, Taken
+from disagg.engine.kv_transfer.transports.nixl_agent import NixlAgent, NixlError, region_of
+from disagg.engine.kv_transfer.transports.transport import CLOSED, PEER_ENDED, TransportError
+from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
+from disagg.proto.messages import Message
+from tests.support import transport_peer
+from tests.support.secret import SECRET, checksum
+from tests.support.sockets import listening_addresses
+from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
+from tests.support.transports import needs_nixl
+from tests.support.waiting import until
+
+pytestmark = needs_nixl
+
+SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, (4 << 20) - 1, 9 << 20]
+LARGE = 256 << 20
+WITH_HELP = {"engine_config": "TLS=posix,self", "ucx_error_handling_mode": "none"}
+"""UCX's memory channels alone: D cannot read by itself, P's side has to copy."""
+
+Peer = functools.partial(transport_peer.Peer, "nixl")
+
+
+def num_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """What is opened once: by the library at its first agent, and for processes at the first one."""
+    rendezvous = NixlRendezvous(HOST, SECRET)
+    Peer(rendezvous, []).end()
+    rendezvous.close()
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[NixlRendezvous]:
+    """One on loopback; afterwards no thread or descriptor of a channel is left, and nothing in /dev/shm."""
+    threads, descriptors = set(threading.enumerate()), num_descriptors()
+    rendezvous = NixlRendezvous(HOST, SECRET)
+    yield rendezvous
+    rendezvous.close()
+    until(lambda: set(threading.enumerate()) <= threads, "a thread is left")
+    until(lambda: num_descriptors() <= descriptors, "a descriptor is left")
+    assert [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("ucx")] == []
+
+
+@pytest.fixture(params=[None, WITH_HELP], ids=["by itself", "with the sender's help"])
+def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How D comes to P's memory, where both are in this process."""
+    if request.param is not None:
+        monkeypatch.setattr(nixl_agent, "WITHIN_A_HOST", request.param)
+
+
+def both(rendezvous: NixlRendezvous, name: str = "pair-1") -> tuple[NixlTransport, NixlTransport]:
+    """(P's end, D's end), in this process."""
+    ends: list[NixlTransport] = []
+    thread = threading.Thread(target=lambda: ends.append(rendezvous.accept(name)))
+    thread.start()
+    p = NixlConnector(HOST, SECRET)(name, rendezvous.address)
+    thread.join()
+    return p, ends[0]
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_chunks_of_odd_sizes_both_ways(rendezvous: NixlRendezvous) -> None:
+    peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
+    answers, order = Answers(), []
+    targets = [np.full(size + 3, 0xEE, np.uint8) for size in SIZES]
+    for number, target in enumerate(targets):
+        peer.transport.recv(target, SIZES[number], answers, lambda number=number: order.append(number))  # type: ignore[misc]
+    assert order == list(range(len(SIZES)))
+    expected = [content(seed, size) for seed, size in enumerate(SIZES)]
+    assert answers.all(len(SIZES)) == [(True, "", checksum(each)) for each in expected]
+    assert all(target[:-3].tobytes() == each.tobytes() for target, each in zip(targets, expected, strict=True))
+    assert all(target[-3:].tolist() == [0xEE] * 3 for target in targets)
+    assert peer.hears() == [(True, "", 0)] * len(SIZES)
+    for each in expected:
+        peer.transport.send(each, len(each), answers)
+    assert answers.all(len(SIZES)) == [(True, "", 0)] * len(SIZES)
+    assert peer.hears() == [(True, "", checksum(each)) for each in expected]
+    assert peer.hears() == ["MainThread"]
+    peer.end()
+
+
+@pytest.mark.usefixtures("options")
+def test_parts_of_one_allocation_are_sent_in_order_and_registered_once(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    whole, received, sent = content(1, 5 << 20), Answers(), Answers()
+    target = np.zeros(5 << 20, np.uint8)
+    cuts = [(0, 10), (10, 1 << 20), (1 << 20, 3 << 20), (3 << 20, 5 << 20)]
+    for first, last in cuts:
+        d.recv(target[first:last], last - first, received)
+        p.send(whole[first:last], last - first, sent)
+    assert received.all(4) == [(True, "", checksum(whole[first:last])) for first, last in cuts]
+    assert sent.all(4) == [(True, "", 0)] * 4
+    assert target.tobytes() == whole.tobytes()
+    assert [len(end._agent._owners) for end in (p, d)] == [2, 2]  # the probe's, and this one
+    p.close()
+    d.close()
+
+
+def test_a_buffer_may_be_filled_anew_when_it_is_answered(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    source, target, received, sent = np.zeros(100_000, np.uint8), np.zeros(100_000, np.uint8), Answers(), Answers()
+    for seed in range(20):
+        source[:] = content(seed, len(source))
+        d.recv(target, len(target), received)
+        p.send(source, len(source), sent)
+        assert sent.next()[0]
+        source[:] = 0xEE
+        assert received.next() == (True, "", checksum(content(seed, len(source))))
+    p.close()
+    d.close()
+
+
+def test_a_payload_waits_for_its_receive(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    sent, received, target = Answers(), Answers(), np.zeros(50, np.uint8)
+    p.send(content(1, 50), 50, sent)
+    with pytest.raises(queue.Empty):
+        sent.next(0.1)
+    d.recv(target, 50, received)
+    assert (received.next(), sent.next()) == ((True, "", checksum(content(1, 50))), (True, "", 0))
+    p.close()
+    d.close()
+
+
+def test_what_is_corrupt_has_another_checksum(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    source, received = content(1, 5000), Answers()
+    announced = checksum(source)
+    source[2500] ^= 1
+    d.recv(np.zeros(5000, np.uint8), 5000, received)
+    p.send(source, 5000, lambda *_: None)
+    ok, _, arrived = received.next()
+    assert ok
+    assert arrived == checksum(source) != announced
+    p.close()
+    d.close()
+
+
+def test_pairs_stand_side_by_side(rendezvous: NixlRendezvous) -> None:
+    (p1, d1), (p2, d2) = both(rendezvous, "one"), both(rendezvous, "two")
+    answers, target = Answers(), np.zeros(1, np.uint8)
+    d2.recv(target, 1, answers)
+    p1.send(np.array([1], np.uint8), 1, lambda *_: None)
+    p2.send(np.array([2], np.uint8), 1, lambda *_: None)
+    assert answers.next()[:2] == (True, "")
+    assert target.tolist() == [2]
+    for end in (p1, d1, p2, d2):
+        end.close()
+
+
+def test_a_rank_of_d_meets_a_sender_at_the_rendezvous_of_rank_0(rendezvous: NixlRendezvous) -> None:
+    for name, first in (("pair/0-1", "sender"), ("pair/1-1", "receiver")):
+        ends: dict[str, NixlTransport] = {}
+
+        def join(side: Any, name: str = name, ends: dict[str, NixlTransport] = ends) -> None:
+            ends[side] = NixlConnector(HOST, SECRET, side=side)(name, rendezvous.address)
+
+        thread = threading.Thread(target=join, args=(first,))
+        thread.start()
+        join("receiver" if first == "sender" else "sender")
+        thread.join()
+        answers, target, sent = Answers(), np.zeros(5000, np.uint8), content(1, 5000)
+        ends["receiver"].recv(target, 5000, answers)
+        ends["sender"].send(sent, 5000, lambda *_: None)
+        assert answers.next() == (True, "", checksum(sent))
+        for end in ends.values():
+            end.close()
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: NixlRendezvous) -> None:
+    peer = Peer(rendezvous, [("wait", None)])
+    answers = Answers()
+    for _ in range(3):
+        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
+        peer.transport.send(np.zeros(100, np.uint8), 100, answers)
+    with pytest.raises(queue.Empty):
+        answers.next(0.2)
+    peer.transport.close()
+    assert answers.errors(6) == [CLOSED] * 6
+    peer.transport.close()
+    posted: list[int] = []
+    peer.transport.recv(np.zeros(1, np.uint8), 1, answers, lambda: posted.append(1))
+    peer.transport.send(np.zeros(1, np.uint8), 1, answers)
+    assert answers.errors(2) == [CLOSED] * 2
+    assert not posted
+    peer.end()
+
+
+def test_a_killed_sender_is_noticed_at_once_and_leaves_nothing(rendezvous: NixlRendezvous) -> None:
+    peer = Peer(rendezvous, [("send_into", 100), ("wait", None), ("die", None)])
+    answers = Answers()
+    for _ in range(3):
+        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
+    assert answers.next()[:2] == (True, "")
+    peer.transport.send(np.zeros(100, np.uint8), 100, answers)
+    peer.link.send("go")
+    peer.process.join(ANSWER_S)
+    assert peer.process.exitcode == -signal.SIGKILL
+    errors = answers.errors(3)
+    assert all(error.startswith(PEER_ENDED) for error in errors), errors
+    peer.end()
+
+
+def test_a_killed_receiver_is_noticed_at_once(rendezvous: NixlRendezvous) -> None:
+    peer = Peer(rendezvous, [("recv_into", 100), ("wait", None), ("die", None)])
+    answers = Answers()
+    for _ in range(3):
+        peer.transport.send(np.zeros(100, np.uint8), 100, answers)
+    assert answers.next()[:2] == (True, "")
+    peer.link.send("go")
+    errors = answers.errors(2)
+    assert all(error.startswith(PEER_ENDED) for error in errors), errors
+    peer.end()
+
+
+def test_a_sender_that_is_killed_while_it_is_read(rendezvous: NixlRendezvous) -> None:
+    """The kill falls into the read, or before or after it: never is something else than its bytes answered ok."""
+    expected = content(0, LARGE)
+    for number, delay_s in enumerate((0.0, 0.005, 0.02)):
+        peer = Peer(rendezvous, [("wait", None), ("send_into", LARGE), ("wait", None)], f"pair-{number}")
+        answers, target = Answers(), np.zeros(LARGE, np.uint8)
+        peer.transport.recv(target, LARGE, answers)
+        peer.link.send("go")
+        while not target[: 1 << 20].any() and delay_s:
+            time.sleep(0.0005)
+        time.sleep(delay_s)
+        os.kill(peer.process.pid or 0, signal.SIGKILL)
+        ok, error, digest = answers.next()
+        assert (digest == checksum(expected)) if ok else error
+        peer.end()
+
+
+def test_no_read_writes_when_its_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P stands still in the middle of a read, and goes on when D has closed the pair."""
+    monkeypatch.setattr(nixl_agent, "WITHIN_A_HOST", WITH_HELP)
+    before = num_descriptors()
+    p, d = NixlAgent("still/sender", HOST), NixlAgent("still/receiver", HOST)
+    source, target = content(1, LARGE), np.zeros(LARGE, np.uint8)
+    p.register(source)
+    d.register(target)
+    p.add_peer(d.metadata)
+    d.add_peer(p.metadata)
+    number = d.read(target, LARGE, region_of(source))
+    ends_at = time.monotonic() + ANSWER_S
+    while not target.any():  # P helps until the first bytes are here
+        assert time.monotonic() < ends_at
+        assert not d.is_done(number)
+        p.progress()
+    d.close()
+    assert not target[-(1 << 20) :].any(), "it was not in the middle"
+    seen = checksum(target)
+    for _ in range(1000):
+        p.progress()
+    assert checksum(target) == seen
+    p.close()
+    assert num_descriptors() <= before
+    with pytest.raises(NixlError, match="closed"):
+        d.progress()
+
+
+def test_the_peers_close_ends_our_operations(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    answers = Answers()
+    d.recv(np.zeros(5, np.uint8), 5, answers)
+    p.close()
+    assert answers.errors(1) == [PEER_ENDED]
+    d.send(np.zeros(5, np.uint8), 5, answers)
+    assert answers.errors(1) == [PEER_ENDED]
+    d.close()
+
+
+def test_sizes_that_differ_end_the_pair_and_not_the_process(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    received, sent, target = Answers(), Answers(), np.zeros(100, np.uint8)
+    d.recv(target, 7, received)
+    d.recv(target, 7, received)
+    p.send(np.ones(100, np.uint8), 100, sent)
+    assert received.errors(2) == ["100 bytes were sent where 7 were expected"] * 2
+    assert sent.errors(1)[0].startswith(PEER_ENDED)
+    assert not target.any()
+    p.close()
+    d.close()
+
+
+def test_a_done_may_close_the_channel(rendezvous: NixlRendezvous) -> None:
+    p, d = both(rendezvous)
+    closed = threading.Event()
+
+    def done(ok: bool, error: str, digest: int) -> None:
+        d.close()
+        closed.set()
+
+    d.recv(np.zeros(1, np.uint8), 1, done)
+    p.send(np.zeros(1, np.uint8), 1, lambda *_: None)
+    assert closed.wait(ANSWER_S)
+    p.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        (Taken(), "it has taken what was not sent"),
+        (Filled(address=4096, nbytes=5, kind="DRAM", device=0), "NIXL"),  # no memory that was registered
+        (Filled(address=4096, nbytes=5, kind="DRAM", device=0, metadata=b"nonsense"), "NIXL"),
+        (nixl.Agent(metadata=b""), "the peer broke the protocol"),
+    ],
+)
+def test_a_peer_that_says_nonsense_ends_the_pair(rendezvous: NixlRendezvous, word: Message, error: str) -> None:
+    p, d = both(rendezvous)
+    answers, target = Answers(), np.zeros(5, np.uint8)
+    d.recv(target, 5, answers)
+    p._link.send(word)
+    assert error in answers.errors(1)[0]
+    assert not target.any()
+    p.close()
+    d.close()
+
+
+def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: NixlRendezvous) -> None:
+    before = num_descriptors()
+    for number in range(8):
+        p, d = both(rendezvous, f"round-{number}")
+        answers, target = Answers(), np.zeros(5000, np.uint8)
+        d.recv(target, 5000, answers)
+        p.send(content(number, 5000), 5000, lambda *_: None)
+        assert answers.next() == (True, "", checksum(content(number, 5000)))
+        d.close()
+        p.close()
+        assert num_descriptors() <= before
+
+
+# ---------------------------------------------------------------- set-up
+
+
+def test_it_listens_on_the_given_address_only_and_for_this_pair_only(rendezvous: NixlRendezvous) -> None:
+    """UCX would listen on every interface, and let whoever comes read this process's memory."""
+    (before,) = [port for host, port in listening_addresses() if f"{host}:{port}" == rendezvous.address]
+    p, d = both(rendezvous)
+    assert {address for address in listening_addresses() if address[1] != before} == set()
+    p.close()
+    d.close()
+
+
+def test_who_does_not_have_the_secret_is_not_spoken_with(
+    rendezvous: NixlRendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[str] = []
+    real = nixl._open_link
+
+    def spied(store: Any, *arguments: Any) -> Any:
+        address = store.get("link").decode()
+        addresses.append(address)
+        stranger, other = connect(address, ANSWER_S), ClusterSecret(bytes(NUM_BYTES))
+        with pytest.raises(HandshakeError):
+            answer(stranger, other, "kv link", "pair-1", 0, secrets.token_bytes(NONCE_BYTES))
+        stranger.close()
+        wrong_pair = connect(address, ANSWER_S)
+        with pytest.raises(HandshakeError):
+            answer(wrong_pair, SECRET, "kv link", "pair-2", 0, secrets.token_bytes(NONCE_BYTES))
+        wrong_pair.close()
+        return real(store, *arguments)
+
+    monkeypatch.setattr(nixl, "_open_link", spied)
+    p, d = both(rendezvous)
+    assert len(addresses) == 1
+    p.close()
+    d.close()
+
+
+def test_a_pair_whose_bytes_do_not_come_through_does_not_stand(
+    rendezvous: NixlRendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = NixlAgent.read
+
+    def short(self: NixlAgent, buffer: Bytes, nbytes: int, remote: Any) -> int:
+        return real(self, buffer, nbytes - 1, remote)
+
+    monkeypatch.setattr(NixlAgent, "read", short)
+    errors: list[str] = []
+
+    def accept() -> None:
+        with pytest.raises(TransportError, match="the sender's memory was read wrongly") as raised:
+            rendezvous.accept("pair-1")
+        errors.append(str(raised.value))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with pytest.raises(TransportError, match="the receiver cannot read memory of this process"):
+        NixlConnector(HOST, SECRET)("pair-1", rendezvous.address)
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_a_peer_that_does_not_come_is_waited_for_only_so_long() -> None:
+    rendezvous = NixlRendezvous(HOST, SECRET, set_up_timeout_s=0.2)
+    with pytest.raises(TransportError, match=r"'pair-1' .*\['here/0'\] did not come in 0\.2 s"):
+        rendezvous.accept("pair-1")
+    with pytest.raises(TransportError, match=r"'pair-2' .*\['here/1'\] did not come in 0\.2 s"):
+        NixlConnector(HOST, SECRET, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
+    rendezvous.close()
+    with pytest.raises(TransportError, match="closed"):
+        rendezvous.accept("pair-3")
+
+
+def test_the_door_to_it() -> None:
+    rendezvous = make_rendezvous("nixl", HOST, SECRET)
+    assert isinstance(rendezvous, NixlRendezvous)
+    assert isinstance(make_connector("nixl", HOST, SECRET), NixlConnector)
+    rendezvous.close()

@@ -1,0 +1,15 @@
+"""The byte transports between processes, for tests that run with each."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from disagg.engine.kv_transfer.transports.nixl_agent import MODULES
+
+HAS_NIXL = any(importlib.util.find_spec(name) is not None for name in MODULES)
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the extra `nixl` is not installed")
+NIXL = pytest.param("nixl", marks=needs_nixl)
+TRANSPORTS = ["gloo", "shm", NIXL]
+"""On the CPUs of one host."""
