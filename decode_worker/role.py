@@ -236,7 +236,7 @@ class DecodeRole:
                     attempt=key.attempt,
                     kv_bytes=over.kv_bytes,
                     cached_tokens=over.cached_tokens,
-                    transport=self._context.config.transport,
+                    transport=link.transport_name,
                     transfer_s=0.0 if over.began_at is None else self._context.now() - over.began_at,
                 )
                 self._context.outbox.handed_over(gateway_id, message)

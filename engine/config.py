@@ -22,7 +22,10 @@ from disagg.proto.messages import RoleName
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
-TransportName = Literal["gloo", "shm", "nixl", "nccl", "local"]
+TransportName = Literal["auto", "gloo", "shm", "nixl", "nccl", "local"]
+"""Of a worker, `auto` chooses as a pair is formed: nixl where it works, else shm or gloo (`transports/auto.py`)."""
+STAGED_ON_DEVICE: frozenset[TransportName] = frozenset({"nccl", "nixl"})
+"""Those whose staging memory is the device's, where the KV is; all others take the host's."""
 Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
 

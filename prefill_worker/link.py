@@ -186,7 +186,7 @@ class DecodeLink(PairLink):
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
         )
-        logger.info("pair with %s: formed over %s", self.peer.worker_id, welcome.transport)
+        logger.info("pair with %s: formed over %s", self.peer.worker_id, self._transport.name)
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():

@@ -74,7 +74,8 @@ class PrefillRole:
         self._attempts: dict[AttemptKey, _Attempt] = {}
         """Until each is over."""
         self._kv_bytes_sent = 0
-        self._transfers: dict[WorkerId, _Transfers] = {}
+        self._transfers: dict[tuple[WorkerId, str], _Transfers] = {}
+        """By decode worker and transport."""
 
     async def start(self) -> None:
         """Load what the transport needs, because that may hold the event loop for seconds. Links are made later, when
@@ -187,7 +188,6 @@ class PrefillRole:
 
     def transfers(self) -> list[TransferCount]:
         """What was sent to each decode worker since the start, in all of its incarnations."""
-        transport = self._context.config.transport
         return [
             TransferCount(
                 decode_worker=worker_id,
@@ -196,7 +196,7 @@ class PrefillRole:
                 num_bytes=sent.num_bytes,
                 failures=dict(sent.failures),
             )
-            for worker_id, sent in self._transfers.items()
+            for (worker_id, transport), sent in self._transfers.items()
         ]
 
     def _on_reserved(self, key: AttemptKey) -> None:
@@ -215,7 +215,9 @@ class PrefillRole:
 
     def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
         gateway_id = self._attempts.pop(over.key).gateway_id
-        self._transfers.setdefault(decode_worker, _Transfers()).note(over)
+        link = self._link_of.get(over.key)
+        transport = self._context.config.transport if link is None else link.transport_name
+        self._transfers.setdefault((decode_worker, transport), _Transfers()).note(over)
         match over.outcome, over.cause:
             case _, None:
                 self._kv_bytes_sent += over.kv_bytes

@@ -148,9 +148,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TLS with certificates at both ends for the gRPC connections between workers, gateway and controller, made from
     the cluster's secret. `auto`: on with `bind: node`. KV goes over channels of its own, see `plaintext_kv`."""
     plaintext_kv: bool = False
-    """KV and what ranks exchange (gloo, nccl) is authenticated but not encrypted. With `bind: node` workers that hand
-    over refuse to start without this, unless `transfer.transport` is `shm`. For a network whose every machine may read
-    prompts: a private one, or one that encrypts by itself."""
+    """KV and what ranks exchange (gloo, nixl, nccl) is authenticated but not encrypted. With `bind: node` workers that
+    hand over refuse to start without this, unless `transfer.transport` is `shm`. For a network whose every machine may
+    read prompts: a private one, or one that encrypts by itself."""
 
     @property
     def is_encrypted(self) -> bool:
@@ -170,9 +170,12 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TransferSection(PairLimits, frozen=True, kw_only=True):
     """`transfer`: the hand-over of KV from prefill to decode workers."""
 
-    transport: TransportName | Literal["auto"] = "auto"
-    """`auto` is nccl on CUDA; on CPU shm with `network.bind: loopback`, else gloo. `shm` is memory that processes of
-    one user share: faster than gloo, and no other user of the host can join; for workers on one host."""
+    transport: TransportName = "auto"
+    """`shm` is memory that processes of one user share: faster than gloo, and no other user of the host can join; for
+    workers on one host. `nixl` has the decode worker read the prefill worker's memory, between hosts by RDMA; it needs
+    the extra `nixl`. `nccl` is for GPUs only. KV on GPUs goes by `gloo` and `shm` through pinned host memory, by `nixl`
+    and `nccl` from GPU to GPU. `auto` on CPU is shm with `network.bind: loopback`, else gloo; on CUDA each pair takes
+    nixl, from host memory, if bytes come through by it as the pair is formed, else shm or gloo likewise."""
     chunk_bytes: Bytes | Literal["auto"] = "auto"
     """Largest payload of one KV message, and the size of a staging slot. `auto` is 4 MiB, and 64 MiB with GPUs."""
     staging_bytes: Bytes | Literal["auto"] = "auto"
@@ -320,10 +323,6 @@ def check(config: ClusterConfig) -> None:
     if transfer.transport == "nccl" and "cpu" in devices:
         raise ConfigError(
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu"
-        )
-    if transfer.transport in ("gloo", "shm") and "cuda" in devices:
-        raise ConfigError(
-            f"transfer.transport: {transfer.transport} moves KV of device cpu only; use nccl or auto with device cuda"
         )
     check_transfer(transfer.limits(devices.pop()))
     _check_ports(config.gateway)

@@ -83,19 +83,21 @@ def worker_device(config: ClusterConfig, name: PoolName, index: int) -> str:
 
 
 def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
-    """Find out before anything is started that workers would share a CUDA device: each takes the memory of all of it,
-    and NCCL joins no two on one. `num_devices`: of the machine; None where that is unknown.
+    """Find out before anything is started that workers would share a CUDA device by mistake, or where they cannot: NCCL
+    joins no two on one. Pools whose `device` names the same one (`cuda:0`) share it. `num_devices`: of the machine;
+    None where that is unknown.
 
     Raises:
         ConfigError: naming the workers.
     """
     users: dict[int, str] = {}
+    shares = config.transfer.transport != "nccl" and all(":" in pool.device for _, pool in active_pools(config))
     for name, pool in active_pools(config):
         for index in range(pool.size):
             worker = str(worker_id(name, index))
             _, _, first = worker_device(config, name, index).partition(":")
             for device in range(int(first), int(first) + pool.tp) if first else ():
-                if device in users:
+                if device in users and not shares:
                     raise ConfigError(
                         f"pools.{name}.device: {worker} would share CUDA device {device} with {users[device]}"
                     )
@@ -103,7 +105,7 @@ def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
     if users and num_devices is not None and max(users) >= num_devices:
         raise ConfigError(
             f"pools: {users[max(users)]} needs CUDA device {max(users)}; this machine has {num_devices}, and each rank "
-            "of a worker takes one"
+            "of a worker takes one. Pools that name the same one, such as cuda:0, share it, but not with transport nccl"
         )
 
 

@@ -25,6 +25,7 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import EngineLimits, ModelOptions, TransportName, WorkerConfig, device_defaults
+from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
@@ -149,11 +150,9 @@ def check_ranks(config: ClusterConfig, model: ModelConfig) -> None:
 
 
 def transport_name(config: ClusterConfig) -> TransportName:
-    """The configured transport, or the one that `auto` stands for."""
-    if config.transfer.transport != "auto":
+    """The configured transport, or the one that `auto` stands for: on CUDA each pair chooses."""
+    if config.transfer.transport != "auto" or active_pools(config)[0][1].device != "cpu":
         return config.transfer.transport
-    if active_pools(config)[0][1].device != "cpu":
-        return "nccl"
     return "shm" if config.network.bind == "loopback" else "gloo"
 
 
@@ -204,6 +203,7 @@ def port_of(address: str) -> int | None:
 
 def plan_cluster(config: ClusterConfig) -> ClusterPlan:
     """Find the model and lay out the processes; raises `ConfigError`."""
+    check_installed(config.transfer.transport)
     path = config.model.path
     model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
     if model_path != FAKE_MODEL and any(pool.tp > 1 for _, pool in active_pools(config)):

@@ -22,6 +22,7 @@ from disagg.cluster.system.process_tools import describe, freeze_start
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints
+from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
@@ -56,6 +57,7 @@ class WorkerHost:
         """Pin, load the model, listen, register; see `Host`."""
         try:
             check_kv_stays_private(self._config)
+            check_installed(self._config.transport)
             pin_process(self._config.cores)
             info = self._worker.start()
             pin_process(self._config.cores)  # threads that libraries pinned or started otherwise

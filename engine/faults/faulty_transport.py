@@ -36,6 +36,11 @@ class FaultyTransport(PairTransport):
         self._is_broken = False
         """Bytes that went on behind those of a failed operation would end in its receive."""
 
+    @property
+    @override
+    def name(self) -> str:
+        return self._inner.name
+
     @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         fault = self._fired("transport.send")

@@ -109,6 +109,12 @@ class RankChannels:
             self.close()
             raise
 
+    @property
+    def names(self) -> list[str]:
+        """Of the transports that the channels have, each once."""
+        with self._lock:
+            return sorted({channel.name for channel in self._channels.values()})
+
     def _add(self, peer: int, channel: PairTransport) -> None:
         with self._lock:
             closed = self._closed

@@ -107,6 +107,12 @@ class GroupTransport(PairTransport):
         self._gone = threading.Event()
         """All ranks have closed their channels."""
 
+    @property
+    @override
+    def name(self) -> str:
+        """Of rank 0's channels; each may choose for itself."""
+        return "+".join(self._channels.names) or self._end.transport
+
     # ------------------------------------------------------------ open and close
 
     def open(self) -> None:

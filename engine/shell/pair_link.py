@@ -59,6 +59,11 @@ class PairLink:
         """Whether no attempt uses the pair."""
         return not self._copies and not any(self.holdings().values())
 
+    @property
+    def transport_name(self) -> str:
+        """What moves the bytes; the configured name until that is known."""
+        return self._context.config.transport if self._transport is None else self._transport.name
+
     def holdings(self) -> dict[str, int]:
         """Counts of what the pair holds; zero when idle."""
         return {} if self._half is None else self._half.holdings()

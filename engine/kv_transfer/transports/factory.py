@@ -19,6 +19,10 @@ def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Re
     """
     # Imported here, because each brings its own heavy dependency and a worker uses one.
     match name:
+        case "auto":
+            from disagg.engine.kv_transfer.transports.auto import AutoRendezvous
+
+            return AutoRendezvous(host, secret)
         case "local":
             from disagg.engine.kv_transfer.transports.local import LocalRendezvous
 
@@ -39,7 +43,7 @@ def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Re
             from disagg.engine.kv_transfer.transports.nccl import NcclRendezvous
 
             return NcclRendezvous(host, secret)
-    raise ValueError(f"transport must be gloo, shm, nixl, nccl or local, not {name!r}")
+    raise ValueError(f"transport must be auto, gloo, shm, nixl, nccl or local, not {name!r}")
 
 
 def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "sender") -> Connector:
@@ -51,6 +55,10 @@ def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "se
         RuntimeError: if this machine lacks what the transport needs.
     """
     match name:
+        case "auto":
+            from disagg.engine.kv_transfer.transports.auto import AutoConnector
+
+            return AutoConnector(host, secret, side=side)
         case "local":
             from disagg.engine.kv_transfer.transports.local import local_connector
 
@@ -71,4 +79,4 @@ def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "se
             from disagg.engine.kv_transfer.transports.nccl import NcclConnector
 
             return NcclConnector(secret, side=side)
-    raise ValueError(f"transport must be gloo, shm, nixl, nccl or local, not {name!r}")
+    raise ValueError(f"transport must be auto, gloo, shm, nixl, nccl or local, not {name!r}")

@@ -288,6 +288,8 @@ def _empty() -> torch.Tensor:
 class GlooTransport(PairTransport):
     """A gloo process group of two, with a thread for each direction."""
 
+    name = "gloo"
+
     def __init__(self, group: Any, store: MemberStore, peer: int, checksum: Checksum) -> None:
         self._group: Any = group
         self._store = store

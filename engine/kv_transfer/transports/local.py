@@ -61,6 +61,8 @@ class _Channel:
 class LocalTransport(PairTransport):
     """One end of a channel: rank 0 is P, rank 1 is D."""
 
+    name = "local"
+
     def __init__(self, channel: _Channel, rank: int, checksum: Checksum) -> None:
         self._channel = channel
         self._checksum = checksum

@@ -318,6 +318,8 @@ def _device_thread(device: int) -> _DeviceThread:
 class NcclTransport(PairTransport):
     """An NCCL communicator of two ranks, with a CUDA stream of its own, used on its device's thread."""
 
+    name = "nccl"
+
     def __init__(
         self,
         group: Any,

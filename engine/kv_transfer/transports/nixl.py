@@ -24,7 +24,6 @@ import secrets
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -125,7 +124,7 @@ class NixlRendezvous(Rendezvous):
     @override
     def accept(self, pair_name: str) -> NixlTransport:
         check_open(self._point)
-        return _join(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
+        return form(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
 
     @override
     def close(self) -> None:
@@ -151,12 +150,15 @@ class NixlConnector:
     def __call__(self, pair_name: str, address: str) -> NixlTransport:
         """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
         time, or cannot read memory of this process."""
-        return _join(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
+        return form(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
 
 
-def _join(
-    pair_name: str, address: str, secret: ClusterSecret, host: str, side: Side, timeout_s: float
-) -> NixlTransport:
+def form(pair_name: str, address: str, secret: ClusterSecret, host: str, side: Side, timeout_s: float) -> NixlTransport:
+    """One end of a pair, whose ends meet at the rendezvous server at `address`.
+
+    Raises:
+        TransportError: the other side does not come in time, or the receiver cannot read the sender's memory.
+    """
     try:
         with contextlib.ExitStack() as ours:
             with member_store(pair_name, address, secret, RANK_OF[side], 2, timeout_s) as store:
@@ -240,6 +242,8 @@ class _Receive:
 
 class NixlTransport(PairTransport):
     """Either end of a pair; it may send and receive. Takes over `agent`, which has its peer, and `link`."""
+
+    name = "nixl"
 
     def __init__(self, agent: NixlAgent, link: Connection, checksum: Checksum) -> None:
         self._agent = agent
@@ -338,9 +342,7 @@ class NixlTransport(PairTransport):
             metadata = self._agent.register(buffer)
             region = region_of(buffer)
             self._link.send(
-                Filled(
-                    address=region.address, nbytes=nbytes, kind=region.kind, device=region.device, metadata=metadata
-                )
+                Filled(address=region.address, nbytes=nbytes, kind=region.kind, device=region.device, metadata=metadata)
             )
         except (NixlError, ConnectionFailedError) as error:
             self._end(str(error))

@@ -1,11 +1,11 @@
 """NIXL's library, as far as one pair uses it: an agent with a UCX backend, memory that a peer may read, and reads.
 
-    P    agent.register(buffer) ──> metadata for D        D    agent.add_peer(metadata of P)
-                                                               read = agent.read(buffer, nbytes, remote); agent.is_done(read)
+    P    agent.register(buffer) ──> metadata for D
+    D    agent.add_peer(metadata of P); number = agent.read(buffer, nbytes, remote); agent.is_done(number)
 
-NIXL is the package `nixl-cu13` (or `nixl-cu12`), our extra `nixl`. It has no thread here: without `progress`, or another
-call, an agent costs nothing and answers no peer that needs its help. UCX reads memory of the same host by system calls
-that need none (CMA), and that of other hosts by RDMA.
+NIXL is the package `nixl-cu13` (or `nixl-cu12`), our extra `nixl`. Here it has no thread: without a call such as
+`progress` an agent costs nothing, and helps no peer. UCX reads memory of the same host by a system call that needs no
+help (CMA), and that of other hosts by RDMA.
 
 UCX lets whoever reaches one of its TCP ports read and write the memory of the process. So it gets no TCP: within a host
 shared memory and CMA, which are for processes of one user, between hosts RDMA. `UCX_TLS` in the environment overrides
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import ipaddress
 import itertools
 import logging
@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from disagg.engine.plan import Buffer
+from disagg.proto.errors import ConfigError
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 MemoryKind = Literal["DRAM", "VRAM"]
@@ -44,6 +45,20 @@ T = TypeVar("T")
 
 class NixlError(RuntimeError):
     """A call of NIXL failed, or it is not installed."""
+
+
+NOT_INSTALLED = "nixl needs the extra `nixl` (pip install 'disagg[nixl]')"
+
+
+def check_installed(transport: str, path: str = "transfer.") -> None:
+    """Refuse a transport whose package is missing on this machine; does not load it. `path` leads to the field in the
+    user's file.
+
+    Raises:
+        ConfigError: for `nixl` without its extra.
+    """
+    if transport == "nixl" and not any(importlib.util.find_spec(name) for name in MODULES):
+        raise ConfigError(f"{path}transport: {NOT_INSTALLED}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ def load() -> Any:
         if "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(logging.WARNING)  # two lines for each agent, else
         return api
-    raise NixlError(f"transport nixl needs the extra `nixl` (pip install 'disagg[nixl]'): {errors[0]}")
+    raise NixlError(f"transport {NOT_INSTALLED}: {errors[0]}")
 
 
 def _ours(call: Callable[P, T]) -> Callable[P, T]:

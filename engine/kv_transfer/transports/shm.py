@@ -69,6 +69,8 @@ class ShmTransport(PairTransport):
         recv_link, recv_ring: of the lane from the peer.
     """
 
+    name = "shm"
+
     def __init__(
         self,
         send_link: socket.socket,

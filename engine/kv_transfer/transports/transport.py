@@ -97,6 +97,11 @@ def ignore_posted() -> None:
 class PairTransport(Protocol):
     """The byte channel of one pair. Thread-safe."""
 
+    @property
+    def name(self) -> str:
+        """What moves the bytes, by its name in the configuration; what was chosen, where that is `auto`."""
+        ...
+
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """Send the first `nbytes` bytes of `buffer`, which must not change until `done`. Never raises for the peer's
         sake."""

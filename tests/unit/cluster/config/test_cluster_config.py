@@ -128,7 +128,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "transfer: {transport: gluon}",
             "transfer.transport: 'gluon' is not allowed, did you mean 'gloo'?; "
-            "choose from: gloo, shm, nccl, local, auto",
+            "choose from: auto, gloo, shm, nixl, nccl, local",
         ),
         ("pools: {decode: {size: 0}}", "pools.decode.size: expected int >= 1; got 0"),
         ("pools: {decode: {size: two}}", "pools.decode.size: expected int; got 'two'"),
@@ -166,14 +166,6 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "transfer: {transport: nccl}",
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu",
-        ),
-        (
-            "{transfer: {transport: shm}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
-            "transfer.transport: shm moves KV of device cpu only; use nccl or auto with device cuda",
-        ),
-        (
-            "{transfer: {transport: gloo}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
-            "transfer.transport: gloo moves KV of device cpu only; use nccl or auto with device cuda",
         ),
         (
             "transfer: {chunk_bytes: 2MiB, staging_bytes: 1MiB}",

@@ -18,6 +18,7 @@ from disagg.cluster.control.plan import (
     worker_config,
 )
 from disagg.engine.config import EngineLimits, ModelOptions, TransferLimits
+from disagg.engine.kv_transfer.transports import nixl_agent
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId
@@ -104,16 +105,13 @@ def test_workers_that_come_later_take_the_next_devices() -> None:
     ("pools", "error"),
     [
         (
-            {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}},
-            "pools.decode.device: decode-0 would share CUDA device 0 with prefill-0",
-        ),
-        (
             {"prefill": {"device": "cuda", "tp": 2}, "decode": {"device": "cuda:1"}},
             "pools.decode.device: decode-0 would share CUDA device 1 with prefill-0",
         ),
         (
             {"prefill": {"device": "cuda", "size": 3}, "decode": {"device": "cuda", "tp": 2}},
-            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one",
+            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. Pools share a "
+            "device that both name, such as cuda:0, unless transfer.transport is nccl",
         ),
     ],
 )
@@ -121,6 +119,39 @@ def test_devices_that_are_not_there_are_refused(pools: dict[str, Any], error: st
     with pytest.raises(ConfigError) as raised:
         check_devices(parse_config({"pools": pools}), 4)
     assert str(raised.value) == error
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "shm", "nixl"])
+def test_both_pools_share_a_device_that_both_name(transport: str) -> None:
+    pools = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}}
+    config = parse_config({"pools": pools, "transfer": {"transport": transport}})
+    check_devices(config, 1)
+    assert [worker.device for worker in ClusterPlan(config, "fake", (0, 1)).workers] == ["cuda:0", "cuda:0"]
+
+
+def test_nccl_joins_no_two_workers_on_one_device() -> None:
+    pools = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}}
+    with pytest.raises(ConfigError) as raised:
+        check_devices(parse_config({"pools": pools, "transfer": {"transport": "nccl"}}), 1)
+    assert str(raised.value) == "pools.decode.device: decode-0 would share CUDA device 0 with prefill-0"
+
+
+@pytest.mark.parametrize(
+    ("device", "transports"), [("cpu", ["gloo", "shm", "nixl"]), ("cuda", ["gloo", "shm", "nixl", "nccl"])]
+)
+def test_a_transport_that_is_named_is_taken(device: str, transports: list[str]) -> None:
+    for transport in transports:
+        pools = {"prefill": {"device": device}, "decode": {"device": device}}
+        config = parse_config({"pools": pools, "transfer": {"transport": transport}})
+        assert transport_name(config) == transport
+
+
+def test_nixl_without_its_extra_is_refused_by_the_name_of_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"model": {"path": "fake"}, "transfer": {"transport": "nixl"}})
+    monkeypatch.setattr(nixl_agent, "MODULES", ("no_such_package",))
+    with pytest.raises(ConfigError) as raised:
+        plan_cluster(config)
+    assert str(raised.value) == "transfer.transport: nixl needs the extra `nixl` (pip install 'disagg[nixl]')"
 
 
 def test_worker_configs_carry_pool_transfer_and_model() -> None:
@@ -238,7 +269,7 @@ def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> N
 
 @pytest.mark.parametrize(
     ("device", "bind", "transport"),
-    [("cpu", "loopback", "shm"), ("cpu", "node", "gloo"), ("cuda:1", "loopback", "nccl"), ("cuda:1", "node", "nccl")],
+    [("cpu", "loopback", "shm"), ("cpu", "node", "gloo"), ("cuda:1", "loopback", "auto"), ("cuda:1", "node", "auto")],
 )
 def test_auto_transport_follows_device_and_network(device: str, bind: str, transport: str) -> None:
     pools = {"prefill": {"device": device}, "decode": {"device": device}}
