@@ -1,8 +1,8 @@
 """Token-exact in fp32: through P and D, in one worker, and by `transformers` the same ids, whatever the batch and the
 caches.
 
-Three processes a model: `prefill-0` and `decode-0` over gloo, and `colocated-0` with both roles. A step takes 64
-tokens and a KV message 40, so that prompts are computed, and moved, in several uneven pieces.
+Three processes a model: `prefill-0` and `decode-0` over gloo or NIXL, and `colocated-0` with both roles. A step takes
+64 tokens and a KV message 40, so that prompts are computed, and moved, in several uneven pieces.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from disagg.cluster.models.catalog import resolve_model
-from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
 from disagg.kernels.dispatch import packing_name
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support import reference
 from tests.support.stepping import generate, make_runner, make_sequence
 from tests.support.tiny_models import make_checkpoint
+from tests.support.transports import needs_nixl
 from tests.support.workers import open_gateway, running_workers
 
 BLOCK = 16
@@ -35,6 +36,10 @@ MODELS = ["llama3_rope", "mistral", "qwen2", "qwen3"]
 REAL_MODEL = "smollm2-135m"
 REAL_LENGTHS = [1, BLOCK + 1, CHUNK, 3 * CHUNK + 7]
 ALL_MODELS = [*MODELS, pytest.param(REAL_MODEL, marks=pytest.mark.model)]
+OVER_NIXL = [
+    pytest.param((MODELS[0], "nixl"), marks=needs_nixl),
+    pytest.param((REAL_MODEL, "nixl"), marks=[pytest.mark.model, needs_nixl]),
+]
 SLOW_FOR_REAL = [*MODELS, pytest.param(REAL_MODEL, marks=[pytest.mark.model, pytest.mark.slow])]
 """What the tiny models show as well, at a tenth of the time."""
 
@@ -46,6 +51,7 @@ class Served:
     workers: list[WorkerInfo]
     vocab_size: int
     random: random.Random
+    transport: str
 
     def prompt(self, length: int) -> list[int]:
         return [self.random.randrange(self.vocab_size) for _ in range(length)]
@@ -54,8 +60,11 @@ class Served:
         return reference.generate(self.folder, prompt, num_tokens)
 
 
-def _config(worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per_token: int) -> WorkerConfig:
+def _config(
+    worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per_token: int, transport: TransportName
+) -> WorkerConfig:
     return WorkerConfig(
+        transport=transport,
         worker_id=worker_id,
         roles=roles,
         model_path=str(folder),
@@ -70,23 +79,23 @@ def _config(worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    kind = request.param
+    kind, transport = (request.param, "gloo") if isinstance(request.param, str) else request.param
     if kind == REAL_MODEL:
         folder, vocab_size, bytes_per_token = resolve_model(kind), 49152, 30 * 2 * 3 * 64 * 4
     else:
         folder, vocab_size = make_checkpoint(kind, tmp_path_factory.mktemp("models") / kind), 384
         bytes_per_token = 3 * 2 * 2 * (32 if kind == "qwen3" else 16) * 4
     configs = [
-        _config("prefill-0", ("prefill",), folder, bytes_per_token),
-        _config("decode-0", ("decode",), folder, bytes_per_token),
-        _config("colocated-0", ("prefill", "decode"), folder, bytes_per_token),
+        _config("prefill-0", ("prefill",), folder, bytes_per_token, transport),
+        _config("decode-0", ("decode",), folder, bytes_per_token, transport),
+        _config("colocated-0", ("prefill", "decode"), folder, bytes_per_token, transport),
     ]
     with running_workers(*configs) as infos:
         assert [info.kv_layout.bytes_per_token for info in infos] == [bytes_per_token] * 3
-        yield Served(kind, folder, infos, vocab_size, random.Random(kind))
+        yield Served(kind, folder, infos, vocab_size, random.Random(kind), transport)
 
 
-@pytest.mark.parametrize("served", ALL_MODELS, indirect=True)
+@pytest.mark.parametrize("served", [*ALL_MODELS, *OVER_NIXL], indirect=True)
 async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Served) -> None:
     lengths = REAL_LENGTHS if served.name == REAL_MODEL else LENGTHS
     prompts = [served.prompt(length) for length in lengths]
@@ -96,7 +105,7 @@ async def test_greedy_is_that_of_transformers_alone_and_in_a_batch(served: Serve
         for prompt, ids in zip(prompts, expected, strict=True):
             alone = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
             assert alone.token_ids == ids
-            assert alone.handed_over[0].transport == "gloo"
+            assert alone.handed_over[0].transport == served.transport
         # Prompts of their own, because the ones above are cached now; mixed with others that share the batch.
         batch = [served.prompt(length) for length in lengths]
         apart, together = await asyncio.gather(

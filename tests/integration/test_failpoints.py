@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
-from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.ids import AttemptKey, RequestId
@@ -27,9 +28,10 @@ from tests.support.cluster_state import requests_of, until_counts
 from tests.support.ports import free_port
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.transports import NIXL
 from tests.support.workers import GatewayStub, wait_until_workers_idle
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model": {"path": "fake"},
     "gateway": {"port": 0},
     "placement": {"local_prefill": "never"},
@@ -81,8 +83,9 @@ def fired(logs: Path) -> Counter[str]:
     return Counter(line.rpartition(f"{FIRED} ")[2] for line in lines)
 
 
+@pytest.mark.parametrize("transport", ["shm", NIXL])
 async def test_clients_of_a_cluster_that_fails_get_exact_answers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    transport: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(FAILPOINTS_VARIABLE, f"seed=3;{SOME_FAULTS}")
     dice = random.Random(8)
@@ -94,7 +97,8 @@ async def test_clients_of_a_cluster_that_fails_get_exact_answers(
             answer = await client.generate(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         assert list(answer.token_ids) == fake_generate(prompt, num_tokens)
 
-    with ProcessCluster(parse_config(CONFIG), log_dir=tmp_path) as cluster:
+    config = parse_config({**CONFIG, "transfer": {**CONFIG["transfer"], "transport": transport}})
+    with ProcessCluster(config, log_dir=tmp_path) as cluster:
         lives = [info.incarnation for info in cluster.workers]
         async with AsyncClient(cluster.address) as client:
             jobs = []
@@ -142,7 +146,7 @@ def test_failpoints_that_do_not_exist_stop_the_start(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------- deaths while a pair is formed
 
 
-def worker_config(worker_id: str, port: int) -> WorkerConfig:
+def worker_config(worker_id: str, port: int, transport: TransportName = "gloo") -> WorkerConfig:
     role: RoleName = "prefill" if worker_id.startswith("prefill") else "decode"
     return WorkerConfig(
         worker_id=worker_id,
@@ -152,23 +156,25 @@ def worker_config(worker_id: str, port: int) -> WorkerConfig:
         num_blocks=256,
         transfer=TransferLimits(heartbeat_s=0.1),
         failpoints=True,
+        transport=transport,
     )
 
 
 class Lives:
     """Workers at fixed ports, each of which can be started again."""
 
-    def __init__(self, registry: Registry, logs: Path) -> None:
+    def __init__(self, registry: Registry, logs: Path, transport: TransportName) -> None:
         self.children: list[Child] = []
         self._registry = registry
         self._logs = logs
+        self._transport: TransportName = transport
         self._ports = {name: free_port() for name in ("prefill-0", "decode-0")}
         self._lives: Counter[str] = Counter()
 
     def start(self, name: str, failpoints: str = "") -> WorkerInfo:
         """An incarnation of a worker; its log has a name of its own."""
         self._lives[name] += 1
-        config = worker_config(name, self._ports[name])
+        config = worker_config(name, self._ports[name], self._transport)
         environment = {**thread_environment(1), FAILPOINTS_VARIABLE: failpoints}
         self._registry.forget(name)
         self.children.append(
@@ -194,10 +200,10 @@ class Lives:
 
 
 @contextlib.asynccontextmanager
-async def lives(logs: Path) -> AsyncIterator[tuple[Lives, GatewayStub]]:
+async def lives(logs: Path, transport: TransportName = "gloo") -> AsyncIterator[tuple[Lives, GatewayStub]]:
     gateway = GatewayStub()
     with Registry() as registry:
-        running = Lives(registry, logs)
+        running = Lives(registry, logs, transport)
         try:
             yield running, gateway
         finally:
@@ -219,10 +225,13 @@ async def assert_serves(gateway: GatewayStub, prompt: list[int]) -> None:
     assert (answer.reason, answer.token_ids) == ("length", fake_generate(prompt, 5))
 
 
+@pytest.mark.parametrize("transport", ["gloo", NIXL])
 @pytest.mark.parametrize("dead", ["prefill-0", "decode-0"])
-async def test_a_worker_dies_while_the_pair_is_formed_and_returns_at_its_address(dead: str, tmp_path: Path) -> None:
+async def test_a_worker_dies_while_the_pair_is_formed_and_returns_at_its_address(
+    dead: str, transport: TransportName, tmp_path: Path
+) -> None:
     """The first try fails on both sides, which is a refusal. In the second one it kills itself."""
-    async with lives(tmp_path) as (workers, gateway):
+    async with lives(tmp_path, transport) as (workers, gateway):
         faults = f"pair.setup=fail(times=1);pair.setup=kill(worker={dead})"
         infos = await workers.start_both(faults, faults)
         for info in infos.values():

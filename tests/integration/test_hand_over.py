@@ -8,17 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
 from disagg.engine.runner.fake import fake_generate, fake_logprobs
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
+from tests.support.transports import NIXL
 from tests.support.workers import GatewayStub, open_gateway, running_workers
 
 BLOCK = 16
 CHUNK = 64
 
 
-def _config(role: RoleName) -> WorkerConfig:
+def _config(role: RoleName, transport: TransportName) -> WorkerConfig:
     return WorkerConfig(
+        transport=transport,
         worker_id=f"{role}-0",
         roles=(role,),
         model_path="fake",
@@ -29,9 +31,9 @@ def _config(role: RoleName) -> WorkerConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[WorkerInfo]]:
-    with running_workers(_config("prefill"), _config("decode")) as infos:
+@pytest.fixture(scope="module", params=["gloo", NIXL])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerInfo]]:
+    with running_workers(_config("prefill", request.param), _config("decode", request.param)) as infos:
         yield infos
 
 

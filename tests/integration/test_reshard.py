@@ -17,8 +17,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+import pytest
 
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TransportName, WorkerConfig
 from disagg.engine.io.connection import SocketConnection, connect
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport
@@ -32,6 +33,7 @@ from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
 from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, arrived, fake_rank, fill
 from tests.support.secret import SECRET, checksum
+from tests.support.transports import NIXL
 
 HEADS, TP = 4, 2
 CHUNKS = [(3, 9), (9, 10), (10, 21)]
@@ -85,18 +87,24 @@ class Led:
         self.pipe.close()
 
 
-def pair_end(side: Side, address: str) -> PairEnd:
+def pair_end(side: Side, address: str, transport: TransportName) -> PairEnd:
     plan = plan_pair(fake_rank(HEADS, Shard()).layout, TP, TP)
     return PairEnd(
-        plan=plan, side=side, pair_name="pair-1", transport="gloo", host=HOST, store_address=address, checksum=checksum
+        plan=plan,
+        side=side,
+        pair_name="pair-1",
+        transport=transport,
+        host=HOST,
+        store_address=address,
+        checksum=checksum,
     )
 
 
-def be_p(address: str, pipe: Connection) -> None:
+def be_p(transport_name: TransportName, address: str, pipe: Connection) -> None:
     """P's rank 0: gathers and reports the checksum, sends when it may and reports the answer."""
     led = Led("p")
-    end = pair_end("sender", address)
-    dial = make_connector("gloo", HOST, SECRET)
+    end = pair_end("sender", address, transport_name)
+    dial = make_connector(transport_name, HOST, SECRET)
     transport = form_pair(end, lambda name: dial(name, address), led.followers)
     pipe.send(led.process.pid)
     while (command := pipe.recv()) is not None:
@@ -127,7 +135,7 @@ class Bench:
         return self.pipe.recv()
 
     def receive(self, start: int, stop: int) -> tuple[Answer, Any]:
-        plan = pair_end("receiver", "").plan
+        plan = pair_end("receiver", "", "gloo").plan
         buffer = self.led.runner.new_staging((stop - start) * plan.bytes_per_token)
         answer = Answer()
         self.transport.recv(buffer, buffer.nbytes, answer, answer.posted)
@@ -135,13 +143,13 @@ class Bench:
 
 
 @contextmanager
-def running_pair() -> Iterator[Bench]:
-    rendezvous = make_rendezvous("gloo", HOST, SECRET)
+def running_pair(transport: TransportName) -> Iterator[Bench]:
+    rendezvous = make_rendezvous(transport, HOST, SECRET)
     pipe, other = SPAWN.Pipe()
-    p: BaseProcess = SPAWN.Process(target=be_p, args=(rendezvous.address, other))
+    p: BaseProcess = SPAWN.Process(target=be_p, args=(transport, rendezvous.address, other))
     p.start()
     led = Led("d")
-    end = pair_end("receiver", rendezvous.address)
+    end = pair_end("receiver", rendezvous.address, transport)
     bench = Bench(led, pipe, form_pair(end, rendezvous.accept, led.followers))
     try:
         yield bench
@@ -154,8 +162,9 @@ def running_pair() -> Iterator[Bench]:
         assert (p.exitcode, led.process.exitcode) == (0, 0)
 
 
-def test_four_processes_move_heads_and_all_end_when_one_is_killed() -> None:
-    with running_pair() as bench:
+@pytest.mark.parametrize("transport", ["gloo", NIXL])
+def test_four_processes_move_heads_and_all_end_when_one_is_killed(transport: TransportName) -> None:
+    with running_pair(transport) as bench:
         for start, stop in CHUNKS:
             bench.pipe.send((start, stop))
             announced = bench.hears()

@@ -31,6 +31,7 @@ from disagg.engine.runner.fake import fake_generate
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content
+from tests.support.transports import NIXL
 from tests.support.waiting import until
 from tests.support.workers import wait_until_workers_idle
 
@@ -346,12 +347,13 @@ def test_the_door_to_it() -> None:
     rendezvous.close()
 
 
-async def test_a_cluster_hands_over_through_shared_memory() -> None:
+@pytest.mark.parametrize("transport", ["shm", NIXL])
+async def test_a_cluster_hands_over_within_a_host(transport: str) -> None:
     config = {
         "model": {"path": "fake"},
         "gateway": {"port": 0, "http_port": None},
         "placement": {"local_prefill": "never"},
-        "transfer": {"transport": "shm", "chunk_bytes": 4096, "staging_bytes": 8192},
+        "transfer": {"transport": transport, "chunk_bytes": 4096, "staging_bytes": 8192},
     }
     with ProcessCluster(parse_config(config)) as cluster:
         async with AsyncClient(cluster.address) as client:
@@ -363,7 +365,7 @@ async def test_a_cluster_hands_over_through_shared_memory() -> None:
             )
             assert [list(answer.token_ids) for answer in answers] == [fake_generate(each, 9) for each in prompts]
             routes = [await client.explain(answer.request_id) for answer in answers]
-            assert {route.transport for route in routes} == {"shm"}
+            assert {route.transport for route in routes} == {transport}
             assert all(route.kv_bytes > 0 for route in routes)
             await wait_until_workers_idle(cluster.workers, cluster.secret)
     assert cluster.killed == []

@@ -29,6 +29,7 @@ from disagg.proto.handover import PairHello
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 from tests.support.secret import SECRET
+from tests.support.transports import NIXL
 from tests.support.waiting import eventually
 from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
 
@@ -95,8 +96,13 @@ async def assert_serves(gateway: GatewayStub, prefill: str, decode: str) -> None
 # ---------------------------------------------------------------- peers
 
 
-async def test_a_decode_worker_is_killed_in_mid_transfer() -> None:
-    with running_workers(config("prefill-0"), config("decode-0"), config("decode-1")) as (prefill, dead, other):
+@pytest.mark.parametrize("transport", ["gloo", NIXL])
+async def test_a_decode_worker_is_killed_in_mid_transfer(transport: str) -> None:
+    with running_workers(
+        config("prefill-0", transport=transport),
+        config("decode-0", transport=transport),
+        config("decode-1", transport=transport),
+    ) as (prefill, dead, other):
         async with gateway_to(prefill, dead, other) as gateway:
             answers = await stop_in_mid_transfer(gateway, dead, prefill, "sending_chunks")
             os.kill(dead.pid, signal.SIGKILL)
@@ -109,8 +115,13 @@ async def test_a_decode_worker_is_killed_in_mid_transfer() -> None:
             await wait_until_workers_idle([prefill, other])
 
 
-async def test_a_prefill_worker_is_killed_in_mid_transfer() -> None:
-    with running_workers(config("prefill-0"), config("prefill-1"), config("decode-0")) as (dead, other, decode):
+@pytest.mark.parametrize("transport", ["gloo", NIXL])
+async def test_a_prefill_worker_is_killed_in_mid_transfer(transport: str) -> None:
+    with running_workers(
+        config("prefill-0", transport=transport),
+        config("prefill-1", transport=transport),
+        config("decode-0", transport=transport),
+    ) as (dead, other, decode):
         async with gateway_to(dead, other, decode) as gateway:
             answers = await stop_in_mid_transfer(gateway, dead, decode, "receiving_chunks")
             os.kill(dead.pid, signal.SIGKILL)
@@ -131,10 +142,11 @@ async def until_not_receiving(decode: WorkerInfo) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_decode_worker_hangs_in_mid_transfer() -> None:
+@pytest.mark.parametrize("transport", ["gloo", NIXL])
+async def test_a_decode_worker_hangs_in_mid_transfer(transport: str) -> None:
     """It is silent, but its sockets stand: the lease ends the attempts, and then the pair."""
     configs = [
-        config(name, transfer=msgspec.structs.replace(LIMITS, lease_timeout_s=0.5))
+        config(name, transport=transport, transfer=msgspec.structs.replace(LIMITS, lease_timeout_s=0.5))
         for name in ("prefill-0", "decode-0", "decode-1")
     ]
     with running_workers(*configs) as (prefill, hung, other):

@@ -110,8 +110,8 @@ def test_workers_that_come_later_take_the_next_devices() -> None:
         ),
         (
             {"prefill": {"device": "cuda", "size": 3}, "decode": {"device": "cuda", "tp": 2}},
-            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. Pools share a "
-            "device that both name, such as cuda:0, unless transfer.transport is nccl",
+            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. "
+            "Pools that name the same one, such as cuda:0, share it, but not with transport nccl",
         ),
     ],
 )

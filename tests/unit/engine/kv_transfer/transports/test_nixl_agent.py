@@ -57,5 +57,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         check_installed("nixl")
     assert str(refused.value) == "transfer.transport: nixl needs the extra `nixl` (pip install 'disagg[nixl]')"
     load.cache_clear()
-    with pytest.raises(NixlError, match="transport nixl needs the extra `nixl`.*no_such_package"):
+    with pytest.raises(NixlError, match=r"transport nixl needs the extra `nixl`.*no_such_package"):
         load()
