@@ -21,8 +21,8 @@ from disagg.proto.errors import InternalError
 from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
-"""Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array on CPU, a uint8 tensor on a
-GPU."""
+"""Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array of the host, or a uint8 tensor
+on a GPU, where the transport moves that."""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):

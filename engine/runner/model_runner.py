@@ -32,6 +32,7 @@ from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
@@ -95,6 +96,7 @@ class TorchModelRunner(ShardRunner):
             self._set_size(0 if cache_bytes == "auto" else cache_bytes)
         self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
         self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
+        self._host_staging = HostStaging.of(self._device, config.transport)
         self._staging_stream: Any = None
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
@@ -163,7 +165,7 @@ class TorchModelRunner(ShardRunner):
 
     def _make(self, collective: Collective | None, num_blocks: int) -> None:
         """The cache, and what computes on it."""
-        self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard)
+        self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging)
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
         self._replayed: ReplayedDecoder | None = None
@@ -240,7 +242,10 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def new_staging(self, nbytes: int) -> Buffer:
-        """A flat staging buffer: a uint8 numpy array on CPU, a uint8 tensor on a GPU. Contents are undefined."""
+        """A flat staging buffer: a uint8 numpy array in the host's memory, or a uint8 tensor on a GPU, for transports
+        that move that. Contents are undefined."""
+        if self._host_staging is not None:
+            return self._host_staging.new_buffer(nbytes)
         if self._device.type == "cpu":
             return np.empty(nbytes, dtype=np.uint8)
         with torch.cuda.stream(self._staging_stream):

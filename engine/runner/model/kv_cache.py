@@ -14,6 +14,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
+from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages
@@ -66,8 +67,16 @@ class KvCache:
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device, shard: Shard = WHOLE
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        shard: Shard = WHOLE,
+        host_staging: HostStaging | None = None,
     ) -> None:
+        """`host_staging`: the way to staging buffers that are not on `device`."""
+        self._host_staging = host_staging
         self.layout = layout
         self.shard = shard
         self.num_blocks = num_blocks
@@ -99,20 +108,24 @@ class KvCache:
         """Copy the slices of tokens [start, end) for a worker of `peer_tp` ranks into `out`, a flat uint8 tensor; the
         checksum of each slice."""
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
-        checksums: list[int] = []
-        for heads, staged in self._staged(out, slices, start, end):
+        out = self._head_of(out, slices, start, end)
+        target = out if self._host_staging is None else self._host_staging.piece(out.numel())
+        for heads, staged in self._staged(target, slices, start, end):
             gather_kv(self._heads(heads), block_table, start, end, staged)
-            checksums.append(checksum(staged))
-        return checksums
+        if self._host_staging is not None:
+            self._host_staging.to_host(out)
+        return [checksum(staged) for _, staged in self._staged(out, slices, start, end)]
 
     def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
         """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
         tensor."""
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
-        for heads, staged in self._staged(data, slices, start, end):
+        data = self._head_of(data, slices, start, end)
+        source = data if self._host_staging is None else self._host_staging.to_device(data)
+        for heads, staged in self._staged(source, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
-        if data.is_cuda:  # the buffer is filled again on another stream
-            torch.cuda.current_stream(data.device).synchronize()
+        if self.tensor_NL2KBD.is_cuda:  # the buffer is filled again, and not in the order of this stream
+            torch.cuda.current_stream(self.tensor_NL2KBD.device).synchronize()
 
     @property
     def _head_bytes_per_token(self) -> int:
@@ -121,14 +134,18 @@ class KvCache:
     def _heads(self, heads: range) -> Tensor:
         return self.tensor_NL2KBD[:, :, :, heads.start : heads.stop]
 
+    def _head_of(self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int) -> Tensor:
+        """What of a staging buffer the slices take."""
+        nbytes = (end - start) * self._head_bytes_per_token * sum(map(len, slices))
+        if buffer.numel() < nbytes:
+            raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
+        return buffer[:nbytes]
+
     def _staged(
         self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int
     ) -> Iterator[tuple[range, Tensor]]:
         """The heads of each slice and its bytes in a staging buffer, without a copy."""
         head_bytes = (end - start) * self._head_bytes_per_token
-        nbytes = head_bytes * sum(map(len, slices))
-        if buffer.numel() < nbytes:
-            raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
         first = 0
         for heads in slices:
             last = first + head_bytes * len(heads)
