@@ -36,7 +36,7 @@ NO_DEVICE = 3
 TOTAL_S = 570.0
 """All sections together; what is left at the end goes to none."""
 TEST_FOLDER = "tests/gpu"
-OWN_TESTS = ("test_engine.py", "test_graphs.py", "test_nccl.py")
+OWN_TESTS = ("test_engine.py", "test_graphs.py", "test_nccl.py", "test_transports.py")
 """Test files that are sections, or parts of one; all others are tests of kernels."""
 
 
@@ -71,6 +71,7 @@ def sections() -> tuple[Section, ...]:
         Section(name="kernels", limit_s=140, tests=kernel_tests),
         Section(name="engine", limit_s=110, tests=(f"{TEST_FOLDER}/test_engine.py", f"{TEST_FOLDER}/test_graphs.py")),
         Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
+        Section(name="transports", limit_s=60, tests=(f"{TEST_FOLDER}/test_transports.py",)),
         Section(name="model", limit_s=90, program="benchmarks.gpu.model"),
         Section(name="attention", limit_s=70, program="benchmarks.gpu.attention"),
         Section(name="transfer", limit_s=40, program="benchmarks.gpu.transfer"),

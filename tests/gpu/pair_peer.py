@@ -1,7 +1,7 @@
-"""One side of a pair, as a process: `python -m tests.gpu.pair_peer SIDE SCENARIO DEVICE FOLDER`.
+"""One side of a pair, as a process: `python -m tests.gpu.pair_peer SIDE SCENARIO DEVICE FOLDER [TRANSPORT]`.
 
 The receiver prints its address first, which the sender reads from its standard input; each side ends with one line of
-JSON that says what it saw. Over NCCL where the device is `cuda`, over gloo on a CPU.
+JSON that says what it saw. Without a transport's name, over NCCL where the device is `cuda`, over gloo on a CPU.
 
     payloads   three messages arrive to the bit
     hand-over  the KV of a prompt arrives, and decodes on
@@ -16,16 +16,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from disagg.engine.config import TransportName
+from disagg.engine.config import STAGED_ON_DEVICE, TransportName
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.model_runner import TorchModelRunner
-from tests.support.secret import SECRET
+from tests.support.secret import SECRET, checksum
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -39,9 +39,9 @@ HOST = "127.0.0.1"
 class Side:
     """A transport whose operations are waited for."""
 
-    def __init__(self, transport: PairTransport, device: torch.device) -> None:
+    def __init__(self, transport: PairTransport, device: torch.device, name: TransportName) -> None:
         self.transport = transport
-        self._device = device
+        self._device = device if name in STAGED_ON_DEVICE else torch.device("cpu")
 
     def buffer(self, content: torch.Tensor) -> Buffer:
         """A staging buffer with this content."""
@@ -90,20 +90,21 @@ def send_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
     token_id = int(prefill(runner, sequence).argmax())
     nbytes = len(PROMPT) * runner.layout.bytes_per_token
     buffer = runner.new_staging(nbytes)
-    checksum = runner.gather(sequence.block_table, 0, len(PROMPT), buffer)
-    return {"ok": side.send(buffer, nbytes)[0], "checksum": checksum, "token_id": token_id}
+    announced = runner.gather(sequence.block_table, 0, len(PROMPT), buffer)
+    ok = side.send(buffer, nbytes)[0]
+    return {"ok": ok, "checksum": announced, "token_id": token_id, "transport": side.transport.name}
 
 
 def receive_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
     """Decodes from the first token on, which is computed here too, from the KV that came."""
     nbytes = len(PROMPT) * runner.layout.bytes_per_token
     buffer = runner.new_staging(nbytes)
-    ok, _, checksum = side.recv(buffer, nbytes)
+    ok, _, arrived = side.recv(buffer, nbytes)
     table = [3, 1, 4, 8, 5, 6]
     runner.scatter(table, 0, len(PROMPT), buffer)
     sequence = make_sequence(PROMPT, table)
     decode(runner, [sequence], NUM_TOKENS)
-    return {"ok": ok, "checksum": checksum, "token_ids": sequence.token_ids[len(PROMPT) :]}
+    return {"ok": ok, "checksum": arrived, "token_ids": sequence.token_ids[len(PROMPT) :]}
 
 
 def wait_in_vain(side: Side, close_after_s: float) -> dict[str, Any]:
@@ -118,14 +119,17 @@ def wait_in_vain(side: Side, close_after_s: float) -> dict[str, Any]:
     return {"ok": answer[0] is False, "answer": answer, "took_s": took_s}
 
 
-def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
+def main(side_name: str, scenario: str, device_name: str, folder: str, transport: str = "") -> None:
     device = torch.device(device_name)
-    name: TransportName = "nccl" if device.type == "cuda" else "gloo"
-    runner = make_runner(Path(folder), device=device_name, max_num_seqs=2) if scenario == "hand-over" else None
+    name = cast(TransportName, transport or ("nccl" if device.type == "cuda" else "gloo"))
+    runner: TorchModelRunner | None = None
+    if scenario == "hand-over":
+        runner = make_runner(Path(folder), device=device_name, max_num_seqs=2, transport=name)
+        runner.checksum = checksum
     if side_name == "receiver":
         rendezvous = make_rendezvous(name, HOST, SECRET)
         print(rendezvous.address, flush=True)
-        side = Side(rendezvous.accept(scenario), device)
+        side = Side(rendezvous.accept(scenario), device, name)
         if scenario == "payloads":
             found = receive_payloads(side)
         elif runner is not None:
@@ -134,7 +138,7 @@ def main(side_name: str, scenario: str, device_name: str, folder: str) -> None:
             found = wait_in_vain(side, 3.0)
         rendezvous.close()
     else:
-        side = Side(make_connector(name, HOST, SECRET)(scenario, sys.stdin.readline().strip()), device)
+        side = Side(make_connector(name, HOST, SECRET)(scenario, sys.stdin.readline().strip()), device, name)
         print("connected", flush=True)
         if scenario == "payloads":
             found = send_payloads(side)

@@ -46,10 +46,10 @@ class Peer:
 
 
 @contextmanager
-def peer(side: str, scenario: str, device: torch.device, folder: Path | str) -> Iterator[Peer]:
+def peer(side: str, scenario: str, device: torch.device, folder: Path | str, transport: str = "") -> Iterator[Peer]:
     own = {"NCCL_HOSTID": f"gpu-check-{side}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
     environment = os.environ | own | {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stderr"}
-    arguments = [sys.executable, "-m", "tests.gpu.pair_peer", side, scenario, str(device), str(folder)]
+    arguments = [sys.executable, "-m", "tests.gpu.pair_peer", side, scenario, str(device), str(folder), transport]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield Peer(process)
@@ -59,9 +59,12 @@ def peer(side: str, scenario: str, device: torch.device, folder: Path | str) -> 
 
 
 @contextmanager
-def pair(scenario: str, device: torch.device, folder: Path | str = "") -> Iterator[tuple[Peer, Peer]]:
+def pair(
+    scenario: str, device: torch.device, folder: Path | str = "", transport: str = ""
+) -> Iterator[tuple[Peer, Peer]]:
     """(sender, receiver), joined."""
-    with peer("receiver", scenario, device, folder) as receiver, peer("sender", scenario, device, folder) as sender:
+    sides = [peer(side, scenario, device, folder, transport) for side in ("receiver", "sender")]
+    with sides[0] as receiver, sides[1] as sender:
         address = receiver.line()
         assert address, "the receiver has an address"
         assert sender.process.stdin is not None
