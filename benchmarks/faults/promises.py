@@ -1,6 +1,6 @@
 """Every promise about faults against a real `disagg up` with two prefill and two decode workers, under open-loop load.
 
-    python -m benchmarks.faults [--rows kill_decode,overload_10x] [--model tiny|fake] [--json FILE]
+    python -m benchmarks.faults [--rows kill_decode,overload_10x] [--model tiny|fake] [--transport nixl] [--json FILE]
 
 Each row is one promise: streams completed, output against the reference (greedy, fp32), longest gap between tokens,
 time to recover, what is held afterwards. Rows of one configuration share a cluster. Exit status 1 where one is not met.
@@ -122,19 +122,21 @@ GROUPS = (
 )
 
 
-async def run(names: Sequence[str], model: Model) -> list[Row]:
-    """The rows of these names, in order."""
+async def run(names: Sequence[str], model: Model, transport: str | None = None) -> list[Row]:
+    """The rows of these names, in order; KV by `transport` instead of each row's own."""
     rows = []
     for group in GROUPS:
         wanted = [name for name in group.rows if name in names]
         if not wanted:
             continue
         served = Model() if group.is_fake else model
-        options = group.options()
+        config, options = group.config(served), group.options()
+        if transport is not None:
+            config["transfer"] = {**config.get("transfer", {}), "transport": transport}
         if options.pop("is_broken", False):  # there is no cluster to wait for
-            rows += [await _one(name, group.rows[name], Up(group.config(served), **options), served) for name in wanted]
+            rows += [await _one(name, group.rows[name], Up(config, **options), served) for name in wanted]
             continue
-        async with Up(group.config(served), step_ms=group.step_ms, **options) as up:
+        async with Up(config, step_ms=group.step_ms, **options) as up:
             rows += [await _one(name, group.rows[name], up, served) for name in wanted]
     return rows
 
@@ -181,6 +183,7 @@ def main() -> int:
     )
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--model", choices=("tiny", "fake"), default="tiny")
+    parser.add_argument("--transport", help="what moves KV (default: what the rows and `auto` take)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     wanted = arguments.rows.split(",")
@@ -188,7 +191,7 @@ def main() -> int:
         parser.error(f"--rows: there is no {', '.join(unknown)}; there is {', '.join(names)}")
     model = TinyModel() if arguments.model == "tiny" else Model()
     try:
-        rows = asyncio.run(run(wanted, model))
+        rows = asyncio.run(run(wanted, model, arguments.transport))
     finally:
         model.close()
     show(rows)

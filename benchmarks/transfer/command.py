@@ -14,6 +14,7 @@ of plain copies of the same size. Ranks: `ranks.py`. What is exposed of a hand-o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.transfer.handover import Handover, Load, measure_handovers, quantiles, rows
 from benchmarks.transfer.ranks import IN_FLIGHT, Tp, measure_ranks
 from benchmarks.transfer.rates import Case, measure_rates
+from disagg.engine.kv_transfer.transports.nixl_agent import MODULES as NIXL_MODULES
 
 KIB = 1 << 10
 SIZES_KIB = [64, 256, 1024, 4096, 16384]
@@ -39,7 +41,13 @@ def transports(asked: Sequence[str] | None) -> list[str]:
         return [LIMIT, *(name for name in asked if name != LIMIT)]
     import torch
 
-    return [LIMIT, "gloo", "shm", "local", *(["nccl"] if torch.cuda.is_available() else [])]
+    return [LIMIT, *between_processes(), "local", *(["nccl"] if torch.cuda.is_available() else [])]
+
+
+def between_processes() -> list[str]:
+    """The transports of one host's CPUs that are installed."""
+    has_nixl = any(importlib.util.find_spec(name) for name in NIXL_MODULES)
+    return ["gloo", "shm", *(["nixl"] if has_nixl else [])]
 
 
 def rate_rows(rates: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
@@ -174,10 +182,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-flight", type=positive, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=positive, default=6, help="of each rate")
     parser.add_argument("--tp", type=tp_pair, nargs="+", default=[(1, 1), (1, 2), (2, 1), (2, 2)], metavar="P,D")
-    parser.add_argument("--rank-transports", nargs="+", default=["gloo", "shm"])
+    parser.add_argument("--rank-transports", nargs="+", default=between_processes())
     parser.add_argument("--model", default="smollm2-135m", help="a model's name, its folder, or fake")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--handover-transports", nargs="+", default=["gloo", "shm"])
+    parser.add_argument("--handover-transports", nargs="+", default=between_processes())
     parser.add_argument("--prompts", type=positive, nargs="+", default=[512, 1024, 2048], help="their lengths")
     parser.add_argument("--streams", type=int, nargs="+", default=[0, 4], help="other sequences that decode")
     parser.add_argument("--queued", type=int, nargs="+", default=[0], help="other prompts on the prefill worker")
