@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from disagg.engine.kv_transfer.transports import auto, nixl_agent
+from disagg.engine.kv_transfer.transports import auto, nixl, nixl_agent
 from disagg.engine.kv_transfer.transports.auto import Address, AutoConnector, AutoRendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.nixl import NixlTransport
@@ -101,16 +102,16 @@ def test_a_side_that_fails_alone_takes_the_other_along(
     rendezvous: AutoRendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pair stands on D, and P has given up meanwhile: D must not wait for it."""
-    real = auto.nixl.form
+    real = nixl.form
 
-    def form(*arguments: object) -> NixlTransport:
-        transport: NixlTransport = real(*arguments)  # type: ignore[arg-type]
+    def form(*arguments: Any) -> NixlTransport:
+        transport: NixlTransport = real(*arguments)
         if "sender" in arguments:
             transport.close()
             raise TransportError("given up")
         return transport
 
-    monkeypatch.setattr(auto.nixl, "form", form)
+    monkeypatch.setattr(nixl, "form", form)
     p, d = both(rendezvous)
     assert [end.name for end in (p, d)] == ["shm", "shm"]
     assert_moves(p, d)

@@ -61,7 +61,7 @@ class Served:
 
 
 def _config(
-    worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per_token: int, transport: TransportName
+    worker_id: str, roles: tuple[RoleName, ...], folder: Path, bytes_per_token: int, transport: TransportName = "gloo"
 ) -> WorkerConfig:
     return WorkerConfig(
         transport=transport,
@@ -79,7 +79,8 @@ def _config(
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    kind, transport = (request.param, "gloo") if isinstance(request.param, str) else request.param
+    transport: TransportName = "gloo" if isinstance(request.param, str) else request.param[1]
+    kind = request.param if isinstance(request.param, str) else request.param[0]
     if kind == REAL_MODEL:
         folder, vocab_size, bytes_per_token = resolve_model(kind), 49152, 30 * 2 * 3 * 64 * 4
     else:

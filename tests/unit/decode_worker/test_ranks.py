@@ -24,6 +24,8 @@ from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
 class LateTransport:
     """A transport of several ranks, played by the test: receives are posted, and over, when it says so."""
 
+    name = "late"
+
     def __init__(self) -> None:
         self.posts: list[Posted] = []
         self.dones: list[Received] = []
