@@ -70,7 +70,13 @@ class Outcome:
     transport: str
 
 
-def demo_config(*, model: str | None = None, prefill: int | None = None, decode: int | None = None) -> ClusterConfig:
+def demo_config(
+    *,
+    model: str | None = None,
+    prefill: int | None = None,
+    decode: int | None = None,
+    transport: str = "auto",
+) -> ClusterConfig:
     """The default configuration with small caches, where every prompt is handed over. Raises `ConfigError`."""
     return override(
         build_config(None, model=model, port=0, prefill=prefill, decode=decode),
@@ -78,6 +84,7 @@ def demo_config(*, model: str | None = None, prefill: int | None = None, decode:
             "placement.local_prefill": "never",
             "pools.prefill.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
             "pools.decode.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
+            "transfer.transport": transport,
         },
     )
 

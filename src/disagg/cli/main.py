@@ -121,12 +121,13 @@ def demo(
     model: ModelOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
+    transport: Annotated[str, typer.Option(help="What moves the KV, as `transfer.transport`.")] = "auto",
     log_dir: LogDirOption = None,
 ) -> None:
     """Start a small cluster, show a prompt being handed from a prefill to a decode worker, and stop."""
     from disagg.cli.demo import demo_config, run_demo
 
-    settings = demo_config(model=model, prefill=prefill, decode=decode)
+    settings = demo_config(model=model, prefill=prefill, decode=decode, transport=transport)
     raise typer.Exit(run_demo(settings, launcher.value, console(), log_dir))
 
 
