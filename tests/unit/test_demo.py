@@ -16,7 +16,7 @@ from disagg.cli import demo
 from disagg.cli.demo import Outcome
 from disagg.client import Client, Delta, Finished, Usage
 from disagg.cluster.system.terminal import format_bytes
-from disagg.proto.errors import InternalError
+from disagg.proto.errors import ConfigError, InternalError
 from disagg.v1 import inference_pb2 as pb
 
 GOOD = Outcome(
@@ -163,3 +163,9 @@ def test_table_fits_a_terminal() -> None:
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_a_transport_is_taken_by_its_name() -> None:
+    assert [demo.demo_config(**named).transfer.transport for named in ({}, {"transport": "nixl"})] == ["auto", "nixl"]
+    with pytest.raises(ConfigError, match=r"transfer\.transport: 'tcp' is not allowed"):
+        demo.demo_config(transport="tcp")
