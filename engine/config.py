@@ -170,6 +170,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
 
     worker_id: str
     roles: tuple[RoleName, ...]
+    is_elastic: bool = False
+    """With both roles: whether it also hands over to, and takes over from, others of its kind."""
     model_path: str
     """Folder of a checkpoint written by `disagg model import`; `fake` runs the deterministic model without weights."""
     start_id: str = ""
@@ -273,10 +275,11 @@ def check_kv_stays_private(config: WorkerConfig) -> None:
     """Refuse to send KV in clear where other machines could read it.
 
     Raises:
-        ConfigError: if the worker hands over (it has one role only), its address is not a loopback one, its transport
-            leaves the host, and nothing allows that.
+        ConfigError: if the worker hands over (it has one role only, or is elastic), its address is not a loopback one,
+            its transport leaves the host, and nothing allows that.
     """
-    if config.plaintext_kv or len(config.roles) != 1 or config.transport in ("shm", "local"):
+    hands_over = len(config.roles) == 1 or config.is_elastic
+    if config.plaintext_kv or not hands_over or config.transport in ("shm", "local"):
         return
     if not ipaddress.ip_address(config.host).is_loopback:
         raise ConfigError(

@@ -17,7 +17,7 @@ from disagg.proto.messages import Message, WorkerInfo
 
 HEARTBEAT_S = 0.5
 """Interval of the heartbeats of workers and gateways."""
-PoolName = Literal["prefill", "decode", "colocated"]
+PoolName = Literal["prefill", "decode", "colocated", "workers"]
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
 """`lost`: it was there, its stream or its process ended, and it is expected back or started again. `failed`: its start

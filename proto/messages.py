@@ -140,6 +140,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     worker_id: WorkerId
     incarnation: Incarnation
     roles: tuple[RoleName, ...]
+    is_elastic: bool = False
+    """With both roles: whether it also forms pairs with others of its kind, as P and as D."""
     address: str
     """host:port of its control server."""
     pid: int

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
+from typing_extensions import override as overrides
 
 from disagg.cluster.config.reader import parse_yaml, read_struct
 from disagg.cluster.models.catalog import DEFAULT_MODEL
@@ -26,6 +27,7 @@ from disagg.engine.config import (
     EngineLimits,
     ModelOptions,
     PairLimits,
+    Scheduling,
     TransferLimits,
     TransportName,
     check_quantization,
@@ -40,7 +42,7 @@ from disagg.proto.errors import ConfigError
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 from disagg.router.gateway.config import GatewayOptions, is_loopback
 
-Mode = Literal["disaggregated", "colocated"]
+Mode = Literal["disaggregated", "colocated", "elastic"]
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -123,12 +125,27 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
         return device_defaults(self.device).token_budget if self.token_budget == "auto" else self.token_budget
 
 
+class WorkersConfig(PoolConfig, frozen=True, kw_only=True):
+    """`pools.workers`: the same with the defaults of mode `elastic`."""
+
+    size: Count = 2
+    scheduling: Scheduling = "slack"
+
+    @property
+    @overrides
+    def tokens_per_step(self) -> int:
+        """At least 1024 with `auto`: slack makes steps shorter where targets ask for it."""
+        return max(1024, super().tokens_per_step) if self.token_budget == "auto" else self.token_budget
+
+
 class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`pools`: `prefill` and `decode` are used in mode `disaggregated`, `colocated` in mode `colocated`."""
+    """`pools`: `prefill` and `decode` are used in mode `disaggregated`, `colocated` in mode `colocated`, `workers` in
+    mode `elastic`."""
 
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     colocated: PoolConfig = PoolConfig()
+    workers: WorkersConfig = WorkersConfig()
 
 
 class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +239,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSection = ModelSection()
     gateway: GatewaySection = GatewaySection()
     mode: Mode = "disaggregated"
-    """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers with both roles."""
+    """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers that compute prompt and answer of a
+    request. `elastic`: one pool of workers that do either; for each request the router chooses whether one worker
+    computes both, or one hands the prompt's KV over to another."""
     pools: PoolsConfig = PoolsConfig()
     placement: PlacementOptions = PlacementOptions()
     slo: SloConfig = SloConfig()
@@ -297,6 +316,8 @@ def active_pools(config: ClusterConfig) -> list[tuple[PoolName, PoolConfig]]:
     """The pools that the mode uses, prefill first."""
     if config.mode == "colocated":
         return [("colocated", config.pools.colocated)]
+    if config.mode == "elastic":
+        return [("workers", config.pools.workers)]
     return [("prefill", config.pools.prefill), ("decode", config.pools.decode)]
 
 

@@ -41,6 +41,7 @@ ROLES: dict[PoolName, tuple[RoleName, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "colocated": ("prefill", "decode"),
+    "workers": ("prefill", "decode"),
 }
 
 
@@ -113,6 +114,7 @@ def worker_config(
         transfer=config.transfer.limits(pool.device),
         worker_id=worker_id(name, index),
         roles=ROLES[name],
+        is_elastic=config.mode == "elastic",
         model_path=model_path,
         cores=worker_cores(config, name, index, available),
         block_size=pool.tokens_per_block,

@@ -221,6 +221,7 @@ class Worker:
             worker_id=WorkerId(config.worker_id),
             incarnation=self.incarnation,
             roles=config.roles,
+            is_elastic=config.is_elastic,
             address=address,
             pid=os.getpid(),
             start_id=config.start_id,

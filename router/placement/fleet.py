@@ -193,7 +193,7 @@ class Fleet:
         """Those of them that are to be formed before a request needs them; see `Pairs`."""
         pairs = self.pairs_with(worker_id)
         others = [peer.worker_id if prefill == worker_id else prefill for prefill, peer in pairs]
-        warm = self.pairs.warm_up(worker_id, others)
+        warm = self.pairs.warm_up(worker_id, list(dict.fromkeys(others)))
         return [pair for pair, other in zip(pairs, others, strict=True) if other in warm]
 
     # ---------------------------------------------------------------- changes

@@ -53,10 +53,11 @@ class ModelGroup:
         self._prefills: dict[_Shape, WorkerBucket] = {}
         self._decodes: dict[_Shape, WorkerBucket] = {}
         self._colocated: dict[_Shape, WorkerBucket] = {}
+        self._elastic: dict[_Shape, WorkerBucket] = {}
 
     def bucket_for(self, info: WorkerInfo) -> WorkerBucket:
         """The bucket for workers of this role and shape."""
-        buckets = self._colocated
+        buckets = self._elastic if info.is_elastic else self._colocated
         num_blocks = decode_blocks
         if prefills_only(info):
             buckets = self._prefills
@@ -73,13 +74,21 @@ class ModelGroup:
     def prefill_buckets(self) -> list[WorkerBucket]:
         """The buckets of workers that compute prompts; those of decode workers where there are no others."""
         buckets = [
-            bucket for buckets in (self._prefills, self._colocated) for bucket in buckets.values() if bucket.members
+            bucket
+            for buckets in (self._prefills, self._colocated, self._elastic)
+            for bucket in buckets.values()
+            if bucket.members
         ]
         return buckets or list(self._decodes.values())
 
     def decode_buckets(self) -> list[WorkerBucket]:
         """The buckets whose workers decode."""
-        return [bucket for buckets in (self._decodes, self._colocated) for bucket in buckets.values() if bucket.members]
+        return [
+            bucket
+            for buckets in (self._decodes, self._colocated, self._elastic)
+            for bucket in buckets.values()
+            if bucket.members
+        ]
 
     def shortlist(
         self,
@@ -100,6 +109,9 @@ class ModelGroup:
         decodes = _candidates(self._decodes, demand, without, matched) if prefills or local else []
         partners = self._partners(prefills, decodes, demand, without, matched) if prefills else ()
         colocated = _candidates(self._colocated, demand, without, matched) if self._colocated else []
+        if self._elastic:
+            elastic = _candidates(self._elastic, demand, without, matched)
+            return Shortlist(prefills + elastic, decodes + elastic, colocated + elastic, local, (), partners)
         return Shortlist(prefills, decodes, colocated, local, (), partners)
 
     def _without(
@@ -113,6 +125,10 @@ class ModelGroup:
         if local:
             colocated += _candidates(self._decodes, demand, alone, matched)
         partners = self._partners(prefills, decodes, demand, without | excluded.decodes, matched)
+        if self._elastic:
+            prefills += _candidates(self._elastic, demand, without | excluded.prefills, matched)
+            decodes += _candidates(self._elastic, demand, without | excluded.decodes, matched)
+            colocated += _candidates(self._elastic, demand, alone, matched)
         return Shortlist(prefills, decodes, colocated, False, excluded.pairs, partners)
 
     def _partners(
@@ -153,6 +169,7 @@ class ModelGroup:
     def decoders(self, num_tokens: int, may_prefill_locally: bool) -> Iterator[Worker]:
         """The workers that could decode a request of that length if they were empty."""
         yield from _long_enough(self._colocated, num_tokens)
+        yield from _long_enough(self._elastic, num_tokens)
         if may_prefill_locally or next(_long_enough(self._prefills, num_tokens), None) is not None:
             yield from _long_enough(self._decodes, num_tokens)
 
@@ -166,6 +183,9 @@ class ModelGroup:
             return [(worker, decode.peer) for decode in _members(self._decodes)]
         if decodes_only(worker.info):
             return [(prefill, worker.peer) for prefill in _members(self._prefills)]
+        if worker.info.is_elastic:
+            others = [other for other in _members(self._elastic) if other is not worker]
+            return [(worker, other.peer) for other in others] + [(other, worker.peer) for other in others]
         return []
 
 

@@ -5,7 +5,7 @@
 
 A `Choice` is a pair (P, D), or one worker that computes prompt and answer ("colocated" below): a worker with both
 roles, or a decode worker that computes the prompt itself (local prefill). Only workers of one model group (equal model
-fingerprint and KV layout) form a pair.
+fingerprint and KV layout) form a pair; an elastic worker can be either side of one.
 
 The best choice may be one that has no slot just now. Then the request waits for it, if by the policy's cost waiting
 is cheaper than what is free: see `Choice.has_slot`.
@@ -420,6 +420,8 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
         p_misses, p_cost, lacks_slot, _, _, p_candidate = prefill
         for decode in decodes:
             d_misses, d_cost, _, _, _, d_candidate = decode
+            if d_candidate.worker is p_candidate.worker:
+                continue  # An elastic worker: alone, see `_weigh_colocated`.
             misses, cost = p_misses + d_misses, p_cost + d_cost
             if misses > best.misses or (misses == best.misses and cost > best.limit):
                 break  # Links never have a negative cost, and the sides that follow are no better.

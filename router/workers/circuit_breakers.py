@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from disagg.proto.ids import AttemptKey, WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.workers.circuit_breaker import BreakerLimits, BreakerState, CircuitBreaker
-from disagg.router.workers.worker import Worker, decodes_only, longest_sequence, prefills_only
+from disagg.router.workers.worker import Worker, can_decode_for_others, can_prefill_for_others, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -386,8 +386,8 @@ class UsableWorkers(NamedTuple):
 
 def find_usable(workers: Collection[Worker], breakers: CircuitBreakers) -> UsableWorkers:
     """The usable ones of these workers, with what the breakers exclude."""
-    prefills = frozenset(w.worker_id for w in workers if prefills_only(w.info))
-    decodes = frozenset(w.worker_id for w in workers if decodes_only(w.info))
+    prefills = frozenset(w.worker_id for w in workers if can_prefill_for_others(w.info))
+    decodes = frozenset(w.worker_id for w in workers if can_decode_for_others(w.info))
     colocated = frozenset(w.worker_id for w in workers) - prefills - decodes
     excluded = breakers.excluded(prefills, decodes, colocated)
 

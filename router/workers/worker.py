@@ -216,6 +216,16 @@ def decodes_only(info: WorkerInfo) -> bool:
     return set(info.roles) == {"decode"}
 
 
+def can_prefill_for_others(info: WorkerInfo) -> bool:
+    """Whether this worker can be the P of a pair."""
+    return info.is_elastic or prefills_only(info)
+
+
+def can_decode_for_others(info: WorkerInfo) -> bool:
+    """Whether this worker can be the D of a pair."""
+    return info.is_elastic or decodes_only(info)
+
+
 def has_both_roles(info: WorkerInfo) -> bool:
     """Whether this worker has both roles."""
     return {"prefill", "decode"} <= set(info.roles)

@@ -80,6 +80,7 @@ def register(
         worker_id=WorkerId(config.worker_id),
         incarnation=Incarnation(incarnation),
         roles=config.roles,
+        is_elastic=config.is_elastic,
         address=f"{config.worker_id}:1",
         pid=1,
         fingerprint=runner.fingerprint,

@@ -79,7 +79,9 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ValueError(f"pools: two have one name; got {', '.join(names)}")
         if not any("decode" in pool.worker.roles and pool.size for pool in self.pools):
-            raise ValueError("pools: no worker decodes; a cluster needs a pool decode or colocated of at least 1")
+            raise ValueError(
+                "pools: no worker decodes; a cluster needs a pool decode, colocated or workers of at least 1"
+            )
         if not self.jump_s >= 0:
             raise ValueError(f"jump_s: expected a time of at least 0; got {self.jump_s}")
         if not self.sample_s > 0:

@@ -97,12 +97,15 @@ def worker_info(
     decode_reserve_tokens: int = 0,
     watermark_blocks: int = 0,
 ) -> WorkerInfo:
-    """A worker; its role follows from the first letter of its id (p, d, or c for both) unless given."""
-    by_letter: dict[str, tuple[RoleName, ...]] = {"p": ("prefill",), "d": ("decode",), "c": ("prefill", "decode")}
+    """A worker; unless given its role follows from the first letter of its id: p, d, c for both, w for both and
+    elastic."""
+    both: tuple[RoleName, ...] = ("prefill", "decode")
+    by_letter: dict[str, tuple[RoleName, ...]] = {"p": ("prefill",), "d": ("decode",), "c": both, "w": both}
     return WorkerInfo(
         worker_id=WorkerId(worker_id),
         incarnation=Incarnation(incarnation),
         roles=tuple(roles) if roles is not None else by_letter[worker_id[0]],
+        is_elastic=roles is None and worker_id[0] == "w",
         address=address or f"{worker_id}:1",
         pid=1,
         fingerprint=fingerprint,

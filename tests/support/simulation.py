@@ -47,6 +47,7 @@ def cluster_spec(
     prefill: int = 0,
     decode: int = 0,
     colocated: int = 0,
+    workers: int = 0,
     engine: EngineKind = "exact",
     num_blocks: int = 1000,
     times: LinearTimes | None = None,
@@ -64,6 +65,7 @@ def cluster_spec(
         ("prefill", prefill, ("prefill",)),
         ("decode", decode, ("decode",)),
         ("colocated", colocated, ("prefill", "decode")),
+        ("workers", workers, ("prefill", "decode")),
     ]
     settings = {"swap_bytes": 0, "token_budget": 512, **worker}
     return ClusterSpec(
@@ -71,7 +73,9 @@ def cluster_spec(
             PoolSpec(
                 name=name,
                 size=size,
-                worker=WorkerConfig(worker_id="", roles=roles, model_path="fake", **settings),
+                worker=WorkerConfig(
+                    worker_id="", roles=roles, is_elastic=name == "workers", model_path="fake", **settings
+                ),
                 num_blocks=num_blocks,
                 times=times or LinearTimes(),
                 cold_start_s=cold_start_s,

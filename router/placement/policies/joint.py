@@ -70,11 +70,13 @@ class Joint:
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Wait, prefill, evictions, barrier."""
+        """Wait, prefill, delay of the sequences that decode there (on an elastic worker), evictions, barrier."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
+        if worker.num_decodes:
+            delay += worker.num_decodes * compute_ms(worker, cached, num_tokens)
         k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
         barrier = self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0

@@ -68,6 +68,8 @@ PortOption = Annotated[int | None, typer.Option(help="Port of the gateway; 0 tak
 PrefillOption = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers.", min=1)]
 DecodeOption = Annotated[int | None, typer.Option("--decode", help="Number of decode workers.", min=1)]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="One pool of workers that do both.")]
+ElasticOption = Annotated[bool, typer.Option("--elastic", help="One pool; the router divides each request.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", help="Size of the pool, with one pool.", min=1)]
 LogDirOption = Annotated[Path | None, typer.Option(help="Keep the processes' logs here (launcher processes).")]
 WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is recorded.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.", min=0)]
@@ -101,17 +103,20 @@ def root(
 def up(
     config: ConfigOption = None,
     colocated: ColocatedOption = False,
+    elastic: ElasticOption = False,
     launcher: LauncherOption = LauncherName.ray,
     port: PortOption = None,
     model: ModelOption = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
+    workers: WorkersOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     from disagg.cli.up import build_config, run_up
 
-    settings = build_config(config, colocated=colocated, model=model, port=port, prefill=prefill, decode=decode)
+    sizes = {"prefill": prefill, "decode": decode, "workers": workers}
+    settings = build_config(config, colocated=colocated, elastic=elastic, model=model, port=port, **sizes)
     raise typer.Exit(run_up(settings, launcher.value, console(), log_dir))
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, load_config, override
+from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, override
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.models.catalog import FAKE_MODEL
@@ -75,6 +75,8 @@ def build_config(
     file: Path | None,
     *,
     colocated: bool = False,
+    elastic: bool = False,
+    workers: int | None = None,
     model: str | None = None,
     port: int | None = None,
     prefill: int | None = None,
@@ -82,11 +84,18 @@ def build_config(
 ) -> ClusterConfig:
     """The configuration of a file with the command line's options on top; raises `ConfigError`."""
     config = load_config(file)
-    if (colocated or config.mode == "colocated") and (prefill is not None or decode is not None):
-        raise ConfigError("--prefill, --decode: a colocated cluster has one pool; set pools.colocated.size in the file")
+    if colocated and elastic:
+        raise ConfigError("--colocated, --elastic: choose one")
+    mode: Mode | None = "colocated" if colocated else "elastic" if elastic else None
+    chosen_mode = config.mode if mode is None else mode
+    if chosen_mode != "disaggregated" and (prefill is not None or decode is not None):
+        raise ConfigError(f"--prefill, --decode: a cluster of mode {chosen_mode} has one pool; its size is --workers")
+    if chosen_mode == "disaggregated" and workers is not None:
+        raise ConfigError("--workers: is for the modes colocated and elastic; use --prefill and --decode")
     values: dict[str, object] = {
-        "mode": "colocated" if colocated else None,
+        "mode": mode,
         "gateway.port": port,
+        "pools.workers.size" if chosen_mode == "elastic" else "pools.colocated.size": workers,
         "pools.prefill.size": prefill,
         "pools.decode.size": decode,
     }

@@ -268,8 +268,21 @@ def test_the_model_option_is_a_name_or_a_path(tmp_path: Path, model: str, name: 
 
 
 def test_pool_sizes_do_not_go_with_colocated() -> None:
-    with pytest.raises(ConfigError, match=r"^--prefill, --decode: a colocated cluster has one pool"):
+    with pytest.raises(
+        ConfigError, match=r"^--prefill, --decode: a cluster of mode colocated has one pool; its size is"
+    ):
         up.build_config(None, colocated=True, decode=2)
+
+
+def test_the_modes_of_one_pool_take_its_size() -> None:
+    elastic = up.build_config(None, elastic=True, workers=3)
+    assert (elastic.mode, elastic.pools.workers.size, elastic.pools.workers.scheduling) == ("elastic", 3, "slack")
+    colocated = up.build_config(None, colocated=True, workers=3)
+    assert (colocated.mode, colocated.pools.colocated.size) == ("colocated", 3)
+    with pytest.raises(ConfigError, match=r"^--workers: is for the modes colocated and elastic; use --prefill"):
+        up.build_config(None, workers=3)
+    with pytest.raises(ConfigError, match=r"^--colocated, --elastic: choose one$"):
+        up.build_config(None, colocated=True, elastic=True)
 
 
 def test_log_dir_is_refused_with_ray() -> None:

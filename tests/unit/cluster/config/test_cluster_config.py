@@ -69,9 +69,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("7: 1", f"7: unknown key; allowed here: {SECTIONS}"),
         (
             "mode: collocated",
-            "mode: 'collocated' is not allowed, did you mean 'colocated'?; choose from: disaggregated, colocated",
+            "mode: 'collocated' is not allowed, did you mean 'colocated'?; "
+            "choose from: disaggregated, colocated, elastic",
         ),
-        ("mode: [colocated]", "mode: expected disaggregated | colocated; got ['colocated']"),
+        ("mode: [colocated]", "mode: expected disaggregated | colocated | elastic; got ['colocated']"),
         ("placement: {local_prefill: no}", "placement.local_prefill: expected auto | never; got False"),
         ("pools: {decode: {cores: 5}}", "pools.decode.cores: expected auto | none | array; got 5"),
         (
