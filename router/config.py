@@ -23,7 +23,8 @@ from disagg.proto.config import (
 )
 
 LocalPrefill = Literal["auto", "never"]
-PolicyName = Literal["joint", "prefix", "least_loaded", "round_robin", "random"]
+Decodes = Literal["spread", "gather"]
+PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
 MAX_QUEUED: Final = 1024
 """Requests that wait for a worker."""
@@ -36,9 +37,12 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`auto`: a decode worker computes an uncached suffix itself where that is cheaper. `never`: every prompt goes
     through a prefill worker, but for an answer that has begun and outgrew all of them: a decode worker continues it
     alone, otherwise it would be lost."""
-    policy: PolicyName = "joint"
-    """`joint` takes the pair of least cost in milliseconds; the others are there to be compared with. See `policies/`.
-    """
+    policy: PolicyName = "auto"
+    """`auto` is `elastic` in mode `elastic`, else `joint`: the pair of least cost in milliseconds. The others are there
+    to be compared with. See `policies/`."""
+    decodes: Decodes = "spread"
+    """Policy `elastic`: `spread` decodes answers on all workers, `gather` on as few as the TPOT targets allow, so that
+    the others have their time for prompts."""
     admission: bool = True
     """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
 

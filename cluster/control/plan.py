@@ -175,8 +175,11 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
 def router_config(config: ClusterConfig) -> RouterConfig:
     """The configuration of the router."""
     decode_pool = active_pools(config)[-1][1]
+    placement = _fields(PlacementOptions, config.placement)
+    if placement["policy"] == "auto":
+        placement["policy"] = "elastic" if config.mode == "elastic" else "joint"
     return RouterConfig(
-        **_fields(PlacementOptions, config.placement),
+        **placement,
         **_fields(KvReserve, decode_pool),
         ttft_slo_s=seconds(config.slo.ttft_ms),
         tpot_slo_s=seconds(config.slo.tpot_ms),

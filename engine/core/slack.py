@@ -1,14 +1,11 @@
 """How long the next step may take, by the targets of the sequences that decode (scheduling `slack`). Pure.
 
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time. What all sequences of a
-worker have saved may be spent on prompts, in one long chunk as well as in many short ones. With the first token at f,
-target l, k tokens out, R still to come, and s the time of a step without prompts, a sequence's slack is
-
-    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the answer's length, guessed short
-
-or less where the request's deadline is earlier. The next step may take as long as the least slack. A sequence that
-would be late even alone on the worker is lost: it holds nothing back, but a step takes at most LOST_PACE times its
-target. Without targets nothing limits a step but the token budget, and plans are those of `decode_first`.
+worker have saved, each its slack (`proto/step_times/pace.py`), may be spent on prompts, in one long chunk as well as in
+many short ones: the next step may take as long as the least slack. A deadline of the request counts as that of its last
+token. A sequence that would be late even alone on the worker is lost: it holds nothing back, but a step takes at most
+LOST_PACE times its target. Without targets nothing limits a step but the token budget, and plans are those of
+`decode_first`.
 
 Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
 its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
@@ -30,18 +27,9 @@ from disagg.engine.core.policy import LazyHeap
 from disagg.engine.plan import ScheduledSequence
 from disagg.engine.request import Sequence
 from disagg.proto.messages import StepSample
+from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
 from disagg.proto.step_times.step_model import StepModel
 
-MARGIN = 1.2
-"""Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
-expected."""
-LEAST_REST = 0.15
-"""Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
-SHORT = 0.1
-"""The share of the expected length of an answer that its slack counts with, unless it is the most that the request
-allows. Time that is spent in advance on the strength of tokens that never come makes a short answer late; time that was
-not spent in advance is spent later."""
-LOST_PACE = 2.0
 OVERDUE = 2.0
 STARVED_STEPS = 8
 USUAL_TTFT_S = 10.0
@@ -148,17 +136,15 @@ def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float)
     targets = sequence.spec.targets
     if targets is None:
         return math.inf
-    num_done, num_most, expected = sequence.num_output_tokens, sequence.spec.sampling.max_tokens, targets.output_tokens
-    if expected < num_most:
-        expected *= SHORT
-    rest = min(num_most - num_done, max(LEAST_REST * expected, expected - num_done))
+    num_done = sequence.num_output_tokens
+    rest = tokens_left(num_done, sequence.spec.sampling.max_tokens, targets.output_tokens)
     due = math.inf if sequence.deadline is None else sequence.deadline
     if targets.tpot_s is not None and sequence.first_at is not None:
         due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))
-    left_ms = (due - now) * 1e3
-    if left_ms < rest * alone_ms:
+    longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms)
+    if longest_ms is None:
         return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
-    return left_ms - MARGIN * rest * step_ms
+    return longest_ms
 
 
 def _first_due(sequence: Sequence) -> float:

@@ -61,6 +61,9 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     worker can hold them, also with `local_prefill: never`."""
     turn: int = 0
     """Number of placements so far; the counter of `Draw`."""
+    now: float = 0.0
+    answer_tokens: float = 1.0
+    """Mean number of tokens of recent answers."""
     num_steps: float = 0.0
     """Decode steps that are expected: the first token comes from the prefill."""
     context: float = 0.0
@@ -150,6 +153,8 @@ class Policy(Protocol):
     """Whether waiting for a worker without a free slot may be the best choice."""
     weighs_setup: bool
     """Whether the cost of a pair depends on its being formed."""
+    hopeless_last: bool
+    """Whether requests that cannot meet their TTFT target any more go behind the others of the queue."""
     weighs_local: bool
     """Whether local prefill competes with pairs. Else it is used only where there is no prefill worker."""
 
@@ -231,7 +236,10 @@ def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
     """The assignment of the P of a pair."""
     cached = candidate.cached_tokens
     return Assignment(
-        tokens=demand.num_tokens - cached, pairs=num_pairs(cached, demand.num_tokens), blocks=candidate.assigned_blocks
+        tokens=demand.num_tokens - cached,
+        pairs=num_pairs(cached, demand.num_tokens),
+        blocks=candidate.assigned_blocks,
+        is_handed_over=True,
     )
 
 
@@ -250,6 +258,7 @@ def decode_assignment(
         context=num_tokens,
         known_tokens=num_tokens,
         most_output_tokens=demand.most_output_tokens,
+        tpot_ms=demand.tpot_ms,
         marks=marks_of(hashes, num_matched),
         num_matched=num_matched,
         shared_blocks=shared_blocks,

@@ -68,6 +68,8 @@ class Attempts:
         self._fleet = fleet
         self._policy = policy
         self._draw = draw
+        self.hopeless_last = policy.hopeless_last
+        """See `Policy`."""
         self._num_started = 0
         self.decisions: Counter[str] = Counter()
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
@@ -154,7 +156,7 @@ class Attempts:
     def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
         """The answer got longer."""
         if attempt.decode in attempt.live:
-            self._fleet.assignments.grow(attempt.decode, attempt.key, num_tokens)
+            self._fleet.assignments.grow(attempt.decode, attempt.key, num_tokens, now)
         if attempt.is_trial:
             attempt.num_trial_tokens += num_tokens
             if attempt.num_trial_tokens >= TRIAL_TOKENS and attempt.state is AttemptState.DECODING:
@@ -263,6 +265,8 @@ class Attempts:
             reuse=self._reuse.value,
             is_continued=num_released > 0,
             turn=self._num_started,
+            now=now,
+            answer_tokens=self.answer_tokens,
         )
 
     def _start(self, record: RequestRecord, choice: Choice, demand: Demand, now: float) -> Dispatch:
@@ -271,6 +275,8 @@ class Attempts:
         hashes, prefill, decode = record.block_hashes, choice.prefill, choice.decode.worker
         decode_id = decode.worker_id
         assignment = decode_assignment(demand, choice.decode, hashes, computes_prompt=prefill is None)
+        assignment.num_before = len(record.output.released)
+        assignment.first_at = record.trace.stages.get("first_token") or math.inf
         fleet.open(decode, key, assignment, turn)
         if prefill is None:
             first, peer, prefill_id, live = decode, None, None, [decode_id]

@@ -112,6 +112,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_refusals_by_idle: int = 0
     """Of these, in a row, those by workers that have no other sequences: waiting would not help there."""
     avoid_until: Mapping[WorkerId, float] = _NO_WORKERS
+    is_hopeless: bool = False
+    """Whether it was too late for its TTFT target while it was queued; then `due` is later."""
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""
     is_charged: bool = False

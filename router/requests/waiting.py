@@ -19,6 +19,7 @@ Owner: the router core.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from disagg.proto.ids import RequestId, WorkerId
@@ -67,6 +68,7 @@ class Waiting:
         self._records = records
         self._fleet = fleet
         self._attempts = attempts
+        self._hopeless_last = attempts.hopeless_last
         self._timers = timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
         self._hold = WorkerHold(fleet, config.bypass_s)
@@ -146,6 +148,9 @@ class Waiting:
         """A timer of a waiting request is due. Returns whether the grace for a worker that could hold it is over."""
         self._must_look = True
         since = record.unservable_since
+        if record.request_id in self.queue and self._hopeless_in_s(record, now) == 0.0:
+            self._take_out(record)
+            self._push(record, now)
         return since is not None and now >= since + self._config.no_worker_grace_s
 
     def place(self, now: float) -> list[Dispatch]:
@@ -317,8 +322,21 @@ class Waiting:
         return bool(record.output.released) and num_tokens < fleet.longest_continued_sequence
 
     def _push(self, record: RequestRecord, now: float) -> None:
+        in_s = self._hopeless_in_s(record, now)
+        if in_s == 0.0:
+            record.is_hopeless = True
+            record.due += record.due - record.trace.arrival
+        elif in_s < math.inf:
+            self._timers.add(now + in_s, record.request_id)
         cost = 0 if record.is_charged else record.cost
         self.queue.push(record.request_id, record.urgency, self._work_ms(record, now), record.tenant.share, cost)
+
+    def _hopeless_in_s(self, record: RequestRecord, now: float) -> float:
+        """When a request would miss its TTFT target even if it were computed at once, from now; infinite for one of
+        which that is known, or that has no such target."""
+        if not self._hopeless_last or record.is_hopeless or record.trace.ttft_slo_s is None or record.output.released:
+            return math.inf
+        return max(0.0, record.due - self._work_ms(record, now) / 1000 - now)
 
     def _work_ms(self, record: RequestRecord, now: float) -> float:
         return work_ms(self._fleet, record.block_hashes, record.num_tokens, now)

@@ -15,6 +15,7 @@ Owner: the fleet.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ class Assignment(msgspec.Struct, gc=False):
     """Query-key pairs of these tokens: the sum over them of the tokens that each one attends to."""
     blocks: int = 0
     """KV blocks, in the worker's own block size."""
+    is_handed_over: bool = False
+    """Whether its answer is decoded by another worker."""
     context: int = 0
     """Tokens that each decode step of the sequence attends to; grows with the answer. 0 where it does not decode."""
     known_tokens: int = 0
@@ -47,6 +50,12 @@ class Assignment(msgspec.Struct, gc=False):
     """Of the chain that the sequence holds; see `marks_of`."""
     num_matched: int = 0
     """Blocks of that chain that the worker had: where the last mark is, unless that is behind `MARK_BLOCKS` others."""
+    tpot_ms: float = math.inf
+    """Where it decodes: its TPOT target."""
+    first_at: float = math.inf
+    """Where it decodes: when the first token of the answer came, also of an earlier attempt; infinite before."""
+    num_before: int = 0
+    """Where it decodes: output tokens of earlier attempts."""
     shared_blocks: int = 0
     """KV blocks that are not in `blocks`, because other assignments hold them."""
 
@@ -58,6 +67,8 @@ class AssignedLoad(msgspec.Struct, gc=False):
     pairs: int = 0
     blocks: int = 0
     context: int = 0
+    num_prefills: int = 0
+    """Assignments of prompts that are handed over to another worker."""
     held: dict[BlockHash, int] = {}
     """Mark -> assignments that have it."""
     assignments: dict[AttemptKey, Assignment] = {}
@@ -97,6 +108,7 @@ class Assignments:
         load.pairs += assignment.pairs
         load.blocks += assignment.blocks
         load.context += assignment.context
+        load.num_prefills += assignment.is_handed_over
         held = load.held
         for mark in assignment.marks:
             held[mark] = held.get(mark, 0) + 1
@@ -112,10 +124,13 @@ class Assignments:
         assignment.tokens = assignment.pairs = 0
         return num_tokens
 
-    def grow(self, worker_id: WorkerId, key: AttemptKey, num_tokens: int) -> None:
+    def grow(self, worker_id: WorkerId, key: AttemptKey, num_tokens: int, now: float) -> None:
         """The answer got longer by `num_tokens`, which later steps attend to as well."""
         load = self._loads[worker_id]
-        load.assignments[key].context += num_tokens
+        assignment = load.assignments[key]
+        assignment.context += num_tokens
+        if now < assignment.first_at:
+            assignment.first_at = now
         load.context += num_tokens
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> Assignment:
@@ -126,6 +141,7 @@ class Assignments:
         load.pairs -= assignment.pairs
         load.blocks -= assignment.blocks
         load.context -= assignment.context
+        load.num_prefills -= assignment.is_handed_over
         held = load.held
         for mark in assignment.marks:
             if held[mark] == 1:

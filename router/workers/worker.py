@@ -18,9 +18,14 @@ from dataclasses import dataclass, field
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
+from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
 from disagg.proto.step_times.step_model import StepModel
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
+
+LATE_MS = 100.0
+"""An elastic worker is given another prompt only while its prompts take less than this, so that one which becomes free
+can take it instead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +87,9 @@ class Worker:
     """Whether it has a free prefill slot."""
     is_full: bool = False
     """Whether it has no free decode place."""
+    _saved: tuple[float, float] | None = None
+    """Until when the sequences there can spare time, and the least target; None until that is asked for after a change.
+    """
     is_empty: bool = True
     """Whether no sequence is assigned or reported."""
     refused_blocks: float = math.inf
@@ -176,11 +184,10 @@ class Worker:
             self.is_full, self.is_empty = self.is_full or not self.is_for_prompts, False
         self.used_blocks = assigned.blocks + self.blocks_beyond
         self.outstanding_tokens = tokens = assigned.tokens - self._num_computed
-        self.has_slot = tokens < self.slot_tokens
         if self.decodes:
-            self.num_decodes = num_sequences
-            self.around_ms = self.base_ms + num_sequences * self.decode_ms + assigned.context * self.context_ms
-            room = info.token_budget - num_sequences
+            self.num_decodes = num_decodes = num_sequences - assigned.num_prefills
+            self.around_ms = self.base_ms + num_decodes * self.decode_ms + assigned.context * self.context_ms
+            room = info.token_budget - num_decodes
             self.prompt_room = room if room > 1 else 1
         else:
             self.around_ms = self.base_ms
@@ -191,6 +198,43 @@ class Worker:
             self.backlog_ms = compute + tokens / self.prompt_room * self.around_ms
         elif self.backlog_ms:
             self.backlog_ms = 0.0
+        self.has_slot = tokens < self.slot_tokens
+        if info.is_elastic:
+            self._saved = None
+            if self.backlog_ms >= LATE_MS:
+                self.has_slot = False
+
+    def saved(self, now: float, output_tokens: float) -> tuple[float, float]:
+        """(how many milliseconds all sequences that decode there can spare for prompts by their TPOT targets, and the
+        least of these targets); infinite where none has one. `output_tokens`: the mean length of answers.
+
+        A sequence that would be late even alone on the worker spares any time; its target counts `LOST_PACE` times."""
+        if self._saved is None:
+            self._saved = self._find_saved(now, output_tokens)
+        until, pace_ms = self._saved
+        return max(0.0, (until - now) * 1e3), pace_ms
+
+    def _find_saved(self, now: float, output_tokens: float) -> tuple[float, float]:
+        least_ms, pace_ms, step_ms = math.inf, math.inf, self.around_ms
+        base_ms = self.base_ms + self.decode_ms
+        for assignment in self.assigned.assignments.values():
+            tpot_ms = assignment.tpot_ms
+            if tpot_ms == math.inf or assignment.tokens:
+                continue
+            num_before = assignment.num_before
+            num_done = num_before + assignment.context - assignment.known_tokens
+            rest = tokens_left(num_done, num_before + assignment.most_output_tokens, output_tokens)
+            left_ms = tpot_ms * (max(0, num_done - 1) + rest)
+            if assignment.first_at < now:
+                left_ms -= (now - assignment.first_at) * 1e3
+            ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.context_ms)
+            if ms is None:
+                tpot_ms *= LOST_PACE
+            elif ms < least_ms:
+                least_ms = ms
+            if tpot_ms < pace_ms:
+                pace_ms = tpot_ms
+        return now + least_ms / 1e3, pace_ms
 
     def _take_load(self) -> None:
         """Update what follows from the latest report alone."""

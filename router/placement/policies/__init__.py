@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.placement.placement import Draw, Policy
 from disagg.router.placement.policies.baselines import LeastLoaded, Prefix, Random, RoundRobin
+from disagg.router.placement.policies.elastic import Elastic
 from disagg.router.placement.policies.joint import Joint
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
@@ -13,8 +14,10 @@ from disagg.router.workers.pairs import Pairs
 def create(name: PolicyName, config: RouterConfig, links: LinkModel, pairs: Pairs, draw: Draw) -> Policy:
     """The policy of that name."""
     match name:
-        case "joint":
+        case "joint" | "auto":
             return Joint(config.kv_barrier_ms, links, pairs)
+        case "elastic":
+            return Elastic(config.kv_barrier_ms, links, pairs, config.decodes)
         case "prefix":
             return Prefix()
         case "least_loaded":

@@ -26,6 +26,7 @@ class Simple:
     waits = False
     weighs_setup = False
     weighs_local = False
+    hopeless_last = False
 
     def equal_up_to(self, cost: float) -> float:
         """No tolerance."""

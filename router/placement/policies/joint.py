@@ -46,6 +46,7 @@ class Joint:
     waits = True
     weighs_setup = True
     weighs_local = True
+    hopeless_last = False
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:
         self._barrier_ms = barrier_ms
@@ -129,6 +130,12 @@ class Joint:
     def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
         """Milliseconds that forming the pair's connection still takes; 0 where it is formed."""
         return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)
+
+    def _barrier_of(self, candidate: Candidate) -> float:
+        """Of the worker's KV utilization after joining."""
+        worker = candidate.worker
+        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
+        return self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
 
 
 def evicted_ms(demand: Demand, worker: Worker, num_new: int) -> float:

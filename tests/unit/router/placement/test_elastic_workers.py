@@ -26,9 +26,9 @@ def test_an_idle_worker_computes_a_request_alone() -> None:
 
 
 def test_a_prompt_is_computed_where_it_delays_few_and_decoded_where_steps_are_short() -> None:
-    # On w0 the prompt's 128 ms delay three sequences; on w1 it waits for 100 ms, delays one, and each of 200 steps
+    # On w0 the prompt's 128 ms delay three sequences; on w1 it waits for 80 ms, delays one, and each of 200 steps
     # delays one.
-    it = Placing("joint", worker("w0", seqs=3), worker("w1", tokens=100, seqs=1), config=CONFIG, num_tokens=128)
+    it = Placing("joint", worker("w0", seqs=3), worker("w1", tokens=80, seqs=1), config=CONFIG, num_tokens=128)
     assert it.where(output_tokens=201.0) == "- w1"
     # w1 would take 2 s until it begins: w0 computes the prompt, and w1 decodes, where 200 steps are shorter by more
     # than the way there.

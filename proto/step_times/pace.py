@@ -1,0 +1,36 @@
+"""How much time a sequence that decodes has saved by its TPOT target. Pure; for workers and routers.
+
+A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time, which its worker may spend
+on prompts. With the first token at f, target l, k tokens out, R still to come, and s the time of a step without
+prompts, its slack is
+
+    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the answer's length, guessed short
+"""
+
+from __future__ import annotations
+
+MARGIN = 1.2
+"""Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
+expected."""
+LEAST_REST = 0.15
+"""Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
+SHORT = 0.1
+"""The share of the expected length of an answer that its slack counts with, unless it is the most that the request
+allows. Time that is spent in advance on the strength of tokens that never come makes a short answer late; time that was
+not spent in advance is spent later."""
+LOST_PACE = 2.0
+"""A sequence that would be late even alone holds nothing back, but its steps take at most so many times its target."""
+
+
+def tokens_left(num_done: int, num_most: int, expected: float) -> float:
+    """Tokens that an answer has still to come, guessed short. `expected`: the mean length of answers; `num_most`: of
+    this one."""
+    if expected < num_most:
+        expected *= SHORT
+    return min(num_most - num_done, max(LEAST_REST * expected, expected - num_done))
+
+
+def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float) -> float | None:
+    """The slack of a sequence whose last token is due in `left_ms`, with `rest` tokens to come; None where it would be
+    late even alone on the worker, with steps of `alone_ms`."""
+    return None if left_ms < rest * alone_ms else left_ms - MARGIN * rest * step_ms
