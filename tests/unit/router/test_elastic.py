@@ -1,0 +1,142 @@
+"""`elastic`, with workers of known speed: 2 ms a step, 1 ms a prompt token, 0.5 ms a decoding sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.router.config import Decodes, RouterConfig
+from disagg.router.placement.placement import Candidate, Demand
+from disagg.router.placement.policies.elastic import Elastic
+from disagg.router.workers.assignments import Assignment
+from tests.support.placing import Placing, busy, samples
+from tests.support.router import Scenario, routed_request, tokens_update, worker_info
+
+SPEED = samples(base_ms=2.0, prefill_token_ms=1.0, decode_ms=0.5)
+NUM_TOKENS = 64
+
+
+def placing(decodes: Decodes, *, num_workers: int = 2, num_tokens: int = NUM_TOKENS) -> Placing:
+    config = RouterConfig(policy="elastic", decodes=decodes, watermark=0.0, kv_barrier_ms=0.0)
+    names = [f"w{number}" for number in range(num_workers)]
+    idle = [busy(worker_info(name, calibration=SPEED, num_blocks=1024, max_num_seqs=64)) for name in names]
+    return Placing("elastic", *idle, config=config, num_tokens=num_tokens)
+
+
+def decode_on(it: Placing, name: str, count: int, *, tpot_ms: float, num_done: int = 10, first_at: float = 0.0) -> None:
+    """Sequences of 64 tokens that began to decode at `first_at`, of answers of at most 100 tokens."""
+    worker = it.fleet.worker(WorkerId(name))
+    for number in range(count):
+        assignment = Assignment(
+            context=64 + num_done, known_tokens=64, most_output_tokens=100, tpot_ms=tpot_ms, first_at=first_at
+        )
+        it.fleet.open(worker, AttemptKey(RequestId(f"{name}-{number}"), 0), assignment, -1)
+
+
+def where(it: Placing, now: float = 0.05, **demand: float) -> str:
+    return it.where(**{"now": now, "answer_tokens": 100.0, "tpot_ms": 20.0, "ttft_left_ms": 2000.0, **demand})
+
+
+def test_gather_decodes_where_others_do_and_computes_prompts_where_none_do() -> None:
+    it = placing("gather")
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    assert where(it) == "w1 w0"
+
+
+def test_spread_computes_and_decodes_where_the_prompt_is_finished_first() -> None:
+    it = placing("spread")
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    assert where(it) == "- w1"
+
+
+def test_what_sequences_have_saved_is_time_for_a_prompt() -> None:
+    # Each has 10 tokens after 0.05 s: 90 more are due 1.98 s after the first one, and take 90 * 1.2 steps of 3.5 ms.
+    it = placing("spread", num_workers=1)
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    spare, pace = it.fleet.worker(WorkerId("w0")).saved(0.05, 100.0)
+    assert (spare, pace) == (pytest.approx(20.0 * 99 - 50 - 1.2 * 90 * 3.5, rel=0.01), 20.0)
+    # A little later, without a change, as much less.
+    assert it.fleet.worker(WorkerId("w0")).saved(0.06, 100.0)[0] == pytest.approx(spare - 10)
+
+
+def test_without_spare_time_a_prompt_goes_on_at_the_share_that_decodes_leave() -> None:
+    # 10 tokens in 1.5 s: late. 90 more at 3.5 ms would come in time, but not with 1.2 times their steps and a prompt.
+    it = placing("spread", num_workers=1)
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    policy, worker = it.policy, it.fleet.worker(WorkerId("w0"))
+    demand = Demand(num_tokens=NUM_TOKENS, output_tokens=10.0, tpot_ms=20.0, now=1.6, answer_tokens=100.0)
+    assert worker.saved(1.6, 100.0)[0] == pytest.approx(2.0, abs=0.5)
+    share = 1 - 1.2 * 3.5 / 20
+    finish = 2.0 + (64 + 3.5 - 2.0) / share
+    assert policy.weigh_prefill(demand, Candidate(worker)).prefill_ms == pytest.approx(finish, rel=0.02)
+
+
+def test_a_sequence_that_is_late_whatever_happens_holds_no_prompt_back() -> None:
+    it = placing("spread", num_workers=1)
+    decode_on(it, "w0", 1, tpot_ms=20.0)
+    worker = it.fleet.worker(WorkerId("w0"))
+    assert worker.saved(60.0, 100.0) == (float("inf"), 40.0)
+
+
+def test_sequences_without_a_target_hold_no_prompt_back() -> None:
+    it = placing("spread", num_workers=1)
+    decode_on(it, "w0", 2, tpot_ms=float("inf"))
+    assert it.fleet.worker(WorkerId("w0")).saved(60.0, 100.0) == (float("inf"), float("inf"))
+
+
+def test_gather_uses_a_second_worker_where_steps_would_be_late() -> None:
+    # 1.1 times the target of 6 ms is 6.6 ms: ten sequences take 7 ms, eight 6 ms.
+    it = placing("gather")
+    decode_on(it, "w0", 7, tpot_ms=6.0)
+    assert where(it, tpot_ms=6.0) == "w1 w0"
+    it = placing("gather")
+    decode_on(it, "w0", 12, tpot_ms=6.0)
+    assert where(it, tpot_ms=6.0) == "- w1"
+
+
+def test_a_prompt_is_computed_beside_decodes_where_it_would_be_late_elsewhere() -> None:
+    it = placing("gather")
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    backlog = Assignment(tokens=90, pairs=4095, is_handed_over=True)
+    it.fleet.open(it.fleet.worker(WorkerId("w1")), AttemptKey(RequestId("long"), 0), backlog, -1)
+    assert where(it, ttft_left_ms=400.0) == "w1 w0"
+    assert where(it, ttft_left_ms=120.0) == "- w0"
+
+
+def test_a_request_without_a_tpot_target_is_placed_as_by_joint() -> None:
+    elastic, joint = placing("gather"), placing("gather")
+    joint.policy = Placing("joint").policy
+    for it in (elastic, joint):
+        decode_on(it, "w0", 3, tpot_ms=20.0)
+    infinite = float("inf")
+    assert where(elastic, tpot_ms=infinite) == where(joint, tpot_ms=infinite) == "- w1"
+
+
+def test_the_setting_may_change_at_any_time() -> None:
+    it = placing("spread")
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    assert where(it) == "- w1"
+    assert isinstance(it.policy, Elastic)
+    it.policy.decodes = "gather"
+    assert where(it) == "w1 w0"
+
+
+def test_a_worker_takes_one_prompt_after_the_other() -> None:
+    it = placing("spread", num_workers=1)
+    worker = it.fleet.worker(WorkerId("w0"))
+    it.fleet.open(worker, AttemptKey(RequestId("a"), 0), Assignment(tokens=80, pairs=3240), -1)
+    assert worker.has_slot
+    it.fleet.open(worker, AttemptKey(RequestId("b"), 0), Assignment(tokens=40, pairs=820), -1)
+    assert not worker.has_slot
+
+
+def test_a_hopeless_request_waits_behind_those_that_are_not() -> None:
+    config = RouterConfig(policy="elastic", ttft_slo_s=0.5, tpot_slo_s=0.02, admission=False, watermark=0.0)
+    slow = worker_info("w0", calibration=SPEED, num_blocks=1024, max_num_seqs=64)
+    it = Scenario(slow, config=config)
+    assert it.submit(routed_request("r0", 600)) == ["dispatch w0 r0/0 alone"]
+    assert it.submit(routed_request("late", 300)) == []
+    # At 0.3 s `late` would need 0.3 s more than the 0.2 s that are left: it goes behind those that come before 0.8 s.
+    assert it.at(0.3) == []
+    assert it.submit(routed_request("new", 100)) == []
+    assert it.update("w0", tokens_update("r0", 0, 0, 7)) == ["emit r0 [7]", "dispatch w0 new/0 alone"]
