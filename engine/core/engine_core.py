@@ -83,7 +83,7 @@ class EngineCore:
         num_blocks = runner.num_blocks
         self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
         self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
-        self._slack: Slack | None = None
+        self._slack: Slack[Sequence] | None = None
         if config.scheduling == "slack":
             self._slack = Slack(calibration, config.max_itl_ms, runner.block_size)
         self._scheduler = Scheduler(

@@ -40,7 +40,6 @@ No deadlock at admission either: a sequence that is alone is admitted whenever i
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -51,7 +50,7 @@ from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
-from disagg.engine.core.slack import STARVED_STEPS, UNLIMITED, Room, Slack, is_overdue
+from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -91,7 +90,7 @@ class Scheduler:
         scheduling: Scheduling = "decode_first",
         swap: SwapPool | None = None,
         recomputes: bool = True,
-        slack: Slack | None = None,
+        slack: Slack[Sequence] | None = None,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
@@ -235,7 +234,8 @@ class Scheduler:
                 may_admit = self.num_preempted == num_preempted
                 budget, room = self.token_budget - len(decodes), UNLIMITED
                 if self._slack is not None and (len(decodes) < len(self.running) or len(self.waiting)):
-                    room = self._slack.room(decodes, self._now)
+                    counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in decodes]
+                    room = self._slack.room(counted, self._now)
                 plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room))
                 self._num_without = 0 if plan.prefills else self._num_without + 1
             case "prefill_first":
@@ -308,8 +308,10 @@ class Scheduler:
         num_ended = 0
 
         def joins(sequence: Sequence) -> bool:
-            num_left = len(self.waiting) + len(started)
-            return num_ended == 0 or self._saves_time(sequence, num_ended, num_left, room)
+            if num_ended == 0 or self._slack is None:
+                return True
+            num_left, start = len(self.waiting) + len(started), sequence.num_computed_tokens
+            return self._slack.saves_time(start, sequence.num_uncomputed_tokens, num_ended, num_left, room)
 
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
@@ -324,8 +326,8 @@ class Scheduler:
                 sequence = started.popleft()
             else:
                 break
-            num_fitting, is_exact = self._num_fitting(sequence, budget, room)
-            entry = self._plan_chunk(sequence, num_fitting, first=not planned and is_exact)
+            fitting = self._num_fitting(sequence, budget, room)
+            entry = self._plan_chunk(sequence, fitting.num_tokens, first=not planned and fitting.is_exact)
             if entry is None:
                 break
             planned.append(entry)
@@ -337,31 +339,18 @@ class Scheduler:
                 break
         return tuple(planned)
 
-    def _num_fitting(self, sequence: Sequence, budget: int, room: Room) -> tuple[int, bool]:
-        """The most tokens of a prompt in the next step, and whether to take them also where they fill no block: unless
-        it is slack that limits them, which can be saved up."""
-        if self._slack is None or room.ms == math.inf:
-            return budget, True
-        start, size = sequence.num_computed_tokens, self.blocks.block_size
-        most = self._slack.num_tokens(start, room.ms)
-        is_exact = most >= budget or room.ms == room.most_ms
-        if most < size and self._num_without >= STARVED_STEPS and is_overdue(sequence, self._now):
-            most, is_exact = min(size, max(1, self._slack.num_tokens(start, room.most_ms))), True
-        return (budget if most >= budget else int(most)), is_exact
+    def _num_fitting(self, sequence: Sequence, budget: int, room: Room) -> Fitting:
+        if self._slack is None:
+            return Fitting(budget, True)
+        start = sequence.num_computed_tokens
+        return self._slack.num_fitting(sequence, start, budget, room, self._num_without, self._now)
 
     def _fits(self, sequence: Sequence, budget: int, room: Room) -> bool:
         """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""
         if sequence.state is SequenceState.SUSPENDED:
             return True
-        num_fitting, is_exact = self._num_fitting(sequence, budget, room)
-        return is_exact or num_fitting >= min(sequence.num_uncomputed_tokens, self.blocks.block_size)
-
-    def _saves_time(self, sequence: Sequence, num_ended: int, num_left: int, room: Room) -> bool:
-        """Whether a prompt should join a step in which `num_ended` prompts with targets end, of `num_left` behind them
-        the first."""
-        assert self._slack is not None
-        rest_ms = self._slack.prompt_ms(sequence.num_computed_tokens, sequence.num_uncomputed_tokens)
-        return num_ended * rest_ms <= num_left * room.step_ms
+        fitting = self._num_fitting(sequence, budget, room)
+        return fitting.may_begin(sequence.num_uncomputed_tokens, self.blocks.block_size)
 
     def _is_at_tail(self, entry: ScheduledSequence) -> bool:
         """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""

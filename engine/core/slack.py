@@ -21,12 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from disagg.engine.core.policy import LazyHeap
-from disagg.engine.plan import ScheduledSequence
-from disagg.engine.request import Sequence
-from disagg.proto.messages import StepSample
+from disagg.proto.messages import SequenceSpec, StepSample
 from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
 from disagg.proto.step_times.step_model import StepModel
 
@@ -34,6 +32,35 @@ OVERDUE = 2.0
 STARVED_STEPS = 8
 USUAL_TTFT_S = 10.0
 """In place of a TTFT target, for the time at which a prompt is overdue."""
+
+
+class SlackSequence(Protocol):
+    """What counts of a sequence here: `engine.request.Sequence`, and those of the simulator's fast engine."""
+
+    spec: SequenceSpec
+    deadline: float | None
+    arrival: float
+    first_at: float | None
+    is_hopeless: bool
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens that were known when it came."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+S = TypeVar("S", bound=SlackSequence)
+
+
+class Decode(NamedTuple):
+    """One sequence that decodes, before a step."""
+
+    sequence: SlackSequence
+    num_output_tokens: int
+    num_attended: int
+    """Tokens that its next decode attends to."""
 
 
 class Room(NamedTuple):
@@ -45,16 +72,31 @@ class Room(NamedTuple):
     """By `max_itl_ms` alone; enough for a block where the decodes alone take longer than that."""
     step_ms: float
     """Of the step without prompts."""
+    least: Decode | None = None
+    """The sequence with the least slack; None where nothing decodes."""
 
     def less(self, ms: float) -> Room:
         """What is left after so much of it."""
-        return Room(self.ms - ms, self.most_ms - ms, self.step_ms)
+        return Room(self.ms - ms, self.most_ms - ms, self.step_ms, self.least)
 
 
 UNLIMITED = Room(math.inf, math.inf, math.inf)
 
 
-class Slack:
+class Fitting(NamedTuple):
+    """How much of a prompt fits into a step."""
+
+    num_tokens: int
+    is_exact: bool
+    """Whether to take so many also where they fill no block: unless it is slack that limits them, which can be saved
+    up."""
+
+    def may_begin(self, num_tokens: int, block_size: int) -> bool:
+        """Whether a prompt of so many tokens that waits may begin."""
+        return self.is_exact or self.num_tokens >= min(num_tokens, block_size)
+
+
+class Slack(Generic[S]):
     """The step times of a worker, and what its sequences' targets leave of them. Owner: the scheduler.
 
     Args:
@@ -67,7 +109,7 @@ class Slack:
         self._model = StepModel(calibration)
         self._max_itl_ms = math.inf if max_itl_ms is None else max_itl_ms
         self._block_size = block_size
-        self._changes: LazyHeap[Sequence] = LazyHeap()
+        self._changes: LazyHeap[S] = LazyHeap()
         """Waiting prompts by when they become hopeless or overdue."""
 
     def observe(self, step: StepSample) -> None:
@@ -76,20 +118,38 @@ class Slack:
 
     # ------------------------------------------------------------ steps
 
-    def room(self, decodes: Seq[ScheduledSequence], now: float) -> Room:
+    def room(self, decodes: Seq[Decode], now: float) -> Room:
         """What a step may have beside these decodes."""
         base_ms, _, _, decode_ms, context_ms = self._model.coefficients
         if not decodes:
             return Room(math.inf, math.inf, base_ms)
-        step_ms = base_ms + sum([decode_ms + (entry.start + 1) * context_ms for entry in decodes])
+        step_ms = base_ms + sum([decode_ms + decode.num_attended * context_ms for decode in decodes])
         most_ms = self._max_itl_ms - step_ms
         if most_ms < self.prompt_ms(0, 1):
             most_ms = self.prompt_ms(0, self._block_size)
-        longest_ms = math.inf
-        for entry in decodes:
-            alone_ms = base_ms + decode_ms + (entry.start + 1) * context_ms
-            longest_ms = min(longest_ms, _longest_ms(entry.sequence, step_ms, alone_ms, now))
-        return Room(min(most_ms, longest_ms - step_ms), most_ms, step_ms)
+        least, longest_ms = decodes[0], math.inf
+        for decode in decodes:
+            its_ms = self.longest_ms(decode, step_ms, now)
+            if its_ms < longest_ms:
+                least, longest_ms = decode, its_ms
+        return Room(min(most_ms, longest_ms - step_ms), most_ms, step_ms, least)
+
+    def longest_ms(self, decode: Decode, step_ms: float, now: float) -> float:
+        """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
+        sequence, num_done, num_attended = decode
+        targets = sequence.spec.targets
+        if targets is None:
+            return math.inf
+        rest = tokens_left(num_done, sequence.spec.sampling.max_tokens, targets.output_tokens)
+        due = math.inf if sequence.deadline is None else sequence.deadline
+        if targets.tpot_s is not None and sequence.first_at is not None:
+            due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))
+        base_ms, _, _, decode_ms, context_ms = self._model.coefficients
+        alone_ms = base_ms + decode_ms + num_attended * context_ms
+        longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms)
+        if longest_ms is None:
+            return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
+        return longest_ms
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
         """What prompt tokens [start, start + num_tokens) add to a step."""
@@ -106,20 +166,41 @@ class Slack:
         fits = 2.0 * room_ms / divisor if divisor > 0.0 else math.inf
         return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else math.inf
 
+    def num_fitting(self, sequence: S, start: int, budget: int, room: Room, num_without: int, now: float) -> Fitting:
+        """The most tokens of a prompt, from `start` on, in the next step; `num_without` steps before it had none."""
+        if room.ms == math.inf:
+            return Fitting(budget, True)
+        most = self.num_tokens(start, room.ms)
+        is_exact = most >= budget or room.ms == room.most_ms
+        if most < self._block_size and num_without >= STARVED_STEPS and is_overdue(sequence, now):
+            most, is_exact = min(self._block_size, max(1, self.num_tokens(start, room.most_ms))), True
+        return Fitting(budget if most >= budget else int(most), is_exact)
+
+    def saves_time(self, start: int, num_tokens: int, num_ended: int, num_left: int, room: Room) -> bool:
+        """Whether a prompt of which so many tokens are left should join a step in which `num_ended` prompts with
+        targets end, of `num_left` behind them the first."""
+        return num_ended == 0 or num_ended * self.prompt_ms(start, num_tokens) <= num_left * room.step_ms
+
     # ------------------------------------------------------------ the order of prompts
 
-    def waits(self, sequence: Sequence) -> None:
+    def waits(self, sequence: S) -> None:
         """A prompt that was never begun waits from now on."""
         due = _first_due(sequence)
         if due < math.inf:
             alone_s = (self._model.coefficients.base_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
             self._changes.push((due - alone_s,), sequence)
 
-    def leaves(self, sequence: Sequence) -> None:
+    def leaves(self, sequence: S) -> None:
         """It does not wait any more. Nothing happens where it did not."""
         self._changes.discard(sequence)
 
-    def changed(self, now: float) -> Iterator[Sequence]:
+    @property
+    def next_change(self) -> float:
+        """When the next waiting prompt becomes hopeless or overdue; infinite where none does."""
+        head = self._changes.peek()
+        return math.inf if head is None else head[0][0]
+
+    def changed(self, now: float) -> Iterator[S]:
         """Waiting prompts whose place changes: `is_hopeless` was set or reset."""
         while (head := self._changes.peek()) is not None and head[0][0] <= now:
             sequence = head[1]
@@ -131,23 +212,7 @@ class Slack:
             yield sequence
 
 
-def _longest_ms(sequence: Sequence, step_ms: float, alone_ms: float, now: float) -> float:
-    """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
-    targets = sequence.spec.targets
-    if targets is None:
-        return math.inf
-    num_done = sequence.num_output_tokens
-    rest = tokens_left(num_done, sequence.spec.sampling.max_tokens, targets.output_tokens)
-    due = math.inf if sequence.deadline is None else sequence.deadline
-    if targets.tpot_s is not None and sequence.first_at is not None:
-        due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))
-    longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms)
-    if longest_ms is None:
-        return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
-    return longest_ms
-
-
-def _first_due(sequence: Sequence) -> float:
+def _first_due(sequence: SlackSequence) -> float:
     """When the first token is due; infinite without a target for it, or where it is out."""
     targets = sequence.spec.targets
     if targets is None or targets.ttft_s is None or targets.streamed_s is not None:
@@ -155,7 +220,7 @@ def _first_due(sequence: Sequence) -> float:
     return sequence.arrival - targets.age_s + targets.ttft_s
 
 
-def overdue_at(sequence: Sequence) -> float:
+def overdue_at(sequence: SlackSequence) -> float:
     """When a prompt has waited for `OVERDUE` times its target."""
     targets = sequence.spec.targets
     if targets is None:
@@ -164,6 +229,6 @@ def overdue_at(sequence: Sequence) -> float:
     return sequence.arrival - targets.age_s + OVERDUE * ttft_s
 
 
-def is_overdue(sequence: Sequence, now: float) -> bool:
+def is_overdue(sequence: SlackSequence, now: float) -> bool:
     """Whether that time has come."""
     return now >= overdue_at(sequence)

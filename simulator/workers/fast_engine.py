@@ -23,10 +23,12 @@ from itertools import accumulate, repeat
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
+from disagg.engine.core.slack import UNLIMITED, Room
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
 from disagg.simulator.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
+from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import Surroundings
 from disagg.simulator.world.machine import RunningStep
@@ -39,17 +41,11 @@ _BEND = 0.002
 
 
 class FastEngine(ABC):
-    """The rules of the real scheduler on counts and sums. Messages are the subclass's, `FastWorker`.
-
-    Raises:
-        ValueError: for scheduling `static` or `slack`, which only the exact engine has.
-    """
+    """The rules of the real scheduler on counts and sums. Messages are the subclass's, `FastWorker`."""
 
     _reports: Reports
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
-        if config.scheduling in ("static", "slack"):
-            raise ValueError(f"engine: fast has no scheduling {config.scheduling}; use exact")
         self.config = config
         self.info = info
         self.is_dead = False
@@ -61,6 +57,7 @@ class FastEngine(ABC):
         if self._machine is not None:
             self._machine.listen(info.worker_id, self._on_neighbour)
         self._room = FastRoom(config, info, world.answers)
+        self._slack = FastSlack(config, info) if config.scheduling == "slack" else None
         self._blocks = self._room.blocks
         self._max_model_len = info.max_model_len
         self._max_num_seqs = config.num_places
@@ -154,12 +151,21 @@ class FastEngine(ABC):
         self._flush()
 
     def _queue(self, sequence: FastSequence) -> None:
+        self._num_waiting += 1
+        self._push(sequence)
+        if self._slack is not None and sequence.num_preemptions == 0:
+            self._slack.slack.waits(sequence)
+
+    def _push(self, sequence: FastSequence) -> None:
+        """Into the queue, or to a new place in it."""
+        sequence.order = self._order(sequence)
+        self._serial += 1
+        heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
+
+    def _order(self, sequence: FastSequence) -> tuple[float, ...]:
         is_long = sequence.holds and sequence.num_given > self.config.token_budget
         is_first = sequence.num_preemptions == 0
-        sequence.order = (-sequence.spec.priority, is_first, sequence.arrival + PASS_S * is_long)
-        self._serial += 1
-        self._num_waiting += 1
-        heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
+        return (-sequence.spec.priority, is_first, sequence.is_hopeless, sequence.arrival + PASS_S * is_long)
 
     def _release(self, sequence: FastSequence) -> None:
         """Drop it and all that it holds. Idempotent."""
@@ -169,6 +175,8 @@ class FastEngine(ABC):
             self._num_preempted -= sequence.num_preemptions > 0 and sequence.order != ()
             self._num_waiting -= sequence.order != ()
             self._give_back_swap(sequence)
+            if self._slack is not None:
+                self._slack.slack.leaves(sequence)
         elif sequence.phase == "prefill":
             self._started.remove(sequence)
         elif sequence.phase == "reserved":
@@ -191,9 +199,18 @@ class FastEngine(ABC):
             self._make_safe()
             num_decodes = len(self._decoding)
         may_admit = self._num_preempted == num_preemptions
-        alone_first = self.config.scheduling == "prefill_first"
+        alone_first = self.config.scheduling in ("prefill_first", "static")
+        if self.config.scheduling == "static":
+            may_admit = False
+            if not (self._decoding or self._started or self._resumed):
+                self._form_batch()
         budget = self.config.token_budget - (0 if alone_first else num_decodes)
-        prefills = self._plan_prefills(budget, may_admit) if self._started or self._num_waiting else []
+        prefills: list[tuple[FastSequence, int, int]] = []
+        room = UNLIMITED if self._slack is None else self._slack_room(self._slack)
+        if self._started or self._num_waiting:
+            prefills = self._plan_prefills(budget, may_admit, room)
+        if self._slack is not None:
+            self._slack.planned(has_prompts=bool(prefills))
         if prefills:
             if alone_first:
                 num_decodes = 0
@@ -217,6 +234,21 @@ class FastEngine(ABC):
             if self._machine is not None:
                 self._machine.occupy(self.info.worker_id, None)
 
+    def _form_batch(self) -> None:
+        while (head := self._head()) is not None and self._admit(head):
+            pass
+
+    def _slack_room(self, slack: FastSlack) -> Room:
+        for sequence in slack.advance(self._loop.now):
+            self._push(sequence)
+        if not (self._started or self._num_waiting):
+            return UNLIMITED
+        for sequence in self._started:
+            if sequence.is_hopeless and not slack.is_hopeless(sequence):
+                sequence.is_hopeless = False
+                sequence.order = self._order(sequence)
+        return slack.room(self._decoding, self._steps)
+
     def _begin_jump(self) -> None:
         num_steps, first_s, growth_s = self._jump_length()
         if self._machine is not None:
@@ -225,6 +257,9 @@ class FastEngine(ABC):
             self._gap_s = self._world.overheads.step_s + self._machine.gap_s(self.info.worker_id, num_decodes)
             self._machine.occupy(self.info.worker_id, "decode", num_decodes, first_s + self._gap_s)
         self._jump = (self._loop.now + self._take_copy_s(), first_s, growth_s, num_steps)
+        if self._slack is not None and (self._started or self._num_waiting):
+            num_steps = self._slack.num_alike(num_steps, growth_s * 1e3, lambda n: self._boundary(n) + self._gap_s)
+            self._jump = (self._jump[0], first_s, growth_s, num_steps)
         self._version += 1
         self._loop.at(self._boundary(num_steps), self._end_jump, self._version)
 
@@ -300,8 +335,11 @@ class FastEngine(ABC):
         else:
             durations = accumulate(repeat(growth_s, num_steps - 2), initial=first_s + between_s + growth_s)
             self._times += accumulate(durations, initial=start + first_s + self._to_client_s)
-        num_decodes = len(self._decoding)
-        self._reports.offer(StepSample(first_s * 1e3, 0, 0, num_decodes, self._attends))
+        sample = StepSample(first_s * 1e3, 0, 0, len(self._decoding), self._attends)
+        self._reports.offer(sample)
+        if self._slack is not None:
+            self._slack.observe(sample)
+            self._slack.stepped(num_steps)
         self._stepped(num_steps)
         self._next_turn(ended)
 
@@ -350,8 +388,11 @@ class FastEngine(ABC):
             num_tokens = work.num_decodes + sum(start + number == each.num_known for each, start, number in prefills)
             self._machine.gateway_worked(self.info.worker_id, num_tokens)
             self._gap_s = self._world.overheads.step_s + self._machine.gap_s(self.info.worker_id, num_tokens)
-        self._reports.offer(StepSample(step_s * 1e3, *work[:4]))
+        sample = StepSample(step_s * 1e3, *work[:4])
+        self._reports.offer(sample)
         self._reports.note()
+        if self._slack is not None:
+            self._slack.observe(sample)
         if work.num_decodes:
             self._times.append(self._loop.now + self._to_client_s)
             self._stepped(1)
@@ -372,31 +413,53 @@ class FastEngine(ABC):
 
     # ------------------------------------------------------------ prompts
 
-    def _plan_prefills(self, budget: int, may_admit: bool) -> list[tuple[FastSequence, int, int]]:
+    def _plan_prefills(
+        self, budget: int, may_admit: bool, room: Room = UNLIMITED
+    ) -> list[tuple[FastSequence, int, int]]:
         """(sequence, first token, number of tokens) of each prompt in the next step, as the real scheduler plans it."""
         started = deque(sorted(self._started, key=lambda sequence: sequence.order))
         planned: list[tuple[FastSequence, int, int]] = []
+        slack, num_ended = self._slack, 0
         block_size, tail_tokens = self.info.block_size, self.config.tail_tokens
         while budget > 0:
             head = self._head() if may_admit else None
-            if head is not None and (not started or head.order < started[0].order):
-                may_admit = self._admit(head)
-                if not may_admit or head.phase != "prefill":
-                    continue
-                sequence = head
-            elif started:
-                sequence = started.popleft()
-            else:
+            is_new = head is not None and (not started or head.order < started[0].order)
+            sequence = head if is_new else started[0] if started else None
+            if sequence is None:
                 break
+            num_behind = self._num_waiting + len(started)
+            if slack is not None and num_ended and not slack.joins(sequence, num_ended, num_behind, room):
+                break
+            if is_new and slack is not None and not sequence.swapped:
+                fitting = slack.num_fitting(sequence, budget, room)
+                if not fitting.may_begin(sequence.num_known, block_size):
+                    if not planned:
+                        slack.finds_no_room(sequence, budget)
+                    break
+            if is_new:
+                may_admit = self._admit(sequence)
+                if not may_admit or sequence.phase != "prefill":
+                    continue
+            else:
+                started.popleft()
             start, num_left = sequence.computed, sequence.num_known - sequence.computed
-            num_tokens = chunk_length(start, num_left, budget, block_size, first=not planned)
+            most, first = budget, not planned
+            if slack is not None:
+                most, is_exact = slack.num_fitting(sequence, budget, room)
+                first = first and is_exact
+            num_tokens = chunk_length(start, num_left, most, block_size, first=first)
             if sequence.holds and num_tokens == num_left:
                 num_tokens = before_tail(start, num_tokens, tail_tokens, block_size)
             if num_tokens == 0:
+                if slack is not None and not planned:
+                    slack.finds_no_room(sequence, budget)
                 break
             self._room.extend(sequence, start + num_tokens)
             planned.append((sequence, start, num_tokens))
             budget -= num_tokens
+            if slack is not None:
+                room = room.less(slack.slack.prompt_ms(start, num_tokens))
+                num_ended += num_tokens == num_left and sequence.spec.targets is not None
             if tail_tokens and sequence.holds:
                 longest = tail_tokens + block_size - 1
                 is_tail = start > sequence.cached_tokens and num_tokens <= longest
@@ -413,7 +476,7 @@ class FastEngine(ABC):
 
     def _head(self) -> FastSequence | None:
         waiting = self._waiting
-        while waiting and waiting[0][2].phase != "waiting":
+        while waiting and (waiting[0][2].phase != "waiting" or waiting[0][2].order is not waiting[0][0]):
             heapq.heappop(waiting)
         return waiting[0][2] if waiting else None
 
@@ -427,6 +490,8 @@ class FastEngine(ABC):
             return False
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
+        if self._slack is not None:
+            self._slack.slack.leaves(sequence)
         if sequence.num_preemptions:
             self._num_preempted -= 1
             self._reports.note()
@@ -454,6 +519,8 @@ class FastEngine(ABC):
         sequence.end_at = self._steps + self._num_left(sequence)
         self._attends += sequence.attends
         self._decoding[sequence] = None
+        if self._slack is not None:
+            self._slack.begins(sequence)
         self._serial += 1
         heapq.heappush(self._ends, (sequence.end_at, self._serial, sequence))
         safe = self._room.safe_steps(sequence)

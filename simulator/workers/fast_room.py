@@ -52,10 +52,13 @@ class FastSequence:
         "attends",
         "cached_tokens",
         "computed",
+        "deadline",
         "end_at",
         "ends",
+        "first_at",
         "gateway_id",
         "holds",
+        "is_hopeless",
         "joined_at",
         "key",
         "keys",
@@ -100,6 +103,12 @@ class FastSequence:
         """The other worker of its pair."""
         self.arrival = now
         """Of what the engine is to do: of the dispatch, the offer, or the reservation."""
+        self.deadline = None if spec.timeout_s is None else now + spec.timeout_s
+        """Only slack counts with it."""
+        streamed_s = None if spec.targets is None else spec.targets.streamed_s
+        self.first_at = None if streamed_s is None else now - streamed_s
+        """When the request's first token was sampled or came; noted for scheduling `slack` only."""
+        self.is_hopeless = False
         self.alloc_wait_s = 0.0
         self.computed = 0
         self.cached_tokens = 0
@@ -137,6 +146,11 @@ class FastSequence:
         else:
             self.ends = range(1, len(hashes) + 1)
             self.sizes = (1,) * len(hashes)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens that were known when it came."""
+        return self.num_given
 
     @property
     def is_copy(self) -> bool:

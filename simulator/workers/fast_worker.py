@@ -42,7 +42,7 @@ from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
 
 
 class FastWorker(FastEngine):
-    """A worker of the simulated cluster, its owner. Raises `ValueError` for scheduling `static` and `slack`."""
+    """A worker of the simulated cluster, its owner."""
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
         super().__init__(world, config, info, times)
@@ -109,7 +109,7 @@ class FastWorker(FastEngine):
         )
 
     def _uncomputed(self) -> list[FastSequence]:
-        return [*self._started, *(s for _, _, s in self._waiting if s.phase == "waiting")]
+        return [*self._started, *(s for order, _, s in self._waiting if s.phase == "waiting" and s.order is order)]
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
         """What is held (all zero when idle), and what does not fit together."""

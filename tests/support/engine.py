@@ -212,7 +212,7 @@ def make_scheduler(
     scheduling: Scheduling = "decode_first",
     swap: SwapPool | None = None,
     recomputes: bool = True,
-    slack: Slack | None = None,
+    slack: Slack[EngineSequence] | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, block_size, num_watermark_blocks),

@@ -90,11 +90,6 @@ def test_a_policy_and_habits_can_be_chosen(folder: Path) -> None:
             "pools.decode.kv_cache_bytes: 15000 bytes hold no block of 16 tokens",
         ),
         (
-            {"engine": "fast", "cluster": "cluster.yaml"},
-            {"cluster.yaml": "{mode: colocated, pools: {colocated: {scheduling: static}}}"},
-            "engine: fast has no scheduling static; use exact",
-        ),
-        (
             {},
             {
                 "scenario.yaml": "{workload: {kind: trace, path: TRACE, format: azure}, arrivals: {kind: trace}}",

@@ -49,7 +49,7 @@ def samples() -> Iterator[StepSample]:
 
 
 def new_scheduler(*, scheduling: Scheduling = "slack", max_itl_ms: float | None = None, budget: int = 256) -> Scheduler:
-    slack = Slack(tuple(samples()), max_itl_ms, 16) if scheduling == "slack" else None
+    slack: Slack[Sequence] | None = Slack(tuple(samples()), max_itl_ms, 16) if scheduling == "slack" else None
     return make_scheduler(400, token_budget=budget, scheduling=scheduling, slack=slack)
 
 
@@ -272,7 +272,7 @@ def test_without_targets_plans_are_those_of_chunked_prefill(with_timeouts: bool)
 def test_a_chunk_is_the_longest_that_fits() -> None:
     lengths = range(16, 513, 16)
     steps = [StepSample(5.0 + 0.5 * n + 5e-4 * n * (n + 1), n, n * (n + 1) // 2) for n in lengths]
-    slack = Slack(steps, None, 16)
+    slack: Slack[Sequence] = Slack(steps, None, 16)
     for start in (0, 100, 5000):
         for room_ms in (0.1, 7.0, 300.0):
             most = slack.num_tokens(start, room_ms)

@@ -24,8 +24,10 @@ from disagg.simulator.world.users import Habits
 from tests.support.simulation import NO_LOCAL, LinearTimes, cluster_spec, planned, simulated
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.010)
+LOOSE = Slo(ttft_s=1.0, tpot_s=0.020)
 TIMES = LinearTimes(base_s=0.005, token_s=4e-4, decode_s=5e-4, context_s=1e-6)
 VARIED = RandomWorkload(isl=(64, 900), osl=(8, 150))
+FIXED = RandomWorkload(isl=512, osl=64)
 TURNS = MultiTurnWorkload(turns=(2, 5), new_tokens=(30, 200), osl=(20, 100))
 SHARED = SharedPrefixWorkload(num_prefixes=12, prefix_tokens=400, own_tokens=(20, 300), osl=(8, 80))
 ANSWERS = RandomWorkload(isl=(64, 300), osl=(50, 200))
@@ -42,10 +44,11 @@ SHARING = Sharing(
 PREEMPTING = RouterConfig(local_prefill="never", decode_reserve_tokens=0, watermark=0)
 
 Shape = dict[str, Any]
-LARGER = {"preemption": 0.05, "one machine": 0.04, "one machine, colocated": 0.04}
+LARGER = {"preemption": 0.05, "one machine": 0.04, "one machine, colocated": 0.04, "slack, one machine": 0.04}
 """Differences that are allowed."""
 PAIR: Shape = {"prefill": 1, "decode": 1, "router": NO_LOCAL}
 ROUND_ROBIN = RouterConfig(policy="round_robin", local_prefill="never")
+SLACK: Shape = {"colocated": 2, "scheduling": "slack", "token_budget": 1024, "targets": LOOSE, "router": ROUND_ROBIN}
 SMALL_CACHE: Shape = {**PAIR, "num_blocks": 250}
 SHORT_OF_BLOCKS: Shape = {**PAIR, "router": PREEMPTING, "num_blocks": 120, "decode_reserve_tokens": 0}
 SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
@@ -53,6 +56,17 @@ SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
     "local prefill": (VARIED, 2.0, Habits(), {"prefill": 1, "decode": 1, "tail_tokens": 32}),
     "colocated": (VARIED, 1.5, Habits(), {"colocated": 1}),
     "prompts first": (VARIED, 1.5, Habits(), {"colocated": 1, "scheduling": "prefill_first"}),
+    "static": (VARIED, 1.0, Habits(), {"colocated": 2, "scheduling": "static"}),
+    "slack": (VARIED, 2.8, Habits(), SLACK),
+    "slack, tight": (VARIED, 2.8, Habits(), {**SLACK, "targets": SLO}),
+    "slack, all alike": (FIXED, 2.8, Habits(), {**SLACK, "targets": SLO}),
+    "slack, unknown lengths": (VARIED, 2.8, Habits(max_tokens=600), SLACK),
+    "slack, too much": (VARIED, 4.4, Habits(), SLACK),
+    "slack, short pauses": (VARIED, 2.8, Habits(max_tokens=600), {**SLACK, "targets": SLO, "max_itl_ms": 18.0}),
+    "slack, hopeless last": (VARIED, 3.6, Habits(), {**SLACK, "targets": Slo(ttft_s=0.5), "token_budget": 64}),
+    "slack, placed by cost": (VARIED, 2.8, Habits(max_tokens=600), {**SLACK, "router": RouterConfig()}),
+    "slack, one machine": (VARIED, 2.0, Habits(), {**SLACK, "sharing": SHARING}),
+    "pair, hopeless last": (VARIED, 3.0, Habits(), {**PAIR, "scheduling": "slack", "targets": Slo(ttft_s=0.5)}),
     "conversations": (TURNS, 2.0, Habits(), {"colocated": 1, "block_size": 64, "num_blocks": 200}),
     "unknown lengths": (VARIED, 2.0, Habits(max_tokens=600), PAIR),
     "prefixes that are evicted": (SHARED, 3.0, Habits(), SMALL_CACHE),
@@ -65,7 +79,7 @@ SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
 
 def run(engine: EngineKind, workload: WorkloadConfig, rate_per_s: float, habits: Habits, spec: dict[str, Any]) -> Any:
     shape = {"times": TIMES, "overheads": MESSAGES, "bandwidth_bytes_per_s": 1e7, **spec}
-    requests = planned(workload, rate_per_s=rate_per_s, num_requests=200)
+    requests = planned(workload, rate_per_s=rate_per_s, num_requests=200, targets=shape.pop("targets", None))
     return simulated(cluster_spec(engine=engine, **shape), requests, habits)
 
 

@@ -275,8 +275,6 @@ def test_what_cannot_be_is_refused() -> None:
         SimulatedCluster(cluster_spec(colocated=1, faults=[Fault(at_s=1.0, worker_id="decode-7")]), [])
     with pytest.raises(ValueError, match="room for a single KV block"):
         cluster_spec(colocated=1, num_blocks=0)
-    with pytest.raises(ValueError, match="engine: fast has no scheduling static"):
-        SimulatedCluster(cluster_spec(colocated=1, engine="fast", scheduling="static"), [])
     with pytest.raises(ValueError, match="message_s: expected a time of at least 0"):
         Overheads(message_s=-1.0)
     with pytest.raises(ValueError, match="patience_s: expected a time above 0"):

@@ -1,0 +1,125 @@
+"""Scheduling `slack` of a fast worker: `engine/core/slack.py` asked before a step, and for how many steps to come no
+prompt will fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.slack import STARVED_STEPS, Decode, Fitting, Room, Slack, is_overdue, overdue_at
+from disagg.proto.messages import StepSample, WorkerInfo
+from disagg.simulator.workers.fast_room import FastSequence
+
+
+class FastSlack:
+    """Owner: the fast engine."""
+
+    def __init__(self, config: WorkerConfig, info: WorkerInfo) -> None:
+        self.slack: Slack[FastSequence] = Slack(info.calibration, config.max_itl_ms, info.block_size)
+        self._block_size = info.block_size
+        self._now = 0.0
+        self._room = Room(math.inf, math.inf, math.inf)
+        self._num_without = 0
+        """Steps without prompts since the last one with some."""
+        self._new_answers: list[FastSequence] = []
+        """Their first token came since the last plan."""
+        self._blocked: tuple[FastSequence, float] | None = None
+        """The prompt that found no room in the last plan, and the milliseconds that it needs."""
+
+    # ------------------------------------------------------------ what happens
+
+    def observe(self, step: StepSample) -> None:
+        """A step was done."""
+        self.slack.observe(step)
+
+    def begins(self, sequence: FastSequence) -> None:
+        """It decodes from now on."""
+        if sequence.first_at is None:
+            self._new_answers.append(sequence)
+
+    def stepped(self, num_steps: int) -> None:
+        """So many steps without prompts, of which the plan counted one, are over."""
+        self._num_without += num_steps - 1
+
+    # ------------------------------------------------------------ a plan
+
+    def advance(self, now: float) -> Iterator[FastSequence]:
+        """The time of the plan that follows; waiting prompts whose place changes."""
+        self._now = now
+        for sequence in self._new_answers:
+            sequence.first_at = now
+        self._new_answers.clear()
+        return self.slack.changed(now)
+
+    def room(self, decoding: Iterable[FastSequence], steps: int) -> Room:
+        """What the next step may have beside what decodes, after so many decode steps."""
+        self._blocked = None
+        self._room = self.slack.room([_decode(sequence, steps) for sequence in decoding], self._now)
+        return self._room
+
+    def is_hopeless(self, sequence: FastSequence) -> bool:
+        """Whether a prompt that was begun still is."""
+        return sequence.is_hopeless and not is_overdue(sequence, self._now)
+
+    def num_fitting(self, sequence: FastSequence, budget: int, room: Room) -> Fitting:
+        """The most tokens of a prompt in the next step."""
+        return self.slack.num_fitting(sequence, sequence.computed, budget, room, self._num_without, self._now)
+
+    def joins(self, sequence: FastSequence, num_ended: int, num_left: int, room: Room) -> bool:
+        """Whether a prompt joins a step in which others end, see `Slack.saves_time`."""
+        num_tokens = sequence.num_known - sequence.computed
+        return self.slack.saves_time(sequence.computed, num_tokens, num_ended, num_left, room)
+
+    def finds_no_room(self, sequence: FastSequence, budget: int) -> None:
+        """The step has none for this prompt, the first of those that are there."""
+        start = sequence.computed
+        to_block = self._block_size - start % self._block_size
+        num_tokens = min(to_block, sequence.num_known - start, budget)
+        needed_ms = min(self.slack.prompt_ms(start, num_tokens), self._room.most_ms)
+        self._blocked = sequence, needed_ms
+
+    def planned(self, *, has_prompts: bool) -> None:
+        """The plan is made."""
+        self._num_without = 0 if has_prompts else self._num_without + 1
+
+    # ------------------------------------------------------------ the steps to come
+
+    def num_alike(self, most: int, growth_ms: float, until: Callable[[int], float]) -> int:
+        """For how many steps, the planned one counted and at most `most`, no prompt will find room: as far as the
+        sequence with the least slack says that.
+
+        Args:
+            growth_ms: by what each step is predicted to take longer than the one before.
+            until: when so many steps are over, and the next one is planned.
+        """
+        if self._blocked is None or (least := self._room.least) is None:
+            return most
+        sequence, needed_ms = self._blocked
+        if is_overdue(sequence, self._now):
+            most = min(most, max(1, STARVED_STEPS + 1 - self._num_without))
+        changes = (overdue_at(sequence), self.slack.next_change)
+        change = min((time for time in changes if time > self._now), default=math.inf)
+        step_ms, slack = self._room.step_ms, self.slack
+
+        def ends(number: int) -> bool:
+            then = until(number)
+            if then >= change:
+                return True
+            later = Decode(least.sequence, least.num_output_tokens + number, least.num_attended + number)
+            later_ms = step_ms + number * growth_ms
+            return slack.longest_ms(later, later_ms, then) - later_ms >= needed_ms
+
+        last = 1
+        while last < most and not ends(last):
+            last *= 2
+        before, last = last // 2, min(last, most)
+        while last - before > 1:
+            middle = (before + last) // 2
+            before, last = (before, middle) if ends(middle) else (middle, last)
+        return last
+
+
+def _decode(sequence: FastSequence, steps: int) -> Decode:
+    num_done = sequence.sent + steps - sequence.told_at
+    return Decode(sequence, num_done, sequence.attends + steps - sequence.joined_at)
