@@ -11,6 +11,9 @@ from disagg.engine.core.slack import STARVED_STEPS, Decode, Fitting, Room, Slack
 from disagg.proto.messages import StepSample, WorkerInfo
 from disagg.simulator.workers.fast_room import FastSequence
 
+_EVERY = 4
+"""Of the steps of a kind (prompts, decodes, both) so many are observed as one: fits with fewer of them are as good."""
+
 
 class FastSlack:
     """Owner: the fast engine."""
@@ -24,6 +27,8 @@ class FastSlack:
         """Steps without prompts since the last one with some."""
         self._new_answers: list[FastSequence] = []
         """Their first token came since the last plan."""
+        self._num_seen = [0, 0, 0, 0]
+        """Steps by kind."""
         self._blocked: tuple[FastSequence, float] | None = None
         """The prompt that found no room in the last plan, and the milliseconds that it needs."""
 
@@ -31,7 +36,10 @@ class FastSlack:
 
     def observe(self, step: StepSample) -> None:
         """A step was done."""
-        self.slack.observe(step)
+        kind = 2 * (step.prefill_tokens > 0) + (step.num_decodes > 0)
+        if self._num_seen[kind] % _EVERY == 0:
+            self.slack.observe(step)
+        self._num_seen[kind] += 1
 
     def begins(self, sequence: FastSequence) -> None:
         """It decodes from now on."""

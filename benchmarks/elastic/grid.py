@@ -1,0 +1,268 @@
+"""Cells: the goodput of the automatic shape within a pair of limits, over that of the best static shape.
+
+Goodput is the highest rate at which 90 % of the requests meet both limits, found by bisection over rates 3 % apart and
+interpolated between two of them. All shapes get the same requests at the same times, stretched to the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from benchmarks.common import percentile
+from benchmarks.elastic.day import DAY, day_requests
+from benchmarks.elastic.runs import LAST, Brings, Point, Runs, Seen, first_come, hopeless_last
+from benchmarks.elastic.workloads import lengths
+from disagg.loadtests.verdict.goodput import Slo
+
+TTFT_S = (0.5, 0.75, 1.0, 2.0, 4.0)
+TPOT_S = (0.012, 0.015, 0.020, 0.030, 0.050)
+ATTAINMENT = 0.9
+STEP = 1.03
+LEAST_RATE = 0.05
+"""For each worker; where less is served by any static shape, the cell is left out."""
+NUM_RATES = 190
+QUARTERS = 4
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a grid is measured."""
+
+    automatic: str = "{n}x1-slack:1024"
+    """The shape that is compared, for n workers."""
+    num_requests: int = 400
+    """Of each run, for two workers; as many more for more workers."""
+    num_seeds: int = 2
+
+    def number(self, workers: int) -> int:
+        """Requests of a run."""
+        return self.num_requests * max(1, workers // 2)
+
+
+class Found(NamedTuple):
+    """A goodput."""
+
+    rate_per_s: float
+    shape: str
+
+
+def rate_at(index: int, workers: int) -> float:
+    """The rates that are tried."""
+    return LEAST_RATE * workers * STEP**index
+
+
+class Column:
+    """All cells of one workload, number of workers and TTFT limit."""
+
+    def __init__(self, runs: Runs, settings: Settings, workers: int, workload: str) -> None:
+        self._runs = runs
+        self._settings = settings
+        self._workers = workers
+        self._workload = workload
+        self._automatic = settings.automatic.format(n=workers)
+
+    def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
+        """Of one rate, for each seed."""
+        settings = self._settings
+        rate_per_s, number = rate_at(index, self._workers), settings.number(self._workers)
+        brings = brought(shape, self._automatic)
+        part = {"nothing": Slo(), "ttft": Slo(ttft_s=slo.ttft_s), "both": slo}[brings]
+        points = [
+            Point(shape, self._workload, rate_per_s, seed, number, brings, part)
+            for seed in range(1, settings.num_seeds + 1)
+        ]
+        return [self._runs.run(point, is_static=shape != self._automatic) for point in points]
+
+    def goodput(self, shape: str, slo: Slo, *, above: float = 0.0, guess: float = 0.0) -> float:
+        """Of one shape; `above` where it is not more than that."""
+
+        def attainment(index: int) -> float:
+            good = [one for seen in self.seen(shape, index, slo) for one in good_of(seen, slo)]
+            return sum(good) / len(good)
+
+        at_least = max(0, math.floor(self._index(above))) if above > 0.0 else 0
+        start = max(0, math.floor(self._index(guess))) if guess > above == 0.0 else at_least
+        crossing = crossed(attainment, start, at_least)
+        return max(above, 0.0 if crossing is None else rate_at(0, self._workers) * STEP**crossing)
+
+    def _index(self, rate_per_s: float) -> float:
+        return math.log(rate_per_s / rate_at(0, self._workers)) / math.log(STEP)
+
+    def best(self, shapes: Sequence[str], slo: Slo, guess: Found) -> Found:
+        """The shape that serves most; those that cannot be it are not measured further."""
+        found = Found(0.0, "")
+        for shape in sorted(shapes, key=lambda name: name != guess.shape):
+            rate = self.goodput(shape, slo, above=found.rate_per_s, guess=guess.rate_per_s)
+            if rate > found.rate_per_s:
+                found = Found(rate, shape)
+        return found
+
+    def rows(self, ttft_s: float, tpots_s: Sequence[float]) -> list[Row]:
+        """A row for each TPOT limit."""
+        rows = []
+        first, last = Found(0.0, ""), Found(0.0, "")
+        for tpot_s in tpots_s:
+            slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+            first = self.best(first_come(self._workers), slo, first)
+            last = self.best(hopeless_last(self._workers), slo, max(last, first))
+            rows.append(self._row(slo, first, last))
+        return rows
+
+    def _row(self, slo: Slo, first: Found, last: Found) -> Row:
+        row: Row = {
+            "workers": self._workers,
+            "workload": self._workload,
+            "ttft_s": slo.ttft_s,
+            "tpot_s": slo.tpot_s,
+            "automatic": None,
+            "best": None,
+            "best_shape": first.shape,
+            "over_best": None,
+            "best_last": None,
+            "best_last_shape": last.shape,
+            "over_last": None,
+        }
+        if not first.rate_per_s:
+            return row
+        automatic = self.goodput(self._automatic, slo, guess=first.rate_per_s)
+        most = max(first.rate_per_s, last.rate_per_s)
+        row |= {
+            "automatic": automatic,
+            "best": first.rate_per_s,
+            "over_best": automatic / first.rate_per_s,
+            "best_last": last.rate_per_s,
+            "over_last": automatic / most,
+        }
+        index = math.floor(self._index(first.rate_per_s))
+        static = self._parts(self.seen(first.shape, index, slo), slo)
+        own = self._parts(self.seen(self._automatic, index, slo), slo)
+        row |= {f"best_{name}": value for name, value in static.items()}
+        row |= own
+        pairs = zip(own["attained_by_length"], static["attained_by_length"], strict=True)
+        return row | {"worst_quarter": min(mine - theirs for mine, theirs in pairs)}
+
+    def _parts(self, seen: Sequence[Seen], slo: Slo) -> Row:
+        """Pauses and first tokens of one rate, by quarters of prompt lengths."""
+        number = self._settings.number(self._workers)
+        counted: list[tuple[int, float, bool]] = []
+        for seed, each in enumerate(seen, start=1):
+            asked = lengths(self._workload, seed, number)[number // 10 :]
+            tokens = [request.num_prompt_tokens for request in asked]
+            counted += zip(tokens, each.ttfts_s, good_of(each, slo), strict=True)
+        counted.sort(key=lambda item: item[0])
+        num_parts = QUARTERS if counted[0][0] != counted[-1][0] else 1
+        bounds = [len(counted) * part // num_parts for part in range(num_parts + 1)]
+        parts = [counted[start:end] for start, end in pairwise(bounds)]
+        pauses = [pause for each in seen for pause in each.pauses_s]
+        return {
+            "pause_p99_s": _p99(pauses),
+            "pause_max_s": max(pauses) if max(pauses) < math.inf else None,
+            "ttft_p99_s_by_length": [_p99([ttft for _, ttft, _ in part]) for part in parts],
+            "attained_by_length": [sum(good for _, _, good in part) / len(part) for part in parts],
+        }
+
+
+def brought(shape: str, automatic: str) -> Brings:
+    """What requests bring of their limits: both for the automatic shape, as far as they are used for static ones."""
+    return "both" if shape == automatic else "ttft" if shape.endswith(LAST) else "nothing"
+
+
+def good_of(seen: Seen, slo: Slo) -> list[bool]:
+    """Which requests are within both limits."""
+    assert slo.ttft_s is not None
+    assert slo.tpot_s is not None
+    return seen.good(slo.ttft_s, slo.tpot_s)
+
+
+def crossed(attainment: Callable[[int], float], start: int, at_least: int) -> float | None:
+    """The index at which attainment falls below `ATTAINMENT`, between two whole ones; None where it is below
+    `at_least`. Looks from `start` on, further away each time, and then between."""
+    low: int | None = None
+    high: int | None = None
+    at, stride = start, 1
+    while True:
+        if attainment(at) >= ATTAINMENT:
+            low = at
+        else:
+            high = at
+        if low is None:
+            assert high is not None
+            if high == at_least:
+                return None
+            at, stride = max(at_least, high - stride), 2 * stride
+        elif high is None:
+            if low == NUM_RATES:
+                return float(low)
+            at, stride = min(NUM_RATES, low + stride), 2 * stride
+        elif high - low == 1:
+            break
+        else:
+            at = (low + high) // 2
+    above, below = attainment(low), attainment(high)
+    return low + (above - ATTAINMENT) / (above - below)
+
+
+def _p99(values: Sequence[float]) -> float | None:
+    """None where that is a request without an answer."""
+    found = percentile(values, 99)
+    return found if found < math.inf else None
+
+
+# ---------------------------------------------------------------- the day
+
+DAY_STEP = 1.03
+DAY_LEAST = 0.2
+"""Multiples that are tried are this times powers of the step."""
+
+
+def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
+    """The largest multiples of the day that the automatic shape and the best single static ones serve."""
+    automatic = settings.automatic.format(n=workers)
+
+    def multiple(shape: str, above: float = 0.0) -> float:
+        def attainment(index: int) -> float:
+            times = DAY_LEAST * DAY_STEP**index
+            good: list[bool] = []
+            for seed in range(1, settings.num_seeds + 1):
+                limits = day_requests(times, seed)[1]
+                point = Point(shape, DAY, times, seed, 0, brought(shape, automatic), Slo())
+                seen = runs.run(point, is_static=shape != automatic)
+                good += map(meets, seen.ttfts_s, seen.tpots_s, limits)
+            return sum(good) / len(good)
+
+        at_least = math.floor(math.log(above / DAY_LEAST) / math.log(DAY_STEP)) if above else 0
+        crossing = crossed(attainment, at_least or 40, at_least)
+        return max(above, 0.0 if crossing is None else DAY_LEAST * DAY_STEP**crossing)
+
+    def best(shapes: Sequence[str]) -> Found:
+        found = Found(0.0, "")
+        for shape in shapes:
+            if (times := multiple(shape, found.rate_per_s)) > found.rate_per_s:
+                found = Found(times, shape)
+        return found
+
+    first, last, own = best(first_come(workers)), best(hopeless_last(workers)), multiple(automatic)
+    return {
+        "workers": workers,
+        "workload": DAY,
+        "automatic": own,
+        "best": first.rate_per_s,
+        "best_shape": first.shape,
+        "over_best": own / first.rate_per_s,
+        "best_last": last.rate_per_s,
+        "best_last_shape": last.shape,
+        "over_last": own / max(first.rate_per_s, last.rate_per_s),
+    }
+
+
+def meets(ttft_s: float, tpot_s: float, limit: Slo) -> bool:
+    """Whether a request is within its limits."""
+    assert limit.ttft_s is not None
+    assert limit.tpot_s is not None
+    return ttft_s <= limit.ttft_s and tpot_s <= limit.tpot_s
