@@ -27,6 +27,8 @@ _BLOCK_TOKENS = 16
 _MOST_BLOCKS = 200
 _GOES_ON = 0.6
 """The probability that a request of `mooncake` goes on with a conversation."""
+_MANY = 512
+"""Requests are made so many at a time: fewer are the first of more."""
 _OPEN = 64
 """Conversations that may go on."""
 
@@ -48,13 +50,17 @@ def habits(workload: str) -> Habits:
     return UNTOLD if workload in ("varied", "mooncake") else LOAD_TEST
 
 
-@functools.lru_cache(maxsize=64)
 def lengths(workload: str, seed: int, number: int) -> tuple[Lengths, ...]:
     """Prompts and answers of the first requests of a workload: a name above, or `prompt/answer` in tokens.
 
     Raises:
         ValueError: for another name.
     """
+    return _lengths(workload, seed, -(-number // _MANY) * _MANY)[:number]
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(workload: str, seed: int, number: int) -> tuple[Lengths, ...]:
     if workload == "varied":
         return tuple(_varied(seed, index) for index in range(number))
     if workload == "mooncake":

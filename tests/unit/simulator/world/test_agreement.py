@@ -18,6 +18,7 @@ from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.overheads import Overheads, Sharing
 from disagg.simulator.workers.exact_worker import ExactWorker
+from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.world import cluster as cluster_module
 from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.users import Habits
@@ -150,3 +151,15 @@ def test_the_exact_engine_is_the_real_one() -> None:
     assert isinstance(member.worker, ExactWorker)
     assert type(member.worker.core).__module__ == "disagg.engine.core.engine_core"
     assert type(cluster.gateway.core).__module__ == "disagg.router.requests.router_core"
+
+
+def test_decode_steps_are_jumped_over_while_no_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast engine looks again when the answer with the least slack may have saved enough, and misses nothing."""
+    requests = planned(RandomWorkload(isl=(64, 512), osl=200), rate_per_s=20.0, num_requests=12, targets=Slo(tpot_s=0.006))
+    spec = cluster_spec(engine="fast", times=TIMES, colocated=1, scheduling="slack", token_budget=1024)
+    jumping = simulated(spec, requests)
+    monkeypatch.setattr(FastSlack, "num_alike", lambda self, most, growth_ms, until: 1)
+    one_by_one = simulated(spec, requests)
+    for one, other in zip(one_by_one.records, jumping.records, strict=True):
+        assert other.token_times_s == pytest.approx(one.token_times_s, abs=1e-6)
+    assert jumping.num_events < one_by_one.num_events / 2
