@@ -27,6 +27,7 @@ from disagg.engine.core.slack import UNLIMITED, Room
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
 from disagg.simulator.step_times.interface import StepTimes, StepWork
+from disagg.simulator.workers.chunk_run import ChunkRun
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
 from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.workers.reports import Reports
@@ -88,8 +89,10 @@ class FastEngine(ABC):
         self._is_busy = False
         self._jump: tuple[float, float, float, int] | None = None
         """Of the jump under way: its start, its first step's time, the growth from step to step, its steps."""
+        self._chunks: tuple[FastSequence, ChunkRun] | None = None
+        """The run of chunks under way, and whose they are."""
         self._version = 0
-        """Of the plan for the end of the jump."""
+        """Of the plan for the end of the jump, or of the run."""
         self._serial = 0
         self._num_steps = 0
         self.num_preemptions = 0
@@ -128,6 +131,8 @@ class FastEngine(ABC):
         self._inbox.append((what, sequence))
         if self._jump is not None:
             self._cut()
+        elif self._chunks is not None:
+            self._cut_chunks(self._chunks[1])
         else:
             self._wake()
 
@@ -215,6 +220,8 @@ class FastEngine(ABC):
             if alone_first:
                 num_decodes = 0
             num_decodes = num_decodes and len(self._decoding)
+            if len(prefills) == 1 and self._begin_chunks(*prefills[0], num_decodes, budget, room):
+                return
             tokens = sum(n for _, _, n in prefills)
             attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
             work = StepWork(tokens, attended, num_decodes, self._attends if num_decodes else 0, len(prefills))
@@ -410,6 +417,81 @@ class FastEngine(ABC):
             if sequence.holds and sequence.phase != "over":
                 self._send_kv(sequence, is_complete=is_complete)
         self._next_turn(self._loop.now)
+
+    # ------------------------------------------------------------ runs of chunks
+
+    def _begin_chunks(
+        self, sequence: FastSequence, start: int, num_tokens: int, num_decodes: int, budget: int, room: Room
+    ) -> bool:
+        """Take several steps of this prompt together, where more than one will be alike."""
+        is_last = sequence.num_known - start - num_tokens <= budget
+        may_change = self._machine is not None or self._resumed or any(each.is_hopeless for each in self._started)
+        if is_last or sequence.holds or room.ms < math.inf or may_change:
+            return False
+        most = min(self._next_end(), self._safe_until) - self._steps if num_decodes else MAX_JUMP
+        others_need = self._others_need(sequence)
+        if most <= 1 or budget - num_tokens >= others_need:
+            return False
+        run = ChunkRun(
+            self._step_times,
+            self._loop.now + self._take_copy_s(),
+            self._gap_s,
+            start=start,
+            num_tokens=num_tokens,
+            num_known=sequence.num_known,
+            budget=budget,
+            block_size=self.info.block_size,
+            num_decodes=num_decodes,
+            attends=self._attends if num_decodes else 0,
+            most=most,
+            others_need=others_need,
+            until=math.inf if self._slack is None else self._slack.slack.next_change,
+        )
+        self._chunks = sequence, run
+        self._version += 1
+        self._loop.at(run.ended, self._end_chunks, self._version)
+        return True
+
+    def _others_need(self, sequence: FastSequence) -> float:
+        """Tokens of the budget with which another prompt than this one would begin or go on."""
+        others = [other for other in self._started if other is not sequence]
+        head = self._head()
+        if not others:
+            return math.inf if head is None else 1
+        first = min(others, key=lambda other: other.order)
+        if head is not None and head.order < first.order:
+            return 1
+        block_size, num_left = self.info.block_size, first.num_known - first.computed
+        return min(num_left, block_size - first.computed % block_size)
+
+    def _cut_chunks(self, run: ChunkRun) -> None:
+        """Something came."""
+        num_steps = len(run.steps)
+        run.cut(self._loop.now)
+        if len(run.steps) < num_steps:
+            self._version += 1
+            self._loop.at(run.ended, self._end_chunks, self._version)
+
+    def _end_chunks(self, version: int) -> None:
+        if version != self._version or self._chunks is None or self.is_dead:
+            return
+        (sequence, run), self._chunks = self._chunks, None
+        first = run.steps[0]
+        sample = StepSample(first.step_s * 1e3, *first.work[:4])
+        self._reports.offer(sample)
+        self._reports.note()
+        if self._slack is not None:
+            self._slack.observe(sample)
+        if first.work.num_decodes:
+            self._times += [step.ended + self._to_client_s for step in run.steps]
+            self._stepped(len(run.steps))
+        else:
+            self._num_steps += len(run.steps)
+        if sequence.phase == "prefill":
+            sequence.computed += sum(step.num_tokens for step in run.steps)
+            self._room.extend(sequence, sequence.computed)
+            self._room.publish(sequence)
+        self._next_turn(run.ended)
 
     # ------------------------------------------------------------ prompts
 

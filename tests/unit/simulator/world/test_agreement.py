@@ -155,7 +155,9 @@ def test_the_exact_engine_is_the_real_one() -> None:
 
 def test_decode_steps_are_jumped_over_while_no_prompt_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast engine looks again when the answer with the least slack may have saved enough, and misses nothing."""
-    requests = planned(RandomWorkload(isl=(64, 512), osl=200), rate_per_s=20.0, num_requests=12, targets=Slo(tpot_s=0.006))
+    requests = planned(
+        RandomWorkload(isl=(64, 512), osl=200), rate_per_s=20.0, num_requests=12, targets=Slo(tpot_s=0.006)
+    )
     spec = cluster_spec(engine="fast", times=TIMES, colocated=1, scheduling="slack", token_budget=1024)
     jumping = simulated(spec, requests)
     monkeypatch.setattr(FastSlack, "num_alike", lambda self, most, growth_ms, until: 1)
