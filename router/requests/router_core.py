@@ -164,6 +164,11 @@ class RouterCore:
         """At most `limit` traces, the latest arrival first."""
         return self._telemetry.traces.latest(limit)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._waiting)
+
     def holdings(self) -> dict[str, int]:
         """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of all
         assignments. All zero when nothing is in flight."""

@@ -350,6 +350,23 @@ class FastEngine(ABC):
         self._stepped(num_steps)
         self._next_turn(ended)
 
+    def _take_in(self, until: float) -> None:
+        """Of the jump under way, the steps that are over by then, but for the last one."""
+        if self._jump is None:
+            return
+        start, first_s, growth_s, num_steps = self._jump
+        number = int((until - start) / (first_s + self._gap_s))
+        while number > 0 and self._boundary(number) > until:
+            number -= 1
+        number = min(number, num_steps - 1)
+        if number <= 0:
+            return
+        self._times += [self._boundary(each) + self._to_client_s for each in range(1, number + 1)]
+        self._jump = self._boundary(number) + self._gap_s, first_s + number * growth_s, growth_s, num_steps - number
+        if self._slack is not None:
+            self._slack.stepped(number + 1)
+        self._stepped(number)
+
     def _next_turn(self, ended: float) -> None:
         """The step before it ended then."""
         self._flush()

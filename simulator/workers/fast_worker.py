@@ -127,6 +127,19 @@ class FastWorker(FastEngine):
         }
         return counts, blocks.check_integrity()
 
+    def catch_up(self) -> None:
+        """Tell the gateway at once what it would have been told before now, did it hear of each step."""
+        self._take_in(self._loop.now - self._world.overheads.message_s)
+        for sequence in self._decoding:
+            self._tell_tokens(sequence)
+        if not self._decoding:
+            return
+        self._told_at = self._loop.now
+        self._times.clear()
+        self._first_time = self._steps
+        self._send_to(self._world.gateway_now)
+        self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+
     # ------------------------------------------------------------ messages of the gateway
 
     def receive(self, message: GatewayToWorker) -> None:
@@ -400,12 +413,15 @@ class FastWorker(FastEngine):
     @override
     def _flush(self) -> None:
         """Send what there is for the gateway."""
+        self._send_to(self._world.to_gateway)
+
+    def _send_to(self, send: Callable[[events.Event], None]) -> None:
         update = self._outbox.flush().get(GATEWAY)
         if self._tokens:
             tokens, self._tokens = tuple(self._tokens), []
             update = StepUpdate(tokens=tokens) if update is None else replace(update, tokens=tokens)
         if update is not None:
-            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+            send(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
 
 
 def _nothing() -> None:

@@ -34,6 +34,9 @@ from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 
 SimulatedWorker = ExactWorker | FastWorker
 
+TICK_S = 0.04
+"""While requests wait for an elastic worker, the router hears of its steps at least so often."""
+
 
 @dataclass(slots=True)
 class _Member:
@@ -101,6 +104,7 @@ class SimulatedCluster(Surroundings):
         self._members: dict[WorkerId, _Member] = {}
         self._calibrations: dict[str, tuple[StepSample, ...]] = {}
         self._end_s = 0.0
+        self._is_ticking = False
         for pool in spec.pools:
             for _ in range(pool.size):
                 self._start(self._new_member(pool))
@@ -269,9 +273,24 @@ class SimulatedCluster(Surroundings):
             self.loop.at(self.loop.now, self._bury, worker)
 
     def _before_submit(self) -> None:
+        self._catch_up()
+        if self.spec.router.policy == "elastic" and not self._is_ticking:
+            self._is_ticking = True
+            self.loop.after(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """The router looks at requests that wait whenever it hears of a step; here it hears of them less often."""
+        if self.gateway.core.num_queued:
+            self._catch_up()
+            self.loop.after(TICK_S, self._tick)
+        else:
+            self._is_ticking = False
+
+    def _catch_up(self) -> None:
         for member in self._members.values():
-            if isinstance(member.worker, ExactWorker):
-                member.worker.catch_up()
+            worker = member.worker
+            if isinstance(worker, ExactWorker) or (worker is not None and worker.config.is_elastic):
+                worker.catch_up()
 
     # ------------------------------------------------------------ looking
 

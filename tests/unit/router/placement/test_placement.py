@@ -115,9 +115,7 @@ def test_assignments() -> None:
     assert prefill_blocks(demand, p0.info) == 5
     assert [decode_blocks(demand, worker.info) for worker in (p0, short, large)] == [11, 6, 3]
     candidate = Candidate(p0, 48, 4, 7)
-    assert prefill_assignment(demand, candidate) == Assignment(
-        tokens=16, pairs=904, blocks=7, is_handed_over=True
-    )
+    assert prefill_assignment(demand, candidate) == Assignment(tokens=16, pairs=904, blocks=7, is_handed_over=True)
     chain = it.request.block_hashes
     there = Assignment(blocks=7, context=64, known_tokens=64, marks=(chain[2],), num_matched=3)
     assert decode_assignment(demand, candidate, chain, computes_prompt=False) == there
