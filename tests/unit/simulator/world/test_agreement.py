@@ -22,13 +22,14 @@ from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.world import cluster as cluster_module
 from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.users import Habits
-from tests.support.simulation import NO_LOCAL, LinearTimes, cluster_spec, planned, simulated
+from tests.support.simulation import BYTES_PER_TOKEN, NO_LOCAL, LinearTimes, cluster_spec, planned, simulated
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.010)
 LOOSE = Slo(ttft_s=1.0, tpot_s=0.020)
 TIMES = LinearTimes(base_s=0.005, token_s=4e-4, decode_s=5e-4, context_s=1e-6)
 VARIED = RandomWorkload(isl=(64, 900), osl=(8, 150))
 FIXED = RandomWorkload(isl=512, osl=64)
+LONG_ANSWERS = RandomWorkload(isl=512, osl=128)
 TURNS = MultiTurnWorkload(turns=(2, 5), new_tokens=(30, 200), osl=(20, 100))
 SHARED = SharedPrefixWorkload(num_prefixes=12, prefix_tokens=400, own_tokens=(20, 300), osl=(8, 80))
 ANSWERS = RandomWorkload(isl=(64, 300), osl=(50, 200))
@@ -45,9 +46,24 @@ SHARING = Sharing(
 PREEMPTING = RouterConfig(local_prefill="never", decode_reserve_tokens=0, watermark=0)
 
 Shape = dict[str, Any]
-LARGER = {"preemption": 0.05, "one machine": 0.04, "one machine, colocated": 0.04, "slack, one machine": 0.04}
+LARGER = {
+    "preemption": 0.05,
+    "one machine": 0.04,
+    "one machine, colocated": 0.04,
+    "slack, one machine": 0.04,
+    "elastic": 0.05,
+    "elastic, tight": 0.05,
+    "elastic, long answers": 0.05,
+}
 """Differences that are allowed."""
 PAIR: Shape = {"prefill": 1, "decode": 1, "router": NO_LOCAL}
+ELASTIC: Shape = {
+    "workers": 2,
+    "scheduling": "slack",
+    "token_budget": 1024,
+    "router": RouterConfig(policy="elastic"),
+    "bandwidth_bytes_per_s": 1e9,
+}
 ROUND_ROBIN = RouterConfig(policy="round_robin", local_prefill="never")
 SLACK: Shape = {"colocated": 2, "scheduling": "slack", "token_budget": 1024, "targets": LOOSE, "router": ROUND_ROBIN}
 SMALL_CACHE: Shape = {**PAIR, "num_blocks": 250}
@@ -67,6 +83,9 @@ SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
     "slack, hopeless last": (VARIED, 3.6, Habits(), {**SLACK, "targets": Slo(ttft_s=0.5), "token_budget": 64}),
     "slack, placed by cost": (VARIED, 2.8, Habits(max_tokens=600), {**SLACK, "router": RouterConfig()}),
     "slack, one machine": (VARIED, 2.0, Habits(), {**SLACK, "sharing": SHARING}),
+    "elastic": (VARIED, 2.8, Habits(max_tokens=600), {**ELASTIC, "targets": LOOSE}),
+    "elastic, tight": (FIXED, 2.8, Habits(), {**ELASTIC, "targets": SLO}),
+    "elastic, long answers": (LONG_ANSWERS, 2.8, Habits(max_tokens=600), {**ELASTIC, "targets": LOOSE}),
     "pair, hopeless last": (VARIED, 3.0, Habits(), {**PAIR, "scheduling": "slack", "targets": Slo(ttft_s=0.5)}),
     "conversations": (TURNS, 2.0, Habits(), {"colocated": 1, "block_size": 64, "num_blocks": 200}),
     "unknown lengths": (VARIED, 2.0, Habits(max_tokens=600), PAIR),
@@ -165,3 +184,10 @@ def test_decode_steps_are_jumped_over_while_no_prompt_fits(monkeypatch: pytest.M
     for one, other in zip(one_by_one.records, jumping.records, strict=True):
         assert other.token_times_s == pytest.approx(one.token_times_s, abs=1e-6)
     assert jumping.num_events < one_by_one.num_events / 2
+
+
+@pytest.mark.parametrize("engine", ["exact", "fast"])
+def test_workers_with_both_roles_hand_over(engine: EngineKind) -> None:
+    result = run(engine, *SCENARIOS["elastic, long answers"])
+    assert result.placements["pair"] >= 5
+    assert result.kv_bytes_moved >= 5 * 400 * BYTES_PER_TOKEN
