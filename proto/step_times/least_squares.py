@@ -16,6 +16,8 @@ import msgspec
 
 Row = Sequence[tuple[int, float]]
 """(index of the unknown, its factor) of all factors that are not zero, indices rising."""
+FiveFactors = tuple[float, float, float, float, float]
+"""One of each of five unknowns."""
 
 _LARGEST_UNIT = 1e12
 """The weight of the newest observation at which the sums are scaled down again."""
@@ -70,6 +72,28 @@ class Moments(msgspec.Struct, gc=False):
         if self.unit > _LARGEST_UNIT:
             self._rescale()
 
+    def add_five(self, factors: FiveFactors, target: float, weight: float) -> None:
+        """`add` for five unknowns, to the last bit. The sums are written out, because a router adds all steps that
+        workers report."""
+        if self.window is not None:
+            self.unit *= self.window / (self.window - 1.0)
+        weight *= self.unit
+        self.weight += weight
+        a, b, c, d, e = factors
+        u, v, w, x, y = weight * a, weight * b, weight * c, weight * d, weight * e
+        aa, ab, ac, ad, ae, bb, bc, bd, be, cc, cd, ce, dd, de, ee = self.gram
+        self.gram = (
+            aa + u * a, ab + u * b, ac + u * c, ad + u * d, ae + u * e,
+            bb + v * b, bc + v * c, bd + v * d, be + v * e,
+            cc + w * c, cd + w * d, ce + w * e,
+            dd + x * d, de + x * e,
+            ee + y * e,
+        )  # fmt: skip
+        at, bt, ct, dt, et = self.moment
+        self.moment = (at + u * target, bt + v * target, ct + w * target, dt + x * target, et + y * target)
+        if self.unit > _LARGEST_UNIT:
+            self._rescale()
+
     def include(self, other: Moments, share: float = 1.0, target_factor: float = 1.0) -> None:
         """Add `share` times all observations of `other`, with the weights that they have now and with their targets
         times `target_factor`."""
@@ -105,7 +129,11 @@ class Moments(msgspec.Struct, gc=False):
     def solve(self) -> list[float]:
         """The solution of least squares with no unknown negative. Every unknown must have been observed, but several
         need not be distinguishable."""
-        unbounded = _solve_triangle([[*line, target] for line, target in zip(self._lines(), self.moment, strict=True)])
+        if self.size == 5:
+            unbounded = solve_five(self.gram, self.moment)
+        else:
+            lines = [[*line, target] for line, target in zip(self._lines(), self.moment, strict=True)]
+            unbounded = solve_triangle(lines)
         if min(unbounded) >= 0.0:
             return unbounded
         lines = self._lines()
@@ -172,6 +200,48 @@ def _solve_on_edge(gram: Sequence[float], moment: Sequence[float]) -> tuple[floa
     return (value, 0.0) if p >= q else (0.0, value)
 
 
+def solve_five(gram: Sequence[float], moment: Sequence[float]) -> list[float]:
+    """`solve_triangle` for five unknowns, to the last bit, written out: a step model is fitted at every few reports.
+
+    Raises:
+        ValueError: the matrix is not positive definite.
+    """
+    aa, ab, ac, ad, ae, bb, bc, bd, be, cc, cd, ce, dd, de, ee = gram
+    at, bt, ct, dt, et = moment
+    more = 1.0 + _JITTER
+    aa, bb, cc, dd, ee = aa * more, bb * more, cc * more, dd * more, ee * more
+    _check_pivot(aa)
+    b, c, d, e = ab / aa, ac / aa, ad / aa, ae / aa
+    bb, bc, bd, be, bt = bb - b * ab, bc - b * ac, bd - b * ad, be - b * ae, bt - b * at
+    cc, cd, ce, ct = cc - c * ac, cd - c * ad, ce - c * ae, ct - c * at
+    dd, de, dt = dd - d * ad, de - d * ae, dt - d * at
+    ee, et = ee - e * ae, et - e * at
+    _check_pivot(bb)
+    c, d, e = bc / bb, bd / bb, be / bb
+    cc, cd, ce, ct = cc - c * bc, cd - c * bd, ce - c * be, ct - c * bt
+    dd, de, dt = dd - d * bd, de - d * be, dt - d * bt
+    ee, et = ee - e * be, et - e * bt
+    _check_pivot(cc)
+    d, e = cd / cc, ce / cc
+    dd, de, dt = dd - d * cd, de - d * ce, dt - d * ct
+    ee, et = ee - e * ce, et - e * ct
+    _check_pivot(dd)
+    e = de / dd
+    ee, et = ee - e * de, et - e * dt
+    _check_pivot(ee)
+    e = et / ee
+    d = (dt - de * e) / dd
+    c = (ct - (ce * e + cd * d)) / cc
+    b = (bt - (be * e + bd * d + bc * c)) / bb
+    a = (at - (ae * e + ad * d + ac * c + ab * b)) / aa
+    return [a, b, c, d, e]
+
+
+def _check_pivot(pivot: float) -> None:
+    if not pivot > 0.0:
+        raise ValueError("the matrix is not positive definite")
+
+
 def _solve_bounded(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> list[float]:
     """x >= 0 of least `x.gram.x/2 - moment.x`, for a positive definite gram, by the active-set method of Lawson and
     Hanson (Solving Least Squares Problems, 1974, chapter 23), on the normal equations."""
@@ -193,7 +263,7 @@ def _descend(gram: Sequence[Sequence[float]], moment: Sequence[float], solution:
     """Move `solution` to the best point in which only the `free` unknowns are not zero, and drop from these what would
     turn negative on the way."""
     while free:
-        best = solve_positive_definite([[gram[i][j] for j in free] for i in free], [moment[i] for i in free])
+        best = solve_triangle([[*[gram[i][j] for j in free[at:]], moment[i]] for at, i in enumerate(free)])
         if min(best) > 0.0:
             for i, value in zip(free, best, strict=True):
                 solution[i] = value
@@ -212,16 +282,7 @@ def _share_until_zero(start: float, end: float) -> float:
     return start / (start - end) if start > 0.0 else 0.0
 
 
-def solve_positive_definite(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """x of `matrix.x = right`, for a symmetric matrix.
-
-    Raises:
-        ValueError: the matrix is not positive definite.
-    """
-    return _solve_triangle([[*line[i:], right[i]] for i, line in enumerate(matrix)])
-
-
-def _solve_triangle(lines: list[list[float]]) -> list[float]:
+def solve_triangle(lines: list[list[float]]) -> list[float]:
     """Gauss's elimination without pivots, which a positive definite matrix does not need, on its upper triangle:
     `lines[i]` is the matrix from the diagonal on, and the right side. Overwrites `lines`.
 
@@ -231,8 +292,7 @@ def _solve_triangle(lines: list[list[float]]) -> list[float]:
     size = len(lines)
     for i, line in enumerate(lines):
         pivot = line[0]
-        if not pivot > 0.0:
-            raise ValueError("the matrix is not positive definite")
+        _check_pivot(pivot)
         for j in range(1, size - i):
             share, lower = line[j] / pivot, lines[i + j]
             for at, above in enumerate(line[j:]):

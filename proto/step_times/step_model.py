@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.proto.messages import StepSample
-from disagg.proto.step_times.least_squares import Moments, total
+from disagg.proto.step_times.least_squares import FiveFactors, Moments, total
 
 
 class StepCoefficients(NamedTuple):
@@ -77,10 +77,14 @@ class Outliers(msgspec.Struct, gc=False):
 
     def weight(self, distance: float) -> float:
         """1 within four usual distances, less beyond."""
-        limit = max(0.05, 4.0 * self.usual)
-        clipped = min(distance, limit)
-        self.usual += (clipped - self.usual) / 32.0
-        return 1.0 if distance <= limit else limit / distance
+        limit = 4.0 * self.usual
+        if limit < 0.05:
+            limit = 0.05
+        if distance <= limit:
+            self.usual += (distance - self.usual) / 32.0
+            return 1.0
+        self.usual += (limit - self.usual) / 32.0
+        return limit / distance
 
 
 class StepModel:
@@ -125,11 +129,11 @@ class StepModel:
             self._num_to_learn -= 1
             self._calibrate([sample])
             return
-        ms, row, start, multiples = sample.ms, _row_of(sample), self._start, self._multiples
-        size = predicted = _LEAST_SIZE_MS
-        for i, factor in row:
-            size += factor * start[i]
-            predicted += factor * multiples[i]
+        ms, (base, tokens, pairs, decodes, context) = sample.ms, _factors_of(sample)
+        a, b, c, d, e = self._start
+        size = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
+        a, b, c, d, e = self._multiples
+        predicted = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
         kind = (sample.prefill_tokens > 0, sample.num_decodes > 0)
         moments = self._kinds.get(kind)
         if moments is None:
@@ -139,7 +143,8 @@ class StepModel:
             self._num_outliers += 1
             if self._num_outliers >= _REFIT_OUTLIERS:
                 self._refit_at = self._num_observed
-        moments.add([(i, factor / size) for i, factor in row], ms / size, weight)
+        scaled = (base / size, tokens / size, pairs / size, decodes / size, context / size)
+        moments.add_five(scaled, ms / size, weight)
 
     @property
     def coefficients(self) -> StepCoefficients:
@@ -152,7 +157,7 @@ class StepModel:
         """Add samples to the calibration, and fit its coefficients. What was not measured has its default, scaled to
         the pace of what was."""
         for sample in samples:
-            self._measured.add([(i, factor / sample.ms) for i, factor in _row_of(sample)], 1.0)
+            self._measured.add([(i, factor / sample.ms) for i, factor in enumerate(_factors_of(sample))], 1.0)
         pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
         self._prior = total(_NUM_UNKNOWNS, (self._measured, ridge(_NUM_UNKNOWNS, pace)))
         self._start = tuple(self._prior.solve())
@@ -189,15 +194,18 @@ def _pace(observed: Moments, start: Sequence[float], *, prior_weight: float) -> 
     return (seen + prior_weight) / (expected + prior_weight)
 
 
-def _row_of(sample: StepSample) -> list[tuple[int, float]]:
+def _factors_of(sample: StepSample) -> FiveFactors:
     """The factors of the multiples of the default coefficients, in milliseconds."""
     base, token, pair, decode, context = DEFAULT_COEFFICIENTS
-    row = [(0, base)]
-    if sample.prefill_tokens > 0:
-        row += (1, sample.prefill_tokens * token), (2, sample.prefill_attended * pair)
-    if sample.num_decodes > 0:
-        row += (3, sample.num_decodes * decode), (4, sample.decode_context * context)
-    return row
+    num_tokens, num_decodes = sample.prefill_tokens, sample.num_decodes
+    has_prompts, has_decodes = num_tokens > 0, num_decodes > 0
+    return (
+        base,
+        num_tokens * token if has_prompts else 0.0,
+        sample.prefill_attended * pair if has_prompts else 0.0,
+        num_decodes * decode if has_decodes else 0.0,
+        sample.decode_context * context if has_decodes else 0.0,
+    )
 
 
 def next_fit(num_observed: int) -> int:

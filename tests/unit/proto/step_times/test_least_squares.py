@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.proto.step_times.least_squares import Moments, solve_positive_definite, solve_two, total
+from disagg.proto.step_times.least_squares import Moments, solve_five, solve_triangle, solve_two, total
 
 Observation = tuple[Sequence[float], float]
 
@@ -114,9 +114,26 @@ def test_along_gives_the_factor_that_fits_best() -> None:
     assert product == pytest.approx(86.0)
 
 
-def test_what_cannot_be_solved_is_refused() -> None:
+@pytest.mark.parametrize("size", [2, 5])
+def test_what_cannot_be_solved_is_refused(size: int) -> None:
+    moments = Moments(size)
     with pytest.raises(ValueError, match="not positive definite"):
-        solve_positive_definite([[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0])
+        moments.solve()
+
+
+FACTORS = st.one_of(st.just(0.0), st.floats(0.0, 1e6))
+OBSERVED = st.tuples(st.tuples(*[FACTORS] * 5), st.floats(1e-3, 1e3), st.floats(0.01, 1.0))
+
+
+@given(st.lists(OBSERVED, min_size=1, max_size=20))
+def test_five_unknowns_give_the_same_sums_to_the_last_bit(
+    observed: list[tuple[tuple[float, float, float, float, float], float, float]],
+) -> None:
+    one, other = Moments(5, 1.001), Moments(5, 1.001)  # a window so small that the sums are scaled down
+    for factors, target, weight in observed:
+        one.add([(i, factor) for i, factor in enumerate(factors) if factor], target, weight)
+        other.add_five(factors, target, weight)
+    assert one == other
 
 
 def test_unknowns_that_were_only_seen_together_share() -> None:
@@ -127,13 +144,23 @@ def test_unknowns_that_were_only_seen_together_share() -> None:
 
 
 @st.composite
-def systems(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
+def systems(draw: st.DrawFn, min_size: int = 1) -> tuple[list[list[float]], list[float]]:
     """A positive definite matrix and a right side."""
-    size = draw(st.integers(1, 5))
+    size = draw(st.integers(min_size, 5))
     small = st.floats(-3.0, 3.0)
     rows = [[draw(small) for _ in range(size)] for _ in range(size)]
     gram = [[sum(row[i] * row[j] for row in rows) + (0.1 if i == j else 0.0) for j in range(size)] for i in range(size)]
     return gram, [draw(small) for _ in range(size)]
+
+
+@given(systems(min_size=5))
+def test_five_unknowns_are_solved_to_the_last_bit(system: tuple[list[list[float]], list[float]]) -> None:
+    gram, right = system
+    moments = Moments(5)
+    moments.gram = tuple(gram[i][j] for i in range(5) for j in range(i, 5))
+    moments.moment = tuple(right)
+    lines = [[gram[i][i] * (1.0 + 1e-11), *gram[i][i + 1 :], right[i]] for i in range(5)]
+    assert solve_five(moments.gram, right) == solve_triangle(lines)
 
 
 @given(systems())
