@@ -188,16 +188,33 @@ def solve_two(gram: Sequence[float], moment: Sequence[float]) -> tuple[float, fl
 
 
 def _solve_on_edge(gram: Sequence[float], moment: Sequence[float]) -> tuple[float, float] | None:
-    """`_solve_bounded` for two unknowns of which one at least is 0; None where the steeper one is not the other."""
+    """`_solve_bounded` for two unknowns of which one at least is 0; None where it takes more steps than these."""
     (a, b, c), (p, q) = gram, moment
     tolerance = 1e-12 * max(abs(p), abs(q))
-    steepest, other, diagonal = (p, q, a) if p >= q else (q, p, c)
+    first_is_steepest = p >= q
+    steepest, other, diagonal, other_diagonal = (p, q, a, c) if first_is_steepest else (q, p, c, a)
     if steepest <= tolerance:
         return 0.0, 0.0
     value = steepest / diagonal
-    if other - b * value > tolerance or not value > 0.0:
+    if not value > 0.0:
         return None
-    return (value, 0.0) if p >= q else (0.0, value)
+    if other - b * value <= tolerance:
+        return (value, 0.0) if first_is_steepest else (0.0, value)
+    # The other one rises too, and pushes the steepest to 0.
+    share = b / diagonal
+    pivot = other_diagonal - share * b
+    if not pivot > 0.0:
+        return None
+    other_value = (other - share * steepest) / pivot
+    alone = other / other_diagonal
+    if (
+        not other_value > 0.0
+        or (steepest - b * other_value) / diagonal > 0.0
+        or not alone > 0.0
+        or steepest - b * alone > tolerance
+    ):
+        return None
+    return (0.0, alone) if first_is_steepest else (alone, 0.0)
 
 
 def solve_five(gram: Sequence[float], moment: Sequence[float]) -> list[float]:

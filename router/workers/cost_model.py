@@ -29,6 +29,12 @@ class _Link(msgspec.Struct, gc=False):
     outliers: Outliers
     num_observed: int = 0
     refit_at: int = 1
+    latency_ms: float = 0.0
+    byte_ms: float = 0.0
+    """Like `latency_ms` by the latest fit."""
+
+    def __post_init__(self) -> None:
+        self._take(self.multiples)
 
     def predict(self, row: Row) -> float:
         """By the latest fit."""
@@ -44,12 +50,18 @@ class _Link(msgspec.Struct, gc=False):
     def fit(self, prior: Moments) -> None:
         """Find the coefficients anew, if that is due."""
         if self.num_observed >= self.refit_at:
-            self.fitted(tuple(total(_LINK_UNKNOWNS, (prior, self.recent)).solve()))
+            system = total(_LINK_UNKNOWNS, (prior, self.recent))
+            self.fitted(solve_two(system.gram, system.moment) or tuple(system.solve()))
 
     def fitted(self, multiples: tuple[float, ...]) -> None:
         """Set the coefficients until more was observed."""
-        self.multiples = multiples
+        self._take(multiples)
         self.refit_at = next_fit(self.num_observed)
+
+    def _take(self, multiples: tuple[float, ...]) -> None:
+        self.multiples = multiples
+        latency, per_megabyte = multiples
+        self.latency_ms, self.byte_ms = latency * _LATENCY_MS, per_megabyte * _MEGABYTE_MS / _MEGABYTE
 
 
 def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
@@ -95,8 +107,7 @@ class LinkModel:
                 link.fit(self._prior)
             else:
                 self._fit_pair(link)
-        latency, per_megabyte = link.multiples
-        exposed_ms = latency * _LATENCY_MS + kv_bytes * (per_megabyte * _MEGABYTE_MS / _MEGABYTE)
+        exposed_ms = link.latency_ms + kv_bytes * link.byte_ms
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
     def known_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:

@@ -57,6 +57,9 @@ def test_two_unknowns_written_out_are_the_general_solution(rows: list[tuple[floa
         ([([1, 0], 3.0), ([1, 1], 2.0), ([1, 2], 1.0)], [2.0, 0.0]),
         ([([1, 1], 1.0), ([1, 2], 3.0), ([1, 3], 5.0)], [0.0, 22 / 14]),
         ([([1, 0], -3.0), ([1, 1], -2.0)], [0.0, 0.0]),
+        # The steeper one at first is 0 in the end.
+        ([([1, 0.9], 2.0), ([0.1, 0.2], 3.0)], [0.0, 2.4 / 0.85]),
+        ([([0.9, 1], 2.0), ([0.2, 0.1], 3.0)], [2.4 / 0.85, 0.0]),
     ],
 )
 def test_two_unknowns_written_out_may_be_zero(observations: list[Observation], expected: list[float]) -> None:
