@@ -30,7 +30,8 @@ def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
 def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
     """The same without the steps' fixed cost: what these tokens add to steps that run anyway."""
     num_new = num_tokens - cached_tokens
-    return num_new * worker.prefill_token_ms + num_pairs(cached_tokens, num_tokens) * worker.attended_ms
+    pairs = num_new * (num_tokens + cached_tokens + 1) // 2
+    return num_new * worker.prefill_token_ms + pairs * worker.attended_ms
 
 
 def num_pairs(cached_tokens: int, num_tokens: int) -> int:

@@ -22,7 +22,7 @@ _position_of = attrgetter("position")
 
 
 class LazyRanking:
-    """Workers in ascending order of `rank`. A worker whose rank is infinite is not in it.
+    """Workers in ascending order of `rank`. A worker that is full or whose rank is infinite is not in it.
 
     Args:
         rank: the number. Workers of equal rank are in the order in which they came up.
@@ -34,34 +34,36 @@ class LazyRanking:
         """Ranks of `_workers`, in one piece of memory for the binary search."""
         self._workers: list[Worker] = []
         """Those of finite rank, in order."""
-        self._rank_of: dict[Worker, float] = {}
+        self._rank_of: dict[WorkerId, float] = {}
         self.changed: dict[Worker, None] = {}
         """Workers that are new, or whose rank may have changed. Whoever changes a worker adds it."""
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker."""
         self.changed.pop(worker, None)
-        rank = self._rank_of.pop(worker, None)
+        rank = self._rank_of.pop(worker.worker_id, None)
         if rank is not None:
             self._take_out(rank, worker)
 
-    def first(
-        self, count: int, without: Collection[WorkerId], start: Callable[[int], int] | None = None
-    ) -> list[Worker]:
-        """The first `count` of finite rank that are not in `without`. With `start`, which gets the number of workers of
-        finite rank, from that position on, wrapping around."""
+    def __len__(self) -> int:
+        """How many are in it."""
+        if self.changed:
+            self._refresh()
+        return len(self._workers)
+
+    def first(self, count: int, without: Collection[WorkerId], begin: int = 0) -> list[Worker]:
+        """The first `count` that are not in `without`, from position `begin` on, wrapping around."""
         if self.changed:
             self._refresh()
         workers = self._workers
-        begin = start(len(workers)) if start is not None and workers else 0
         if begin:
             workers = workers[begin:] + workers[:begin]
         if not without:
             return workers[:count]
         return list(islice((worker for worker in workers if worker.worker_id not in without), count))
 
-    def ranks(self) -> Mapping[Worker, float]:
-        """The finite ranks, until the next change; read only."""
+    def ranks(self) -> Mapping[WorkerId, float]:
+        """The ranks of those that are in it, until the next change; read only."""
         if self.changed:
             self._refresh()
         return self._rank_of
@@ -69,15 +71,16 @@ class LazyRanking:
     def _refresh(self) -> None:
         rank_of, rank_by, ranks, workers = self._rank_of, self._rank, self._ranks, self._workers
         for worker in self.changed:
-            rank, before = rank_by(worker), rank_of.get(worker)
+            worker_id = worker.worker_id
+            rank, before = math.inf if worker.is_full else rank_by(worker), rank_of.get(worker_id)
             if before is not None:
                 if before == rank:
                     continue
                 self._take_out(before, worker)
             if rank == math.inf:
-                rank_of.pop(worker, None)
+                rank_of.pop(worker_id, None)
                 continue
-            rank_of[worker] = rank
+            rank_of[worker_id] = rank
             at = self._place(rank, worker)
             ranks.insert(at, rank)
             workers.insert(at, worker)

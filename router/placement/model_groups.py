@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
@@ -152,14 +153,11 @@ class ModelGroup:
             least, best = math.inf, None
             partners = self._pairs.partners(name)
             for bucket in self._decodes.values():
-                members, ranks = bucket.members, bucket.ranks()
+                ranks = bucket.ranks()
                 for partner in partners:
-                    worker = members.get(partner)
-                    if worker is None or partner in without:
-                        continue
-                    rank = ranks.get(worker, math.inf)  # Infinite where it is full.
-                    if rank < least:
-                        least, best = rank, (bucket, worker)
+                    rank = ranks.get(partner, math.inf)  # Infinite where it is full, or in another bucket.
+                    if rank < least and partner not in without:
+                        least, best = rank, (bucket, bucket.members[partner])
             if best is not None and all(each.worker is not best[1] for each in found):
                 candidate = best[0].candidate(demand, best[1], matched)
                 if candidate is not None:
@@ -262,8 +260,8 @@ class WorkerBucket:
         self._decodes = "decode" in info.roles
         self._shape = info
         self._num_blocks = num_blocks
-        self._by_rank = LazyRanking(self._rank)
-        self._by_room = LazyRanking(self._used)
+        self._by_rank = LazyRanking(policy.rank)
+        self._by_room = LazyRanking(attrgetter("used_blocks"))
 
     def add(self, worker: Worker) -> None:
         """Count a new worker in, and rank it by cost and by room."""
@@ -300,7 +298,7 @@ class WorkerBucket:
         first = self._by_rank.first(1, without)
         return first[0] if first else next(iter(self.members.values()), None)
 
-    def ranks(self) -> Mapping[Worker, float]:
+    def ranks(self) -> Mapping[WorkerId, float]:
         """The ranks of the members that are not full."""
         return self._by_rank.ranks()
 
@@ -317,7 +315,8 @@ class WorkerBucket:
         if demand.num_tokens >= self.longest:
             return []
         policy, turn = self._policy, demand.turn
-        workers = self._by_rank.first(NUM_LOOKS, without, lambda count: policy.start(turn, count))
+        begin = policy.start(turn, len(self._by_rank) or 1) if policy.draws else 0
+        workers = self._by_rank.first(NUM_LOOKS, without, begin)
         if matched is not None and policy.uses_prefixes and len(workers) < len(self.members):
             for worker_id, _ in matched.best(NUM_HOLDERS, self.mask, turn % NUM_TURNS):
                 worker = self.members[worker_id]
@@ -356,6 +355,7 @@ class WorkerBucket:
         shape, room, decodes = self._shape, self._room, self._decodes
         most, block_size = max_cached_tokens(demand.num_tokens), shape.block_size
         all_blocks = self._num_blocks(demand, shape)
+        ends = () if matched is None else matched.ends
         for worker in workers:
             if worker.is_empty:
                 limit: float = all_blocks
@@ -365,8 +365,12 @@ class WorkerBucket:
                 limit = room - worker.used_blocks
                 if limit >= worker.refused_blocks:
                     limit = worker.refused_blocks - 1
-            cached_blocks = matched.blocks_of(worker.bit) if matched is not None else 0
-            if matched is None or not cached_blocks:
+            cached_blocks, bit = 0, worker.bit
+            for length, holders in ends:  # `PrefixMatch.blocks_of`; this is done for every candidate
+                if holders & bit:
+                    cached_blocks = length
+                    break
+            if not cached_blocks:
                 if all_blocks <= limit:
                     found.append(Candidate(worker, 0, all_blocks, all_blocks))
                 continue
@@ -381,13 +385,8 @@ class WorkerBucket:
             elif all_blocks <= limit:  # There is room whatever is shared, so that is counted for the chosen one only.
                 found.append(Candidate(worker, cached, num_blocks, all_blocks, None))
             else:
+                assert matched is not None
                 shared_blocks = num_shared(worker, matched.hashes, cached)
                 if all_blocks - shared_blocks <= limit:
                     found.append(Candidate(worker, cached, num_blocks, all_blocks - shared_blocks, shared_blocks))
         return found
-
-    def _rank(self, worker: Worker) -> float:
-        return math.inf if worker.is_full else self._policy.rank(worker)
-
-    def _used(self, worker: Worker) -> float:
-        return math.inf if worker.is_full else worker.used_blocks

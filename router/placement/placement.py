@@ -157,6 +157,8 @@ class Policy(Protocol):
     """Whether requests that cannot meet their TTFT target any more go behind the others of the queue."""
     weighs_local: bool
     """Whether local prefill competes with pairs. Else it is used only where there is no prefill worker."""
+    draws: bool
+    """Whether candidates begin at the position `start` among the ranked workers, not at the first."""
 
     def equal_up_to(self, cost: float) -> float:
         """The highest cost that counts as equal to `cost`, because predictions are not exact. Must not fall when `cost`
@@ -169,7 +171,7 @@ class Policy(Protocol):
         ...
 
     def start(self, turn: int, count: int) -> int:
-        """The position among `count` ranked workers at which candidates begin."""
+        """The position among `count` ranked workers, at least one, at which candidates begin, where it `draws`."""
         ...
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -184,16 +186,13 @@ class Policy(Protocol):
         """The cost of computing both prompt and answer there."""
         ...
 
-    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """Added cost of moving the KV between the two sides of a pair; never negative."""
+    def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
+        """What the two sides cost beside their weights, never negative: of moving the KV, and of forming the pair (0
+        where it is formed)."""
         ...
 
-    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """`weigh_link` by the latest fits as they are: for `explain`, which must not change later placements."""
-        ...
-
-    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
-        """Added cost of forming the pair, 0 where it is formed; never negative."""
+    def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
+        """The same by the latest fits as they are: for `explain`, which must not change later placements."""
         ...
 
 
@@ -276,8 +275,7 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         colocated = _weigh_colocated(policy, demand, shortlist, best)
         num_options += len(prefills) * len(decodes) + len(colocated)
         weighed += (len(prefills), len(decodes), len(colocated))
-        for side in chain(prefills, decodes, colocated):
-            weighed += side[4:]
+        weighed += chain.from_iterable(map(_WEIGHT_AND_CANDIDATE, chain(prefills, decodes, colocated)))
     if not best.options:
         return None
     ties = best.ties() if len(best.options) > 1 else best.options
@@ -298,14 +296,15 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
 def choose_pair(policy: Policy, demand: Demand, prefill: Candidate, decode: Candidate) -> Choice:
     """The choice of this pair with the policy's weights, whether P has a free slot or not."""
     prefill_weight, decode_weight = policy.weigh_prefill(demand, prefill), policy.weigh_decode(demand, decode)
+    link_ms, setup_ms = policy.weigh_pair(demand, prefill, decode)
     return Choice(
         prefill=prefill,
         decode=decode,
         has_slot=True,
         prefill_weight=prefill_weight,
         decode_weight=decode_weight,
-        link_ms=policy.weigh_link(demand, prefill, decode),
-        setup_ms=policy.weigh_setup(prefill, decode),
+        link_ms=link_ms,
+        setup_ms=setup_ms,
         num_options=1,
         weighed=(1, 1, 0, prefill_weight, prefill, decode_weight, decode),
     )
@@ -332,29 +331,18 @@ class _Best:
         self.limit = math.inf
         """The highest cost that counts as equal to the best."""
         self.options: list[_Option] = []
-        """Options that were within the limit when they were offered."""
+        """Options that were within the limit when they were added."""
 
-    def offer(
-        self,
-        misses: int,
-        cost: float,
-        lacks_slot: bool,
-        prefill: Side | None,
-        decode: Side,
-        link: float = 0.0,
-        setup: float = 0.0,
-    ) -> None:
-        """Keep an option if it is as good as the best so far."""
+    def add(self, misses: int, option: _Option) -> None:
+        """Keep an option that is as good as the best so far: it misses fewer targets, or as many and its cost is within
+        the limit."""
         if misses != self.misses:
-            if misses > self.misses:
-                return
             self.misses, self._least = misses, math.inf
             self.options.clear()
-        elif cost > self.limit:
-            return
+        cost = option[0]
         if cost < self._least:
             self._least, self.limit = cost, self._equal_up_to(cost)
-        self.options.append((cost, lacks_slot, prefill, decode, link, setup))
+        self.options.append(option)
 
     def ties(self) -> list[_Option]:
         """The best options: all of them have a free slot, or none has."""
@@ -423,7 +411,7 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
     if shortlist.partners:
         decodes += _sides(policy.weigh_decode, demand, shortlist.partners, may_lack_slot=True, needs_slot=False)
         decodes.sort(key=_MISSES_AND_COST)
-    weigh_link, weigh_setup = policy.weigh_link, policy.weigh_setup
+    weigh_pair = policy.weigh_pair
     blocked_pairs = _blocked_pairs(shortlist.blocked_pairs, prefills, decodes) if shortlist.blocked_pairs else ()
     for prefill in prefills:
         p_misses, p_cost, lacks_slot, _, _, p_candidate = prefill
@@ -436,8 +424,10 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
                 break  # Links never have a negative cost, and the sides that follow are no better.
             if blocked_pairs and (p_candidate.worker.worker_id, d_candidate.worker.worker_id) in blocked_pairs:
                 continue
-            link, setup = weigh_link(demand, p_candidate, d_candidate), weigh_setup(p_candidate, d_candidate)
-            best.offer(misses, cost + (link + setup), lacks_slot, prefill, decode, link, setup)
+            link, setup = weigh_pair(demand, p_candidate, d_candidate)
+            cost += link + setup
+            if misses < best.misses or cost <= best.limit:
+                best.add(misses, (cost, lacks_slot, prefill, decode, link, setup))
     return prefills, decodes
 
 
@@ -460,7 +450,7 @@ def _weigh_colocated(policy: Policy, demand: Demand, shortlist: Shortlist, best:
         misses, cost = side[0], side[1]
         if misses > best.misses or (misses == best.misses and cost > best.limit):
             break  # The sides that follow are no better.
-        best.offer(misses, cost, side[2], None, side)
+        best.add(misses, (cost, side[2], None, side, 0.0, 0.0))
     return sides
 
 
@@ -476,13 +466,13 @@ def _sides(
     without a free slot are kept."""
     sides: list[Side] = []
     lacks_slot = False
-    for candidate in candidates:
+    for number, candidate in enumerate(candidates):
         if needs_slot:
             lacks_slot = not candidate.worker.has_slot
             if lacks_slot and not may_lack_slot:
                 continue
         weight = weigh(demand, candidate)
-        sides.append((weight.num_misses, weight.cost, lacks_slot, len(sides), weight, candidate))
+        sides.append((weight.num_misses, weight.cost, lacks_slot, number, weight, candidate))
     if len(sides) > 1:
         sides.sort()
         del sides[MAX_SIDE:]
@@ -492,3 +482,4 @@ def _sides(
 _MAX_MISSES = 1 << 30
 _MISSES_AND_COST = itemgetter(0, 1)
 _COST = itemgetter(0)
+_WEIGHT_AND_CANDIDATE = itemgetter(4, 5)

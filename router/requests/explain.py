@@ -84,8 +84,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:
         """Present cost of the link and of forming the pair."""
-        sides = prefill.candidate, decode.candidate
-        return self.policy.known_link(self.demand, *sides), self.policy.weigh_setup(*sides)
+        return self.policy.known_pair(self.demand, prefill.candidate, decode.candidate)
 
 
 def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[list[_Kept]]:

@@ -306,14 +306,15 @@ def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
 class PrefixMatch:
     """How far along one chain each worker has the blocks. Made by `PrefixIndex.find`."""
 
-    __slots__ = ("_ends", "_slots", "hashes")
+    __slots__ = ("_slots", "ends", "hashes")
 
     def __init__(
         self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId], hashes: Sequence[BlockHash]
     ) -> None:
         self.hashes = hashes
         """The chain of the lookup."""
-        self._ends = ends
+        self.ends = ends
+        """See `prefix_ends`; read only."""
         self._slots = slots
 
     def best(self, limit: int, among: WorkerSet = ALL_WORKERS, turn: int = 0) -> list[tuple[WorkerId, int]]:
@@ -324,7 +325,7 @@ class PrefixMatch:
             turn: where to begin among workers of equal length, so that ties do not always give the same ones.
         """
         found: list[tuple[WorkerId, int]] = []
-        for num_blocks, workers in reversed(self._ends):
+        for num_blocks, workers in reversed(self.ends):
             workers &= among
             while workers:
                 if len(found) == limit:
@@ -337,7 +338,7 @@ class PrefixMatch:
 
     def blocks_of(self, bit: WorkerSet) -> int:
         """How many leading blocks one worker has."""
-        for num_blocks, workers in self._ends:
+        for num_blocks, workers in self.ends:
             if workers & bit:
                 return num_blocks
         return 0
@@ -346,7 +347,7 @@ class PrefixMatch:
         """How many leading blocks each worker has; without workers that have none."""
         found: dict[WorkerId, int] = {}
         slots = self._slots
-        for num_blocks, workers in self._ends:
+        for num_blocks, workers in self.ends:
             while workers:
                 bit = workers & -workers
                 found[slots[bit.bit_length() - 1]] = num_blocks

@@ -27,6 +27,7 @@ class Simple:
     weighs_setup = False
     weighs_local = False
     hopeless_last = False
+    draws = False
 
     def equal_up_to(self, cost: float) -> float:
         """No tolerance."""
@@ -56,17 +57,13 @@ class Simple:
         """All are equal."""
         return NOTHING
 
-    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """Links are equal."""
-        return 0.0
-
-    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """Links are equal."""
-        return 0.0
-
-    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
+    def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """Pairs are equal."""
-        return 0.0
+        return 0.0, 0.0
+
+    def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
+        """Pairs are equal."""
+        return 0.0, 0.0
 
 
 class LeastLoaded(Simple):
@@ -150,6 +147,7 @@ class Random(Simple):
     """Candidates are a few neighbours from a drawn position on; one of those with room is drawn."""
 
     name = "random"
+    draws = True
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw

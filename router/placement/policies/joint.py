@@ -47,6 +47,7 @@ class Joint:
     weighs_setup = True
     weighs_local = True
     hopeless_last = False
+    draws = False
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:
         self._barrier_ms = barrier_ms
@@ -115,21 +116,19 @@ class Joint:
         cost = wait + prefill + decode + delay + barrier
         return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
 
-    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        """The exposed time of the transfer."""
-        worker = decode.worker
+    def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
+        """The exposed time of the transfer, and the time that forming the pair's connection still takes."""
+        worker, prefill_id = decode.worker, prefill.worker.worker_id
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
-        return self._links.exposed_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
+        decode_id = worker.worker_id
+        return self._links.exposed_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
 
-    def known_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
+    def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """The same by the latest fits as they are."""
-        worker = decode.worker
+        worker, prefill_id = decode.worker, prefill.worker.worker_id
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
-        return self._links.known_ms(prefill.worker.worker_id, worker.worker_id, kv_bytes)
-
-    def weigh_setup(self, prefill: Candidate, decode: Candidate) -> float:
-        """Milliseconds that forming the pair's connection still takes; 0 where it is formed."""
-        return self._pairs.setup_ms(prefill.worker.worker_id, decode.worker.worker_id)
+        decode_id = worker.worker_id
+        return self._links.known_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
 
     def _barrier_of(self, candidate: Candidate) -> float:
         """Of the worker's KV utilization after joining."""

@@ -37,8 +37,8 @@ class Given(Simple):
 
     weigh_prefill = weigh_decode = weigh_colocated = weigh
 
-    def weigh_link(self, demand: Demand, prefill: Candidate, decode: Candidate) -> float:
-        return self.sides[decode][4]
+    def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
+        return self.sides[decode][4], 0.0
 
 
 def candidate(name: str, has_slot: bool, num_sequences: int) -> Candidate:
