@@ -109,7 +109,7 @@ class BlockSet:
     def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int], *, is_copy: bool = False) -> None:
         """Computed pieces of one sequence, its own until now, can be found from now on; it goes on holding them. What
         can be found already replaces the sequence's own copy."""
-        held, take, copies, num_found, num_held = self._held, self._cached.pop, self._copies, 0, 0
+        held, cached, copies, num_found, num_held = self._held, self._cached, self._copies, 0, 0
         new: list[BlockHash] = []
         for key, size in zip(keys, sizes, strict=True):
             if count := held.get(key, 0):
@@ -117,14 +117,15 @@ class BlockSet:
                 continue
             held[key] = 1
             num_held += size
-            if take(key, 0):
+            if key in cached:
+                del cached[key]
                 if copies:
                     self._no_longer_first(key, size)
                 num_found += size
                 continue
             if is_copy:
                 copies.add(key)
-            if not isinstance(key, AttemptKey):
+            if isinstance(key, bytes):
                 new.append(key)
         self.num_own -= sum(sizes)
         self.num_cached -= num_found
@@ -138,11 +139,9 @@ class BlockSet:
         if copies and not is_copy:
             copies.difference_update(keys)
         for key, size in zip(reversed(keys), reversed(sizes), strict=True):
-            count = held[key] - 1
-            if count:
+            if count := held.pop(key) - 1:
                 held[key] = count
                 continue
-            del held[key]
             cached[key] = size
             num_free += size
             if copies and key in copies:
@@ -168,7 +167,7 @@ class BlockSet:
             else:
                 key, size = evict(last=False)
             num_left -= size
-            if not isinstance(key, AttemptKey):
+            if isinstance(key, bytes):
                 gone.append(key)
         self.num_cached -= surplus - num_left
         self._announce(False, gone)

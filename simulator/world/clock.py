@@ -43,10 +43,12 @@ class EventLoop:
         """Let things happen, up to and including `until_s`, until nothing is planned or `stop` is called."""
         agenda, pop = self._agenda, heapq.heappop
         self._is_stopped = False
-        while agenda and agenda[0][0] <= until_s and not self._is_stopped:
+        while agenda and agenda[0][0] <= until_s:
             self.now, _, what, args = pop(agenda)
             self.num_events += 1
             what(*args)
+            if self._is_stopped:
+                break
         if not self._is_stopped and self.now < until_s < math.inf:
             self.now = until_s
 

@@ -60,10 +60,10 @@ class HashRuns(tuple[BlockHash, ...]):
     def __getitem__(self, index: SupportsIndex | slice) -> BlockHash | tuple[BlockHash, ...]:
         if isinstance(index, slice):
             return self._slice(index)
-        at = index.__index__()
-        if at < 0:
-            at += len(self)
-        return tuple.__getitem__(self, bisect_right(self.ends, at) if at >= 0 else len(self.ends))
+        at, ends = index.__index__(), self.ends
+        if at < 0 and ends:
+            at += ends[-1]
+        return tuple.__getitem__(self, bisect_right(ends, at) if at >= 0 else len(ends))
 
     def __add__(self, other: tuple[BlockHash, ...]) -> HashRuns:  # type: ignore[override]
         length = len(self)
@@ -132,12 +132,13 @@ def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run
             tail = b""
         num_blocks, num_left = divmod(num_tokens - start, HASH_BLOCK_TOKENS)
         if num_blocks:
-            seed = b"%b%d %b" % (hashes[-1] if hashes else root, start, key)
+            parent = hashes[-1] if hashes else root
+            seed = b"%b%d %b" % (parent, start, key) if start else parent + b"0 " + key
+            before = ends[-1] if ends else 0
             if num_blocks == run > 1:  # most often, in a trace of blocks
                 hashes.append(BlockHash(blake2b(seed, digest_size=HASH_BYTES).digest()))
-                ends.append((ends[-1] if ends else 0) + run)
+                ends.append(before + run)
             elif run > 1:
-                before = ends[-1] if ends else 0
                 hashes += _run_hashes(seed, num_blocks, run)
                 ends += range(before + run, before + num_blocks, run)
                 ends.append(before + num_blocks)
