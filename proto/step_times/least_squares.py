@@ -72,6 +72,18 @@ class Moments(msgspec.Struct, gc=False):
         if self.unit > _LARGEST_UNIT:
             self._rescale()
 
+    def add_two(self, first: float, second: float, target: float, weight: float) -> None:
+        """`add` for two unknowns, to the last bit, written out: routers add every hand-over twice."""
+        if self.window is not None:
+            self.unit *= self.window / (self.window - 1.0)
+        weight *= self.unit
+        self.weight += weight
+        (a, b, c), (p, q) = self.gram, self.moment
+        u, v = weight * first, weight * second
+        self.gram, self.moment = (a + u * first, b + u * second, c + v * second), (p + u * target, q + v * target)
+        if self.unit > _LARGEST_UNIT:
+            self._rescale()
+
     def add_five(self, factors: FiveFactors, target: float, weight: float) -> None:
         """`add` for five unknowns, to the last bit. The sums are written out, because a router adds all steps that
         workers report."""

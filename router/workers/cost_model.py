@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.least_squares import Moments, Row, solve_two, total
+from disagg.proto.step_times.least_squares import Moments, solve_two, total
 from disagg.proto.step_times.step_model import LEAST_MS, NUM_LEARNED, Outliers, next_fit, ridge
 
 _LINK_UNKNOWNS = 2
@@ -36,15 +36,16 @@ class _Link(msgspec.Struct, gc=False):
     def __post_init__(self) -> None:
         self._take(self.multiples)
 
-    def predict(self, row: Row) -> float:
+    def predict(self, byte_factor: float) -> float:
         """By the latest fit."""
-        return max(_LINK_FLOOR_MS, sum(factor * self.multiples[i] for i, factor in row))
+        latency, per_megabyte = self.multiples
+        return max(_LINK_FLOOR_MS, _LATENCY_MS * latency + byte_factor * per_megabyte)
 
-    def observe(self, row: Row, exposed_ms: float, size: float) -> None:
+    def observe(self, byte_factor: float, exposed_ms: float, size: float) -> None:
         """Observe one transfer; `size` is what to divide it by."""
-        predicted = self.predict(row)
+        predicted = self.predict(byte_factor)
         weight = self.outliers.weight(abs(exposed_ms - predicted) / predicted)
-        self.recent.add([(i, factor / size) for i, factor in row], exposed_ms / size, weight)
+        self.recent.add_two(_LATENCY_MS / size, byte_factor / size, exposed_ms / size, weight)
         self.num_observed += 1
 
     def fit(self, prior: Moments) -> None:
@@ -85,18 +86,18 @@ class LinkModel:
         """Observe one hand-over; one with an impossible time is ignored."""
         if not 0.0 <= exposed_ms < math.inf:
             return
-        row = _link_row(kv_bytes)
+        byte_factor = _byte_factor(kv_bytes)
         links = self._pairs.setdefault(prefill_id, {})
         link = links.get(decode_id)
         if link is None:
             link = links[decode_id] = _new_link(_PAIR_WINDOW, self._fleet.multiples)
         fleet = self._fleet
         fleet.fit(self._prior)
-        size = fleet.predict(row)
+        size = fleet.predict(byte_factor)
         if fleet.num_observed < NUM_LEARNED:
             size = max(size, exposed_ms)
         for fit in (fleet, link):
-            fit.observe(row, exposed_ms, size)
+            fit.observe(byte_factor, exposed_ms, size)
 
     def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
         """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes."""
@@ -113,7 +114,8 @@ class LinkModel:
     def known_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
         """The same by the fit of the latest placement. For views: a fit that they made would change later ones."""
         link = self._pairs.get(prefill_id, {}).get(decode_id, self._fleet)
-        return max(LEAST_MS, sum(factor * link.multiples[i] for i, factor in _link_row(kv_bytes)))
+        latency, per_megabyte = link.multiples
+        return max(LEAST_MS, _LATENCY_MS * latency + _byte_factor(kv_bytes) * per_megabyte)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost, with its pairs."""
@@ -152,5 +154,6 @@ class LinkModel:
         return typical
 
 
-def _link_row(kv_bytes: int) -> list[tuple[int, float]]:
-    return [(0, _LATENCY_MS), (1, max(0, kv_bytes) / _MEGABYTE * _MEGABYTE_MS)]
+def _byte_factor(kv_bytes: int) -> float:
+    """Of the multiple of `_MEGABYTE_MS`, as `_LATENCY_MS` is that of the other one."""
+    return max(0, kv_bytes) / _MEGABYTE * _MEGABYTE_MS

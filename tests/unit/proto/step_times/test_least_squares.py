@@ -139,6 +139,15 @@ def test_five_unknowns_give_the_same_sums_to_the_last_bit(
     assert one == other
 
 
+@given(st.lists(st.tuples(FACTORS, FACTORS, st.floats(1e-3, 1e3), st.floats(0.01, 1.0)), min_size=1, max_size=20))
+def test_two_unknowns_give_the_same_sums_to_the_last_bit(observed: list[tuple[float, float, float, float]]) -> None:
+    one, other = Moments(2, 1.001), Moments(2, 1.001)
+    for first, second, target, weight in observed:
+        one.add([(0, first), (1, second)], target, weight)
+        other.add_two(first, second, target, weight)
+    assert one == other
+
+
 def test_unknowns_that_were_only_seen_together_share() -> None:
     moments = moments_of([([1e6, 1e-3], 5e6)] * 9)
     for i in range(2):
