@@ -46,6 +46,13 @@ class TraceRing:
         trace.stages["end"] = now
         if trace.request_id in self._tenant_of:
             return
+        ring = self._rings.get(trace.tenant)
+        if ring is not None and len(ring) == self._num_ended:  # All are of this tenant, and so is the oldest.
+            oldest, _ = ring.popitem(last=False)
+            del self._tenant_of[oldest]
+            self._tenant_of[trace.request_id] = trace.tenant
+            ring[trace.request_id] = trace
+            return
         self._tenant_of[trace.request_id] = trace.tenant
         self._add(trace)
         if len(self._tenant_of) > self._num_ended:
