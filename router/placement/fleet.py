@@ -69,8 +69,8 @@ class Fleet:
         self._groups: dict[tuple[str, KvLayout], ModelGroup] = {}
         self._bucket_of: dict[WorkerId, WorkerBucket] = {}
         """Of the workers that are not draining."""
-        self._to_drain: list[Worker] = []
-        """Draining workers that were not reported as empty yet."""
+        self.to_drain: list[Worker] = []
+        """Draining workers that were not reported as empty yet; read only."""
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
@@ -121,7 +121,7 @@ class Fleet:
         self.links.forget(worker_id)
         self.pairs.forget(worker_id)
         self.breakers.forget(worker_id)
-        self._to_drain = [other for other in self._to_drain if other is not worker]
+        self.to_drain = [other for other in self.to_drain if other is not worker]
         self._longest = self._longest_new = None
 
     def drain(self, worker_id: WorkerId) -> None:
@@ -130,7 +130,7 @@ class Fleet:
         if not worker.is_draining:
             self._leave_bucket(worker)
             worker.is_draining = True
-            self._to_drain.append(worker)
+            self.to_drain.append(worker)
             self._longest_new = None
 
     def resume(self, worker_id: WorkerId) -> None:
@@ -139,7 +139,7 @@ class Fleet:
         if not worker.is_draining:
             return
         worker.is_draining = False
-        self._to_drain = [other for other in self._to_drain if other is not worker]
+        self.to_drain = [other for other in self.to_drain if other is not worker]
         if not worker.is_suspected:
             self._join_bucket(worker)
         self._longest_new = None
@@ -163,15 +163,10 @@ class Fleet:
         self._longest = self._longest_new = None
         self.num_releases += 1
 
-    @property
-    def num_to_drain(self) -> int:
-        """Draining workers that were not reported as empty yet."""
-        return len(self._to_drain)
-
     def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
         """Draining workers to which nothing is assigned any more; each is returned once."""
-        empty = [worker for worker in self._to_drain if not worker.assigned.assignments]
-        self._to_drain = [worker for worker in self._to_drain if worker.assigned.assignments]
+        empty = [worker for worker in self.to_drain if not worker.assigned.assignments]
+        self.to_drain = [worker for worker in self.to_drain if worker.assigned.assignments]
         return [(worker.worker_id, worker.info.incarnation) for worker in empty]
 
     def incarnation(self, worker_id: WorkerId) -> Incarnation | None:

@@ -76,10 +76,6 @@ class Attempt(msgspec.Struct, gc=False):
         """The worker that computes the prompt."""
         return self.prefill or self.decode
 
-    def involves(self, worker_id: WorkerId) -> bool:
-        """Whether messages of this worker count for the attempt."""
-        return worker_id in (self.prefill, self.decode)
-
 
 class RequestRecord(msgspec.Struct, gc=False):
     """The state of one request that has not ended."""

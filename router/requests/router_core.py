@@ -120,14 +120,15 @@ class RouterCore:
                 self._waiting.limits_changed()
             case events.Tick():
                 pass
-        if self._fleet.breakers.tick(now):
-            self._fleet.reopen()
+        fleet = self._fleet
+        if fleet.breakers.tick(now):
+            fleet.reopen()
         if self._timers.has_due(now):
             self._wake(now)
         if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
-        if self._fleet.num_to_drain:
-            self._out += [events.WorkerIsDrained(*drained) for drained in self._fleet.newly_drained()]
+        if fleet.to_drain:
+            self._out += [events.WorkerIsDrained(*drained) for drained in fleet.newly_drained()]
         out, self._out = self._out, []
         return out
 
@@ -300,16 +301,17 @@ class RouterCore:
             self._out.append(events.WatchAgain(report.worker_id))
 
     def _on_update(self, event: events.FromWorker, now: float) -> None:
-        if not self._is_present(event.worker_id, event.incarnation):
+        worker_id, update = event.worker_id, event.update
+        if not self._is_present(worker_id, event.incarnation):
             return
-        for tokens in event.update.tokens:
-            self._on_tokens(event.worker_id, tokens, now)
-        for prefilled in event.update.prefilled:
-            self._on_prefilled(event.worker_id, prefilled, now)
-        for handed_over in event.update.handed_over:
-            self._on_handed_over(event.worker_id, handed_over, now)
-        for end in event.update.ends:
-            self._on_end(event.worker_id, end, now)
+        for tokens in update.tokens:
+            self._on_tokens(worker_id, tokens, now)
+        for prefilled in update.prefilled:
+            self._on_prefilled(worker_id, prefilled, now)
+        for handed_over in update.handed_over:
+            self._on_handed_over(worker_id, handed_over, now)
+        for end in update.ends:
+            self._on_end(worker_id, end, now)
 
     def _is_present(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         if self._fleet.incarnation(worker_id) == incarnation:
@@ -322,9 +324,11 @@ class RouterCore:
         record = self._requests.get(message.request_id)
         if record is None:
             self.counters["unknown_request"] += 1
-        elif record.attempt is None or record.attempt.key.attempt != message.attempt:
+            return None
+        attempt = record.attempt
+        if attempt is None or attempt.key.attempt != message.attempt:
             self.counters["stale_attempt"] += 1
-        elif not record.attempt.involves(worker_id):
+        elif worker_id != attempt.decode and worker_id != attempt.prefill:
             self.counters["wrong_worker"] += 1
         else:
             return record

@@ -50,6 +50,8 @@ Shards = Sequence[Mapping[BlockHash, WorkerSet]]
 Python moves it to a larger table is short: a second for 10 million blocks in one table, milliseconds in 256."""
 
 NUM_SHARDS = 256
+_UNKNOWN = ()
+"""Unlike what is kept with a block that a worker reported."""
 
 
 class _Holder(msgspec.Struct, eq=False, gc=False):
@@ -241,13 +243,8 @@ class PrefixIndex:
 
     def _discard(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
         """A removed block that is predicted still counts until that ends: a request placed there brings it back."""
-        held, predicted = holder.hashes, holder.predicted
-        gone = []
-        for block_hash in hashes:
-            if block_hash in held:
-                del held[block_hash]
-                if block_hash not in predicted:
-                    gone.append(block_hash)
+        take, predicted = holder.hashes.pop, holder.predicted
+        gone = [h for h in hashes if take(h, _UNKNOWN) is None and h not in predicted]
         self._unmark(holder.bit, gone)
 
     def _mark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
