@@ -63,20 +63,16 @@ def _prefill_kernel(
     item_ptr = items_ptr + tl.program_id(0) * _ITEM_FIELDS
     row, num_tokens, position = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     table_ptr = tables_ptr + tl.load(item_ptr + 3)
-    first_tile, end_tile, piece = tl.load(item_ptr + 4), tl.load(item_ptr + 5), tl.load(item_ptr + 6)
+    first_tile, end_tile = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
 
     rows_M = tl.arange(0, ROWS)
     dims_D = tl.arange(0, DIM_PADDED)
     tokens_M = rows_M // GROUP
-    held_M = tokens_M < num_tokens
-    held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     heads_M = head * GROUP + rows_M % GROUP
+    held_MD = (tokens_M < num_tokens)[:, None] & (dims_D < DIM)[None, :]
     at_M = (row + tokens_M).to(tl.int64) * q_stride + heads_M * DIM
     q_MD = tl.load(q_ptr + at_M[:, None] + dims_D[None, :], mask=held_MD, other=0.0)
-    length = position + num_tokens
-    limit_M = tl.minimum(position + tokens_M + 1, length)
     at_head = head * KV_BLOCK * DIM
-    cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
     num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
 
     state = nothing_yet(ROWS, DIM_PADDED)
@@ -84,9 +80,24 @@ def _prefill_kernel(
         boxes = (table_ptr, key_boxes, value_boxes, head, rows_per_block)
         state = attend_boxes(q_MD, *state, first_tile, num_full_tiles, *boxes, score_scale, TILE, KV_BLOCK)
     else:
+        length = position + num_tokens
+        limit_M = tl.minimum(position + tokens_M + 1, length)
+        cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
         full = (first_tile, num_full_tiles)
         state = attend(q_MD, *state, limit_M, *full, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False)
+
+    # The item is read again, as volatile, or what is needed from here on would take registers of the loop above.
+    row, num_tokens = tl.load(item_ptr, volatile=True), tl.load(item_ptr + 1, volatile=True)
+    position, piece = tl.load(item_ptr + 2, volatile=True), tl.load(item_ptr + 6, volatile=True)
+    first_tile, end_tile = tl.load(item_ptr + 4, volatile=True), tl.load(item_ptr + 5, volatile=True)
+    table_ptr = tables_ptr + tl.load(item_ptr + 3, volatile=True)
+    num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
+    length = position + num_tokens
+    limit_M = tl.minimum(position + tokens_M + 1, length)
+    cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
     state = attend(q_MD, *state, limit_M, num_full_tiles, end_tile, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
+    held_M = tokens_M < num_tokens
+    held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     if piece < 0:
         out_at_M = ((row + tokens_M).to(tl.int64) * HEADS * GROUP + heads_M) * DIM
         write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, state[0], state[1], value_scale)

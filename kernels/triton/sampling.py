@@ -219,12 +219,12 @@ def _search(
     logits_ptr: tl.tensor,
     temperature: tl.tensor,
     top: tl.tensor,
+    vocab_size: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     goal: tl.tensor,
     BY_COUNT: tl.constexpr,
     STRICT: tl.constexpr,
-    vocab_size: tl.tensor,
     CHUNK: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> tl.tensor:
@@ -288,22 +288,22 @@ def _search_kernel(
         uniform = tl.load(uniform_ptr + row)
         if _is_unfiltered(top_k, top_p, min_p, vocab_size):
             weights_ptr += row * num_chunks
-            rest = (vocab_size, num_chunks, COLUMNS, CHUNKS)
-            tl.store(out_ptr + row, _pick(logits_ptr, weights_ptr, temperature, top, uniform, *rest))
+            args = (logits_ptr, weights_ptr, temperature, top, uniform, vocab_size, num_chunks)
+            tl.store(out_ptr + row, _pick(*args, COLUMNS, CHUNKS))
         else:
             high = key_of(top, tl.load(ids_ptr + row * KNOWN)) + 1
             cut = _lowest(logits_ptr, temperature, vocab_size, CHUNK)
-            scan = (vocab_size, CHUNK, WAYS)
+            scan = (logits_ptr, temperature, top, vocab_size)
             if (top_k > 0) & (top_k < vocab_size):
-                cut = _search(logits_ptr, temperature, top, cut, high, top_k, True, False, *scan)
+                cut = _search(*scan, cut, high, top_k, True, False, CHUNK, WAYS)
             total, count, likely = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
             if top_p < 1.0:
-                cut = _search(logits_ptr, temperature, top, cut, high, top_p * total, False, False, *scan)
+                cut = _search(*scan, cut, high, top_p * total, False, False, CHUNK, WAYS)
             if (min_p > 0.0) & (likely < count):
                 at_least = tl.maximum(likely, 1)
-                cut = _search(logits_ptr, temperature, top, cut, high, at_least, True, False, *scan)
+                cut = _search(*scan, cut, high, at_least, True, False, CHUNK, WAYS)
             total, _, _ = _above(logits_ptr, temperature, top, cut, min_p, vocab_size, CHUNK)
-            token = _search(logits_ptr, temperature, top, cut, high, uniform * total, False, True, *scan)
+            token = _search(*scan, cut, high, uniform * total, False, True, CHUNK, WAYS)
             tl.store(out_ptr + row, id_of(token))
 
 
