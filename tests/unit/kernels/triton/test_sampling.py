@@ -117,7 +117,7 @@ def test_rows_without_filters_have_the_tokens_of_the_host() -> None:
     spread_R1 = torch.tensor([0.1, 2.0, 9.0]).repeat(4)[:, None]
     logits_RV = torch.randn((12, vocab_size + 8), generator=generator) * spread_R1
     logits_RV[5, 100:] = -math.inf
-    rules = [*({"temperature": 0.3 + 0.4 * row} for row in range(10)), {"top_k": 3}, {"top_k": 9}]
+    rules: list[dict[str, Any]] = [*({"temperature": 0.3 + 0.4 * row} for row in range(10)), {"top_k": 3}, {"top_k": 9}]
     sequences = [sequence(row, seed=5 * row + 1, **rule) for row, rule in enumerate(rules)]
     filters, expected = filters_of(sequences), Sampler(vocab_size).sample(logits_RV, sequences)
     assert sampling.sample(logits_RV, vocab_size, filters, NUM_RANKED).tolist() == expected
