@@ -101,12 +101,24 @@ def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
                     raise ConfigError(
                         f"pools.{name}.device: {worker} would share CUDA device {device} with {users[device]}"
                     )
+                if device in users:
+                    _check_shared_memory(config, device)
                 users[device] = worker
     if users and num_devices is not None and max(users) >= num_devices:
         raise ConfigError(
             f"pools: {users[max(users)]} needs CUDA device {max(users)}; this machine has {num_devices}, and each rank "
             "of a worker takes one. Pools that name the same one, such as cuda:0, share it, but not with transport nccl"
         )
+
+
+def _check_shared_memory(config: ClusterConfig, device: int) -> None:
+    """Of workers of one device each would measure what the others have not taken yet."""
+    for name, pool in active_pools(config):
+        if pool.kv_cache_bytes == "auto" and pool.num_blocks is None:
+            raise ConfigError(
+                f"pools.{name}.kv_cache_bytes: auto is for a CUDA device of its own; set a size where workers share "
+                f"device {device}"
+            )
 
 
 # ---------------------------------------------------------------- cores

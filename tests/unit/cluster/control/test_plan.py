@@ -123,10 +123,25 @@ def test_devices_that_are_not_there_are_refused(pools: dict[str, Any], error: st
 
 @pytest.mark.parametrize("transport", ["auto", "gloo", "shm", "nixl"])
 def test_both_pools_share_a_device_that_both_name(transport: str) -> None:
-    pools = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}}
+    pools = {
+        "prefill": {"device": "cuda:0", "kv_cache_bytes": "2GiB"},
+        "decode": {"device": "cuda:0", "num_blocks": 100},
+    }
     config = parse_config({"pools": pools, "transfer": {"transport": transport}})
     check_devices(config, 1)
     assert [worker.device for worker in ClusterPlan(config, "fake", (0, 1)).workers] == ["cuda:0", "cuda:0"]
+
+
+@pytest.mark.parametrize("measures", ["prefill", "decode"])
+def test_no_worker_measures_a_device_that_it_shares(measures: str) -> None:
+    pool = {"device": "cuda:0", "kv_cache_bytes": "2GiB"}
+    pools = {"prefill": pool, "decode": pool} | {measures: {"device": "cuda:0"}}
+    with pytest.raises(ConfigError) as raised:
+        check_devices(parse_config({"pools": pools}), 1)
+    assert str(raised.value) == (
+        f"pools.{measures}.kv_cache_bytes: auto is for a CUDA device of its own; "
+        "set a size where workers share device 0"
+    )
 
 
 def test_nccl_joins_no_two_workers_on_one_device() -> None:
