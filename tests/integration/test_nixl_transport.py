@@ -348,6 +348,19 @@ def test_a_peer_that_says_nonsense_ends_the_pair(rendezvous: NixlRendezvous, wor
     d.close()
 
 
+def test_a_peer_may_not_announce_without_end(rendezvous: NixlRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_MAX_FILLED", 3)
+    p, d = both(rendezvous)
+    sent = Answers()
+    for _ in range(4):
+        p.send(np.zeros(5, np.uint8), 5, sent)
+    assert all(error.startswith(PEER_ENDED) for error in sent.errors(4))
+    d.recv(np.zeros(5, np.uint8), 5, sent)
+    assert "3 payloads wait for a receive" in sent.errors(1)[0]
+    p.close()
+    d.close()
+
+
 def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: NixlRendezvous) -> None:
     before = num_descriptors()
     for number in range(8):

@@ -61,6 +61,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "engine/io/rendezvous.py",
         "engine/kv_transfer/transports/gloo.py",
         "engine/kv_transfer/transports/nccl.py",
+        "engine/kv_transfer/transports/nixl_agent.py",
         "engine/runner/*",
     ),
     "transformers": ("engine/checkpoint/*", "src/disagg/cli/*", "cluster/*"),

@@ -63,6 +63,8 @@ _HELP_POLL_S = 500e-6
 _LINK_KEY = "link"
 _MAX_FRAME_BYTES = 1 << 20
 _PROBE_BYTES = 64
+_MAX_FILLED = 4096
+"""Payloads of a peer that may wait for a receive: far more than it has staging slots."""
 
 
 # ---------------------------------------------------------------- messages
@@ -373,8 +375,10 @@ class NixlTransport(PairTransport):
         done: Done | None = None
         with self._changed:
             match word:
-                case Filled():
+                case Filled() if len(self._filled) < _MAX_FILLED:
                     self._filled.append(word)
+                case Filled():
+                    raise ConnectionFailedError(f"{_MAX_FILLED} payloads wait for a receive")
                 case Proven():
                     self._is_proven = True
                 case Taken() if self._untaken:

@@ -125,7 +125,8 @@ def _ours(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class NixlAgent:
-    """An agent for one peer. Thread-safe. A thread that uses VRAM needs a CUDA context.
+    """An agent for one peer. Thread-safe; the first GPU whose memory is registered becomes the current one of threads
+    that call it.
 
     Args:
         name: unique among the agents of both processes.
@@ -143,6 +144,7 @@ class NixlAgent:
         self._reads: dict[int, Any] = {}
         """Those that are not over, by their number."""
         self._numbers = itertools.count()
+        self._gpu: int | None = None
         self._agent: Any = _new_agent(name, host)
 
     @property
@@ -166,6 +168,9 @@ class NixlAgent:
         with self._lock:
             if region.address in self._owners:
                 return b""
+            if region.kind == "VRAM" and self._gpu is None:
+                self._gpu = region.device
+            self._use_gpu()
             descriptors = [(region.address, region.nbytes, region.device, "")]
             registered = self._open.register_memory(descriptors, region.kind)
             self._owners[region.address] = owner
@@ -177,6 +182,7 @@ class NixlAgent:
         this read."""
         local = region_of(buffer)
         with self._lock:
+            self._use_gpu()
             ours = self._open.get_xfer_descs([(local.address, nbytes, local.device)], local.kind)
             theirs = self._open.get_xfer_descs([(remote.address, nbytes, remote.device)], remote.kind)
             number = next(self._numbers)
@@ -201,6 +207,7 @@ class NixlAgent:
     def progress(self) -> None:
         """Let UCX do what the peer waits for."""
         with self._lock:
+            self._use_gpu()
             self._open.get_new_notifs()
 
     def close(self) -> None:
@@ -220,6 +227,13 @@ class NixlAgent:
             if library_agent() is not None:
                 raise NixlError("NIXL: the agent cannot be ended")
             self._owners.clear()
+
+    def _use_gpu(self) -> None:
+        """UCX works in the CUDA context of its caller's thread."""
+        if self._gpu is not None:
+            import torch
+
+            torch.cuda.set_device(self._gpu)
 
     @property
     def _open(self) -> Any:

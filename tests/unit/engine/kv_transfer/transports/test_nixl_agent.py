@@ -59,3 +59,51 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     load.cache_clear()
     with pytest.raises(NixlError, match=r"transport nixl needs the extra `nixl`.*no_such_package"):
         load()
+
+
+class PlayedTensor:
+    """100 bytes on GPU 1."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+    _base = None
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def numel(self) -> int:
+        return 100
+
+    def untyped_storage(self) -> None: ...
+
+
+class PlayedLibrary:
+    """Notes what an agent does, and on which GPU."""
+
+    def __init__(self) -> None:
+        self.agent = type("Agent", (), {})()
+        self.gpu = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def register_memory(self, descriptors: Any, kind: str) -> str:
+        self.calls.append(("register", descriptors, kind, self.gpu))
+        return "registered"
+
+    def get_partial_agent_metadata(self, registered: str, with_connection: bool, backends: list[str]) -> bytes:
+        return registered.encode()
+
+    def get_new_notifs(self) -> None:
+        self.calls.append(("progress", self.gpu))
+
+
+def test_memory_of_a_gpu_is_used_with_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = PlayedLibrary()
+    monkeypatch.setattr(nixl_agent, "_new_agent", lambda *_: library)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(library, "gpu", device))
+    agent = nixl_agent.NixlAgent("pair/sender", "127.0.0.1")
+    agent.progress()
+    assert agent.register(PlayedTensor()) == b"registered"
+    assert agent.register(PlayedTensor()) == b""
+    library.gpu = 0  # as in another thread
+    agent.progress()
+    assert library.calls == [("progress", 0), ("register", [(4096, 100, 1, "")], "VRAM", 1), ("progress", 1)]
