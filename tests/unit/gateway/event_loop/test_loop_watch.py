@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import pytest
 
 from disagg.router.gateway.event_loop import loop_watch
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
-from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector, name_task
+from disagg.router.gateway.event_loop.loop_watch import MAX_EVENTS, LoopWatch, TimedSelector, name_task
 
 
 class Clock:
@@ -51,6 +54,24 @@ def test_the_selector_times_each_turn_and_not_the_wait(clock: Clock) -> None:
     times = run(work)
     assert times.num_long == [2, 1]
     assert times.longest_s == 0.0625
+
+
+def test_of_many_sockets_that_are_ready_each_has_its_turn() -> None:
+    selector, number = TimedSelector(), 2 * MAX_EVENTS + 10
+    with ExitStack() as closed:
+        closed.callback(selector.close)
+        for _ in range(number):
+            ours, theirs = socket.socketpair()
+            closed.callback(ours.close)
+            closed.callback(theirs.close)
+            theirs.send(b"x")
+            selector.register(ours, selectors.EVENT_READ)
+        turns = [{key.fd for key, _ in selector.select(0)} for _ in range(3)]
+        assert [len(turn) for turn in turns] == [MAX_EVENTS] * 3
+        assert len(set.union(*turns)) == number
+        for key in list(selector.get_map().values())[MAX_EVENTS:]:
+            selector.unregister(key.fileobj)
+        assert len(selector.select(0)) == MAX_EVENTS
 
 
 def test_a_long_turn_is_logged_with_its_request(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
