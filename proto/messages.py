@@ -165,6 +165,10 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Output tokens whose blocks a sequence must find when it is admitted (less if its max_tokens is less)."""
     watermark_blocks: int = 0
     """KV blocks that admission leaves free."""
+    scheduling: str = "decode_first"
+    """How its steps are planned; see `EngineLimits.scheduling`."""
+    max_itl_ms: float | None = None
+    """See `EngineLimits.max_itl_ms`."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):

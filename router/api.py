@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
+from disagg.proto.step_times.step_model import StepCoefficients
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
+from disagg.router.config import Decodes
 from disagg.router.statistics import Rates, RouterStats
 
 
@@ -207,7 +209,11 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     is_probe: bool = False
     """An operator's test of one pair: no part of what is counted."""
     num_prompt_tokens: int = 0
+    prefix_marks: tuple[BlockHash, ...] = ()
+    """Some hashes of its prompt's blocks, see `telemetry/prefix_marks.py`."""
     num_output_tokens: int = 0
+    most_output_tokens: int = 0
+    """That it allows."""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     last_token_at: float | None = None
@@ -279,10 +285,24 @@ class WorkerView:
     """It seems to hang: nothing is placed there until it is responsive again."""
     open_breakers: tuple[str, ...] = ()
     """One line for each of its circuit breakers that is not closed: leg, since when, next trial."""
+    steps: StepCoefficients | None = None
+    """Its step times as placement has them; None before any was measured."""
 
 
 STAGES = ("queued", "prefill", "transfer", "decode")
 """The stages of a request in flight."""
+
+
+class PlacementView(NamedTuple):
+    """What placement goes by, beside the workers."""
+
+    policy: str = ""
+    decodes: Decodes | None = None
+    """None where the policy has no such setting."""
+    admission: bool = True
+    link_latency_s: float = 0.0
+    link_byte_s: float = 0.0
+    """The exposed time of a transfer, fitted over all pairs: a latency, and a time for each byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +328,7 @@ class ClusterView:
     """Counts of what failed or was dropped, by name."""
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By tenant: requests that wait for a worker, and that run."""
+    placement: PlacementView = field(default_factory=PlacementView)
 
 
 class Router(Protocol):
@@ -325,6 +346,10 @@ class Router(Protocol):
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace the limits of all tenants. Waiting requests that may run under them are placed at once."""
+        ...
+
+    def set_decodes(self, decodes: Decodes) -> None:
+        """Place answers so from now on; see `events.SetDecodes`."""
         ...
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:

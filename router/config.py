@@ -24,6 +24,7 @@ from disagg.proto.config import (
 
 LocalPrefill = Literal["auto", "never"]
 Decodes = Literal["spread", "gather"]
+DecodesOption = Literal["spread", "gather", "auto"]
 PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
 MAX_QUEUED: Final = 1024
@@ -40,9 +41,10 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "auto"
     """`auto` is `elastic` in mode `elastic`, else `joint`: the pair of least cost in milliseconds. The others are there
     to be compared with. See `policies/`."""
-    decodes: Decodes = "spread"
+    decodes: DecodesOption = "spread"
     """Policy `elastic`: `spread` decodes answers on all workers, `gather` on as few as the TPOT targets allow, so that
-    the others have their time for prompts."""
+    the others have their time for prompts. `auto` begins with `spread`, and a twin (`disagg twin`) chooses by what came
+    lately."""
     admission: bool = True
     """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
 
@@ -83,6 +85,8 @@ _RESERVE = KvReserve()
 class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One router. Raises `ConfigError` for a value out of bounds."""
 
+    decodes: Decodes = "spread"
+    """What it begins with; the event `SetDecodes` changes it."""
     ttft_slo_s: Positive | None = None
     """Target of requests that bring none; None is no target."""
     tpot_slo_s: Positive | None = None

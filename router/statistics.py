@@ -193,3 +193,5 @@ class RouterStats:
     """Decisions of the router, by reason."""
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
     """By the name of the tenant."""
+    num_decodes_changes: int = 0
+    """How often it was changed where answers decode (`RouterConfig.decodes`)."""

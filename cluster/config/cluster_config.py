@@ -340,6 +340,12 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"pools.decode.device: all pools need the same kind of device; got {', '.join(sorted(devices))}"
         )
+    placement = config.placement
+    if placement.decodes == "auto" and (config.mode != "elastic" or placement.policy not in ("auto", "elastic")):
+        raise ConfigError(
+            f"placement.decodes: auto is for mode elastic and its policy; got mode {config.mode}, "
+            f"policy {placement.policy}"
+        )
     transfer = config.transfer
     if transfer.transport == "nccl" and "cpu" in devices:
         raise ConfigError(

@@ -178,6 +178,8 @@ def router_config(config: ClusterConfig) -> RouterConfig:
     placement = _fields(PlacementOptions, config.placement)
     if placement["policy"] == "auto":
         placement["policy"] = "elastic" if config.mode == "elastic" else "joint"
+    if placement["decodes"] == "auto":
+        placement["decodes"] = "spread"
     return RouterConfig(
         **placement,
         **_fields(KvReserve, decode_pool),

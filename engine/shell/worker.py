@@ -236,6 +236,8 @@ class Worker:
             calibration=self._calibration,
             decode_reserve_tokens=config.decode_reserve_tokens,
             watermark_blocks=config.watermark_blocks(runner.num_blocks),
+            scheduling=config.scheduling,
+            max_itl_ms=config.max_itl_ms,
         )
 
     async def _tick_forever(self) -> None:

@@ -400,6 +400,7 @@ class Fleet:
                 max(0.0, now - worker.reported_at),
                 worker.is_suspected,
                 open_breakers.get(worker.worker_id, ()),
+                worker.coefficients if worker.is_measured else None,
             )
             for _, worker in sorted(self._workers.items())
         )

@@ -25,6 +25,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import BlockHash, WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.proto.splitmix import splitmix64
+from disagg.router.config import Decodes
 from disagg.router.placement.forecast import num_pairs
 from disagg.router.workers.assignments import Assignment, marks_of, num_held
 from disagg.router.workers.worker import Worker
@@ -153,6 +154,8 @@ class Policy(Protocol):
     """Whether waiting for a worker without a free slot may be the best choice."""
     weighs_setup: bool
     """Whether the cost of a pair depends on its being formed."""
+    decodes: Decodes | None
+    """Where answers decode, for policies that have this setting. May be changed between two placements."""
     hopeless_last: bool
     """Whether requests that cannot meet their TTFT target any more go behind the others of the queue."""
     weighs_local: bool

@@ -19,6 +19,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
+from disagg.router.config import Decodes
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -102,6 +103,12 @@ class LimitsChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
     """By tenant, of all in the file."""
 
 
+class SetDecodes(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """From now on answers are placed so (policy `elastic`; others ignore it). What runs stays where it is."""
+
+    decodes: Decodes
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
@@ -116,6 +123,7 @@ Event = (
     | DrainWorker
     | LimitsChanged
     | ResumeWorker
+    | SetDecodes
     | WorkerReported
     | FromWorker
     | Tick

@@ -31,6 +31,7 @@ from disagg.router.states import (
     next_attempt_state,
     next_request_state,
 )
+from disagg.router.telemetry.prefix_marks import marks_in
 
 EndOfAnswer = Literal["stop", "length"]
 
@@ -246,6 +247,8 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         trace_parent=request.trace_parent,
         is_probe=request.pair is not None,
         num_prompt_tokens=request.num_prompt_tokens,
+        prefix_marks=marks_in(request.block_hashes),
+        most_output_tokens=request.sampling.max_tokens,
         ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
         tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
     )

@@ -32,8 +32,8 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
-from disagg.router.api import CallDemand, ClusterView, RequestTrace
-from disagg.router.config import RouterConfig
+from disagg.router.api import CallDemand, ClusterView, PlacementView, RequestTrace
+from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Draw, uniform_draw
 from disagg.router.placement.policies import create
@@ -83,6 +83,7 @@ class RouterCore:
         pairs = Pairs(config)
         policy = create(config.policy, config, links, pairs, draw)
         self._fleet = Fleet(config, policy, links, pairs)
+        self._policy, self._links = policy, links
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._timers = Timers()
         self._tenants = Tenants(config, self._fleet.num_places)
@@ -118,6 +119,8 @@ class RouterCore:
             case events.LimitsChanged(limits=limits):
                 self._tenants.set_limits(limits, now)
                 self._waiting.limits_changed()
+            case events.SetDecodes(decodes=decodes):
+                self._on_set_decodes(decodes)
             case events.Tick():
                 pass
         fleet = self._fleet
@@ -155,7 +158,9 @@ class RouterCore:
         """The cluster now."""
         events = {**self.counters, **self._fleet.breakers.changes}
         view = cluster_view(self._fleet, self._requests.values(), self._telemetry, events, now)
-        return replace(view, tenants=self._tenants.in_flight())
+        policy, config = self._policy, self._config
+        placement = PlacementView(policy.name, policy.decodes, config.admission, *self._links.typical())
+        return replace(view, tenants=self._tenants.in_flight(), placement=placement)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""
@@ -294,6 +299,13 @@ class RouterCore:
                 case events.ResumeWorker():
                     self._fleet.resume(event.worker_id)
             self._waiting.workers_changed(now)
+
+    def _on_set_decodes(self, decodes: Decodes) -> None:
+        if self._policy.decodes in (None, decodes):
+            return
+        self._policy.decodes = decodes
+        self._telemetry.stats.num_decodes_changes += 1
+        self._waiting.costs_changed()
 
     def _on_report(self, report: WorkerReport, now: float) -> None:
         if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report, now):

@@ -140,6 +140,11 @@ class Waiting:
             record.unservable_since = None
             self._push(record, now)
 
+    def costs_changed(self) -> None:
+        """Another choice may be the best now."""
+        self._must_look = True
+        self._hold.workers_changed()
+
     def limits_changed(self) -> None:
         """A tenant may have become able to run more."""
         self._must_look = True
@@ -409,5 +414,5 @@ class WorkerHold:
         return True
 
     def workers_changed(self) -> None:
-        """A worker came up, was lost, or drains: choose again in the next pass."""
+        """A worker came up, was lost, or drains, or costs changed: choose again in the next pass."""
         self._decode, self._kept = None, frozenset()

@@ -22,7 +22,7 @@ from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
 from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, Router, TenantLimits
-from disagg.router.config import RecordingOptions, RouterConfig
+from disagg.router.config import Decodes, RecordingOptions, RouterConfig
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
@@ -39,6 +39,7 @@ from disagg.router.requests.events import (
     FromWorker,
     LimitsChanged,
     ResumeWorker,
+    SetDecodes,
     Submit,
     Tick,
     WatchAgain,
@@ -190,6 +191,10 @@ class RouterServer(Router):
     @override
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self._handle_event(LimitsChanged(limits))
+
+    @override
+    def set_decodes(self, decodes: Decodes) -> None:
+        self._handle_event(SetDecodes(decodes))
 
     @override
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:

@@ -117,6 +117,11 @@ class LinkModel:
         latency, per_megabyte = link.multiples
         return max(LEAST_MS, _LATENCY_MS * latency + _byte_factor(kv_bytes) * per_megabyte)
 
+    def typical(self) -> tuple[float, float]:
+        """The latency in seconds, and the seconds of each byte, of all pairs together, as of the latest fit."""
+        latency, per_megabyte = self._fleet.multiples
+        return max(0.0, latency * _LATENCY_MS / 1e3), max(0.0, per_megabyte * _MEGABYTE_MS / _MEGABYTE / 1e3)
+
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost, with its pairs."""
         self._pairs.pop(worker_id, None)

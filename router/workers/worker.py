@@ -19,7 +19,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
 from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
-from disagg.proto.step_times.step_model import StepModel
+from disagg.proto.step_times.step_model import StepCoefficients, StepModel
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
 
@@ -151,6 +151,11 @@ class Worker:
     def has_others(self) -> bool:
         """Whether it reported sequences that are not assigned here, or preempted ones."""
         return self.num_others > 0 or self._has_preempted
+
+    @property
+    def coefficients(self) -> StepCoefficients:
+        """Of its step times, as of the latest report."""
+        return StepCoefficients(self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms)
 
     def note_refused(self, num_blocks: int) -> None:
         """It refused a sequence of `num_blocks` blocks: larger ones are not placed there until its next report."""

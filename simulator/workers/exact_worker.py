@@ -93,6 +93,8 @@ def register(
         calibration=calibration,
         decode_reserve_tokens=config.decode_reserve_tokens,
         watermark_blocks=config.watermark_blocks(runner.num_blocks),
+        scheduling=config.scheduling,
+        max_itl_ms=config.max_itl_ms,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.router.api import CallDemand, ClusterView, Completion, RequestTrace, RoutedRequest, TenantLimits, TokenBatch
+from disagg.router.config import Decodes
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.requests.validate import Limits
@@ -172,6 +174,10 @@ class FakeRouter:
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self.stated.append(dict(limits))
+
+    def set_decodes(self, decodes: Decodes) -> None:
+        placement = self.cluster.placement._replace(decodes=decodes)
+        self.cluster = dataclasses.replace(self.cluster, placement=placement)
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
         if self.refusal is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from disagg.router.config import Decodes
 from disagg.router.placement.placement import Candidate, Demand, Draw, Weight
 from disagg.router.workers.worker import Worker
 
@@ -28,6 +29,7 @@ class Simple:
     weighs_local = False
     hopeless_last = False
     draws = False
+    decodes: Decodes | None = None
 
     def equal_up_to(self, cost: float) -> float:
         """No tolerance."""

@@ -18,6 +18,7 @@ expensive on one that decodes for many. There is no threshold for either.
 
 from __future__ import annotations
 
+from disagg.router.config import Decodes
 from disagg.router.placement.forecast import compute_ms, prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, Weight
 from disagg.router.workers.cost_model import LinkModel
@@ -48,6 +49,7 @@ class Joint:
     weighs_local = True
     hopeless_last = False
     draws = False
+    decodes: Decodes | None = None
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs) -> None:
         self._barrier_ms = barrier_ms

@@ -54,6 +54,8 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
             return f"load report of {report.worker_id}"
         case events.LimitsChanged():
             return "the limits of tenants changed"
+        case events.SetDecodes(decodes=decodes):
+            return f"answers decode with {decodes} from now on"
         case events.Tick():
             return "a time came that was waited for"
 

@@ -80,6 +80,14 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             f"modle: unknown key, did you mean 'mode' or 'model'?; allowed here: {SECTIONS}",
         ),
         (
+            "placement: {decodes: auto}",
+            "placement.decodes: auto is for mode elastic and its policy; got mode disaggregated, policy auto",
+        ),
+        (
+            "{mode: elastic, placement: {decodes: auto, policy: joint}}",
+            "placement.decodes: auto is for mode elastic and its policy; got mode elastic, policy joint",
+        ),
+        (
             "pools: {decode: {scheduling: static}}",
             "pools.decode.scheduling: static is for workers with both roles (mode colocated); "
             "choose decode_first or slack",

@@ -321,6 +321,14 @@ def test_router_and_gateway_configs() -> None:
     assert gateway.tls == TlsFiles(cert="/c", key="/k")
 
 
+def test_the_policy_follows_from_the_mode_and_auto_begins_with_spread() -> None:
+    elastic = router_config(parse_config({"mode": "elastic", "placement": {"decodes": "auto"}}))
+    assert (elastic.policy, elastic.decodes) == ("elastic", "spread")
+    gather = router_config(parse_config({"mode": "elastic", "placement": {"decodes": "gather"}}))
+    assert (gather.policy, gather.decodes) == ("elastic", "gather")
+    assert router_config(parse_config({})).policy == "joint"
+
+
 def test_events_are_recorded_where_that_is_configured() -> None:
     for recording in (None, {"folder": "/e", "max_bytes": 7}):
         plan = plan_cluster(parse_config({"model": {"path": "fake"}, "gateway": {"record_events": recording}}))
