@@ -57,6 +57,8 @@ class UserRequest:
 
     outlined: OutlinedRequest
     targets: Slo = NO_TARGETS
+    max_tokens: int | None = None
+    """What it allows, instead of `Habits.max_tokens`."""
 
 
 class Users:
@@ -146,8 +148,9 @@ class Users:
         is_followed = number in self._followers
         self._answers.add(request_id, answer_token(number), outlined.max_tokens, is_followed=is_followed)
         sampling = Sampling(temperature=0.0, max_tokens=outlined.max_tokens)
-        if habits.max_tokens is not None:
-            most = max(habits.max_tokens, outlined.max_tokens)
+        allowed = habits.max_tokens if request.max_tokens is None else request.max_tokens
+        if allowed is not None:
+            most = max(allowed, outlined.max_tokens)
             sampling = Sampling(temperature=0.0, max_tokens=most, stop_token_ids=(STOP_TOKEN,))
         routed = RoutedRequest(
             request_id=request_id,

@@ -1,0 +1,144 @@
+"""What a twin sees of a cluster: the latest requests, the workers, and how requests are placed.
+
+It comes from a gateway (`AdminService.GetLoad`), or a simulated router (`load_of`). Times are seconds of its clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.step_times.step_model import DEFAULT_COEFFICIENTS, StepCoefficients
+from disagg.router.api import ClusterView, RequestTrace, WorkerView
+from disagg.router.config import Decodes
+from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
+from disagg.router.telemetry.telemetry import ANSWERED
+
+MARK_BYTES = 8
+"""Of a block hash that are kept as a mark."""
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    """So far."""
+    is_complete: bool = True
+    """Whether these are the whole answer: not while it runs, nor where it failed or was refused."""
+    most_output_tokens: int
+    ttft_s: float | None = None
+    """Its target for the first token."""
+    tpot_s: float | None = None
+    """Its target for the mean time between tokens."""
+    marks: tuple[int, ...] = ()
+    """Of its prompt, shortened; see `router/telemetry/prefix_marks.py`."""
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether there is anything to meet."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker; fields as in `WorkerInfo`."""
+
+    worker_id: str
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+    max_model_len: int
+    bytes_per_token: int
+    decode_reserve_tokens: int = 0
+    watermark_blocks: int = 0
+    scheduling: str = "slack"
+    max_itl_ms: float | None = None
+    steps: StepCoefficients = DEFAULT_COEFFICIENTS
+
+    @property
+    def size(self) -> tuple[object, ...]:
+        """All but its step times, which change a little all the time."""
+        return msgspec.structs.astuple(self)[:-1]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster and what it was asked."""
+
+    now_s: float
+    arrivals: tuple[Arrival, ...]
+    """The earliest first."""
+    workers: tuple[Capacity, ...]
+    decodes: Decodes | None
+    """The present setting; None where the policy has none."""
+    admission: bool = True
+    link_latency_s: float = 1e-4
+    link_byte_s: float = 1e-10
+
+
+def load_of(view: ClusterView, traces: Iterable[RequestTrace], now_s: float) -> Load:
+    """From a router's own views."""
+    placement = view.placement
+    return Load(
+        now_s=now_s,
+        arrivals=tuple(sorted(map(arrival_of, traces), key=lambda arrival: arrival.at_s)),
+        workers=tuple(capacity_of(worker) for worker in view.workers if is_usable(worker)),
+        decodes=placement.decodes,
+        admission=placement.admission,
+        link_latency_s=placement.link_latency_s,
+        link_byte_s=placement.link_byte_s,
+    )
+
+
+def arrival_of(trace: RequestTrace) -> Arrival:
+    """One request of the router's traces."""
+    return Arrival(
+        at_s=trace.arrival,
+        prompt_tokens=trace.num_prompt_tokens,
+        output_tokens=trace.num_output_tokens,
+        is_complete=trace.outcome in ANSWERED,
+        most_output_tokens=trace.most_output_tokens,
+        ttft_s=trace.ttft_slo_s,
+        tpot_s=trace.tpot_slo_s,
+        marks=tuple(int.from_bytes(mark[:MARK_BYTES], "little") for mark in trace.prefix_marks),
+    )
+
+
+def is_usable(worker: WorkerView) -> bool:
+    """Whether requests are placed there, and its step times are known."""
+    return not worker.is_draining and not worker.is_suspected and worker.steps is not None
+
+
+def capacity_of(worker: WorkerView) -> Capacity:
+    """One worker of the router's view."""
+    info = worker.info
+    return Capacity(
+        worker_id=info.worker_id,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        token_budget=info.token_budget,
+        max_model_len=info.max_model_len,
+        bytes_per_token=info.kv_layout.bytes_per_token,
+        decode_reserve_tokens=info.decode_reserve_tokens,
+        watermark_blocks=info.watermark_blocks,
+        scheduling=info.scheduling,
+        max_itl_ms=info.max_itl_ms,
+        steps=worker.steps or DEFAULT_COEFFICIENTS,
+    )
+
+
+def check_marks(arrival: Arrival) -> None:
+    """Raises `ValueError` for more marks than the prompt has blocks for."""
+    num = len(arrival.marks)
+    if num > MAX_MARKS or (num and PLACES[num - 1] * HASH_BLOCK_TOKENS > arrival.prompt_tokens):
+        raise ValueError(f"prefix_marks: {num} are too many for a prompt of {arrival.prompt_tokens} tokens")
+
+
+def mean_output(arrivals: Sequence[Arrival]) -> float:
+    """The mean length of whole answers; 1 without any."""
+    whole = [arrival.output_tokens for arrival in arrivals if arrival.is_complete]
+    return sum(whole) / len(whole) if whole else 1.0

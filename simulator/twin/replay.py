@@ -1,0 +1,145 @@
+"""What came lately, replayed on the simulator under one setting.
+
+The workers are those that the cluster has, with the step times that its router fitted; every message between processes
+takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not know: a stop
+token ends them. Where an answer is not complete, it has the mean length of those that are, or what it has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from disagg.engine.config import Scheduling, WorkerConfig
+from disagg.loadtests.verdict.goodput import Slo, meets
+from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.messages import KvLayout
+from disagg.router.config import Decodes, RouterConfig
+from disagg.router.telemetry.prefix_marks import PLACES
+from disagg.simulator.step_times.interface import LinkTimes
+from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.twin.load import Arrival, Capacity, Load, mean_output
+from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
+from disagg.simulator.world.timing import LinearSteps
+from disagg.simulator.world.users import UserRequest
+
+ENGINE: EngineKind = "exact"
+"""Its rules are the scheduler's own: two settings that are near each other are not told apart by an approximation."""
+OVERHEADS = Overheads(message_s=0.001, step_s=0.00025)
+_LEAST_BYTE_S = 1e-13
+_MOST_QUEUED = 1 << 20
+_USUAL_TTFT_S, _USUAL_TPOT_S = 60.0, 1.0
+"""In place of targets that a request does not have, for how long a replay goes on."""
+
+
+def replay(
+    load: Load, arrivals: Sequence[Arrival], num_lead: int, decodes: Decodes, rate: float
+) -> list[tuple[int, bool]]:
+    """Which of these requests meet their targets when they come at `rate` times the pace they came: (index, whether) of
+    all with targets from index `num_lead` on. The ones before are replayed and not counted, so that those meet a
+    cluster at work. A request that has not ended by the time when the last one is late has missed them."""
+    asked = requests_of(arrivals, load.workers, rate)
+    cluster = SimulatedCluster(spec_of(load, decodes), asked)
+    cluster.advance(_last_s(asked))
+    ended = {record.index: record for record in cluster.users.records}
+    return [
+        (index, index in ended and meets(ended[index], asked[index].targets))
+        for index in range(num_lead, len(arrivals))
+        if arrivals[index].has_targets
+    ]
+
+
+def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
+    """The cluster, with this setting. Each worker is a pool of its own, because its step times are."""
+    workers = load.workers
+    return ClusterSpec(
+        pools=[_pool(number, worker) for number, worker in enumerate(workers)],
+        kv_layout=KvLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype="simulated",
+            bytes_per_token=max(worker.bytes_per_token for worker in workers),
+        ),
+        max_model_len=longest_of(workers),
+        router=RouterConfig(policy="elastic", decodes=decodes, admission=load.admission, max_queued=_MOST_QUEUED),
+        link=LinkTimes(bandwidth_bytes_per_s=1.0 / max(_LEAST_BYTE_S, load.link_byte_s), latency_s=load.link_latency_s),
+        overheads=OVERHEADS,
+        engine=ENGINE,
+        sample_s=60.0,
+    )
+
+
+def longest_of(workers: Sequence[Capacity]) -> int:
+    """Tokens that every worker can hold of one request."""
+    return min(min(worker.max_model_len, worker.num_blocks * worker.block_size) for worker in workers)
+
+
+def requests_of(arrivals: Sequence[Arrival], workers: Sequence[Capacity], rate: float) -> list[UserRequest]:
+    """The requests, the first one at 0; prompts and answers that no worker could hold are cut."""
+    mean, longest = mean_output(arrivals), longest_of(workers)
+    return [
+        _request(index, (each.at_s - arrivals[0].at_s) / rate, each, mean, longest)
+        for index, each in enumerate(arrivals)
+    ]
+
+
+def _request(index: int, due_s: float, arrival: Arrival, mean: float, longest: int) -> UserRequest:
+    num_prompt = max(1, min(arrival.prompt_tokens, longest - 1))
+    most = max(1, min(arrival.most_output_tokens, longest - num_prompt))
+    output = arrival.output_tokens if arrival.is_complete else max(arrival.output_tokens, round(mean))
+    outlined = OutlinedRequest(
+        index=index,
+        due_s=due_s,
+        parts=parts_of(arrival.marks, num_prompt, index),
+        max_tokens=max(1, min(output, most)),
+    )
+    return UserRequest(outlined, Slo(ttft_s=arrival.ttft_s, tpot_s=arrival.tpot_s), most)
+
+
+def parts_of(marks: Sequence[int], num_tokens: int, index: int) -> tuple[PromptPart, ...]:
+    """A prompt with these marks: parts that others with the same marks have, too, and one of its own."""
+    parts, end = [], 0
+    for place, mark in zip(PLACES, marks, strict=False):
+        start, end = end, place * HASH_BLOCK_TOKENS
+        if end > num_tokens:
+            end = start
+            break
+        parts.append(PromptPart(end - start, ("mark", mark)))
+    if end < num_tokens:
+        parts.append(PromptPart(num_tokens - end, ("own", index)))
+    return tuple(parts)
+
+
+def _pool(number: int, worker: Capacity) -> PoolSpec:
+    return PoolSpec(
+        name=f"worker{number}",
+        size=1,
+        worker=WorkerConfig(
+            worker_id="",
+            roles=("prefill", "decode"),
+            is_elastic=True,
+            model_path="fake",
+            block_size=worker.block_size,
+            max_num_seqs=worker.max_num_seqs,
+            token_budget=worker.token_budget,
+            scheduling=cast("Scheduling", worker.scheduling),
+            max_itl_ms=worker.max_itl_ms,
+            decode_reserve_tokens=worker.decode_reserve_tokens,
+            watermark=min(0.99, (worker.watermark_blocks + 0.5) / worker.num_blocks),
+        ),
+        num_blocks=worker.num_blocks,
+        times=LinearSteps(**worker.steps._asdict()),
+    )
+
+
+def _last_s(asked: Sequence[UserRequest]) -> float:
+    """When the last of them is late."""
+    return max(
+        each.outlined.due_s
+        + (each.targets.ttft_s or _USUAL_TTFT_S)
+        + each.outlined.max_tokens * (each.targets.tpot_s or _USUAL_TPOT_S)
+        for each in asked
+    )

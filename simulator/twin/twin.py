@@ -1,0 +1,174 @@
+"""The twin's decision: when settings are compared, on which requests, and whether the present one is changed.
+
+    look(load) ── nothing due ──> None
+              └── due ──> every setting replays the same requests at both rates ──> Comparison: what is chosen, and why
+
+Compared is what came since the load changed last (`changes.py`), 40 to 600 requests; after a change again as soon as
+half as many more have come, until there were 200, and then each minute. The setting changes only where another one is
+better by more than the error of the difference and one per cent, and not within a minute of the last change unless the
+load has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, get_args
+
+from disagg.router.config import Decodes
+from disagg.simulator.twin.changes import find_change
+from disagg.simulator.twin.comparison import HYSTERESIS, Attained, Comparison, paired
+from disagg.simulator.twin.load import Arrival, Load
+from disagg.simulator.twin.replay import replay
+
+EVERY_S = 60.0
+RATES = (1.0, 1.15)
+"""Multiples of the rate that was seen: a setting shall not be right by a hair."""
+LEAST, ENOUGH, MOST = 40, 200, 600
+"""Requests that are compared: at least, until comparisons come by time alone, at most."""
+LEAD_IN = 50
+"""Requests before these that are replayed and not counted."""
+MORE = 1.5
+MOST_PROMPT_TOKENS = 4_000_000
+"""Of all requests of a replay: of longer ones there are fewer."""
+SETTINGS: tuple[Decodes, ...] = get_args(Decodes)
+
+Replay = Callable[[Load, Sequence[Arrival], int, Decodes, float], list[tuple[int, bool]]]
+"""See `replay.replay`."""
+
+
+class _Window(NamedTuple):
+    arrivals: Sequence[Arrival]
+    num_lead: int
+
+    @property
+    def num_targeted(self) -> int:
+        return sum(each.has_targets for each in self.arrivals[self.num_lead :])
+
+
+class Twin:
+    """Of one cluster. Holds when it compared and changed last, and since when the load is as it is; no requests."""
+
+    def __init__(self, replay: Replay = replay) -> None:
+        self._replay = replay
+        self._since_s = -float("inf")
+        """Arrivals from then on are of the present load."""
+        self._compared_s = -float("inf")
+        self._seen_s: float | None = None
+        """The latest arrival of the last comparison."""
+        self._num_compared = 0
+        """Requests of the last comparison, of the present load."""
+        self._cause = "first"
+        """Why the next comparison is due at once; empty where it is not."""
+        self._changed_s = -float("inf")
+        """When the load changed."""
+        self._switched_s = -float("inf")
+        self._decodes: Decodes | None = None
+        self._workers: tuple[object, ...] = ()
+
+    def look(self, load: Load) -> Comparison | None:
+        """To be called every few seconds; None where nothing is to be compared now."""
+        if load.decodes is None or not load.workers:
+            return None
+        now = load.now_s
+        if self._decodes not in (None, load.decodes):  # somebody else changed it
+            self._switched_s = now
+        self._decodes = load.decodes
+        self._notice(load)
+        window = self._window(load.arrivals)
+        number = window.num_targeted
+        cause = self._due(number, now)
+        if cause is None:
+            return None
+        comparison = self._compare(load, window, cause)
+        self._compared_s, self._num_compared, self._cause = now, number, ""
+        self._seen_s = load.arrivals[-1].at_s
+        if comparison.is_change:
+            self._switched_s, self._decodes = now, comparison.chosen
+        return comparison
+
+    def _notice(self, load: Load) -> None:
+        """Whether load or workers have changed."""
+        workers = tuple(sorted(worker.size for worker in load.workers))
+        if workers != self._workers:
+            if self._workers:
+                self._cause, self._changed_s = "the workers changed", load.now_s
+            self._workers = workers
+        if self._seen_s is None:
+            return
+        before = [each for each in load.arrivals if self._since_s <= each.at_s <= self._seen_s]
+        change = find_change(before, [each for each in load.arrivals if each.at_s > self._seen_s])
+        if change is not None:
+            self._since_s, self._changed_s, self._cause = change.at_s, load.now_s, change.what
+
+    def _window(self, arrivals: Sequence[Arrival]) -> _Window:
+        """The latest ones of the present load, and some before."""
+        first, num_tokens = len(arrivals), 0
+        while first > 0 and len(arrivals) - first < MOST + LEAD_IN:
+            num_tokens += arrivals[first - 1].prompt_tokens
+            if num_tokens > MOST_PROMPT_TOKENS:
+                break
+            first -= 1
+        kept = arrivals[first:]
+        num_lead = max(len(kept) - MOST, sum(each.at_s < self._since_s for each in kept), 0)
+        start = max(0, num_lead - LEAD_IN)
+        return _Window(kept[start:], num_lead - start)
+
+    def _due(self, number: int, now: float) -> str | None:
+        """Why settings are to be compared now."""
+        if number < LEAST:
+            return None
+        if self._cause:
+            return self._cause
+        if self._num_compared < ENOUGH and number >= MORE * self._num_compared:
+            return "more requests came"
+        return f"{EVERY_S:.0f} s passed" if now - self._compared_s >= EVERY_S else None
+
+    def _compare(self, load: Load, window: _Window, cause: str) -> Comparison:
+        present = load.decodes
+        assert present is not None
+        met = {
+            setting: [self._replay(load, window.arrivals, window.num_lead, setting, rate) for rate in RATES]
+            for setting in SETTINGS
+        }
+        found = {
+            setting: paired(_differences(met[setting], met[present])) for setting in SETTINGS if setting != present
+        }
+        best = max(found, key=lambda setting: found[setting][0])
+        difference, error = found[best]
+        chosen, reason = self._choose(present, best, difference, error, load.now_s)
+        return Comparison(
+            at_s=load.now_s,
+            cause=cause,
+            num_requests=len(met[present][0]),
+            present=present,
+            chosen=chosen,
+            attained=tuple(
+                Attained(setting, tuple(zip(RATES, map(_share, met[setting]), strict=True))) for setting in SETTINGS
+            ),
+            difference=difference,
+            error=error,
+            reason=reason,
+        )
+
+    def _choose(
+        self, present: Decodes, other: Decodes, difference: float, error: float, now: float
+    ) -> tuple[Decodes, str]:
+        if difference <= error + HYSTERESIS:
+            return present, f"{other} is not better by more than the error and {HYSTERESIS:.0%}"
+        left_s = self._switched_s + EVERY_S - now
+        if left_s > 0 and self._changed_s <= self._switched_s:
+            return present, f"{other} is better, and the setting was changed {EVERY_S - left_s:.0f} s ago"
+        return other, f"{other} is better by more than the error and {HYSTERESIS:.0%}"
+
+
+def _differences(other: list[list[tuple[int, bool]]], present: list[list[tuple[int, bool]]]) -> list[float]:
+    """Of each request, the mean over the rates: 1 where only the other setting meets its targets."""
+    by_rate = [
+        [int(theirs) - int(ours) for (_, theirs), (_, ours) in zip(a, b, strict=True)]
+        for a, b in zip(other, present, strict=True)
+    ]
+    return [sum(each) / len(by_rate) for each in zip(*by_rate, strict=True)]
+
+
+def _share(met: list[tuple[int, bool]]) -> float:
+    return sum(is_met for _, is_met in met) / len(met)
