@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from disagg.client import AsyncClient
+from disagg.client import AsyncClient, ShapeComparison
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.api import ClusterView, PlacementView, RequestTrace
 from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 
@@ -51,3 +51,44 @@ async def test_the_latest_requests_are_listed(folder: Path) -> None:
         assert await client.requests(0) == []
         with pytest.raises(InvalidRequestError, match="limit"):
             await client.requests(1001)
+
+
+def elastic() -> FakeRouter:
+    router = FakeRouter()
+    router.cluster = ClusterView((), 0, 0, placement=PlacementView("elastic", "spread"))
+    return router
+
+
+async def test_where_answers_decode_is_set_logged_and_shown(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    router = elastic()
+    async with running(folder, router) as server, AsyncClient(server.address) as client:
+        compared = ShapeComparison(cause="first", requests=40, present="spread", chosen="spread", reason="no better")
+        await client.set_decodes("spread", compared)
+        assert caplog.messages == []
+        compared = ShapeComparison(cause="60 s passed", present="spread", chosen="gather", reason="gather is better")
+        await client.set_decodes("gather", compared)
+        assert router.cluster.placement.decodes == "gather"
+        (line,) = [each for each in caplog.messages if each.startswith("answers decode")]
+        assert line.startswith("answers decode with gather from the next placement on (was spread since ")
+        assert "by configuration); set by a caller without a key: gather is better (60 s passed; " in line
+        assert any(each.startswith("set decodes gather by ") for each in caplog.messages)
+        shape = await client.shape()
+        assert (shape.policy, shape.decodes) == ("elastic", "gather")
+        assert [each.cause for each in shape.comparisons] == ["60 s passed", "first"]
+        with pytest.raises(InvalidRequestError, match=r"^comparison\.cause"):
+            await client.set_decodes("spread", ShapeComparison(cause="x" * 1000))
+        assert router.cluster.placement.decodes == "gather"
+
+
+async def test_the_recent_load_has_no_probes_and_a_limit(folder: Path) -> None:
+    router = elastic()
+    for i in range(60):
+        name = RequestId(f"r{i}")
+        router.traces[name] = RequestTrace(request_id=name, arrival=float(i), num_prompt_tokens=i, is_probe=i == 58)
+    async with running(folder, router) as server, AsyncClient(server.address) as client:
+        load = await client.load(3)
+        assert (load.policy, load.decodes, load.admission) == ("elastic", "spread", True)
+        assert [each.prompt_tokens for each in load.requests] == [59, 57]
+        assert len((await client.load()).requests) == 59
+        with pytest.raises(InvalidRequestError, match="limit"):
+            await client.load(1001)

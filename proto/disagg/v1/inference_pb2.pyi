@@ -504,3 +504,155 @@ class StageTime(_message.Message):
     stage: str
     at_ms: float
     def __init__(self, stage: _Optional[str] = ..., at_ms: _Optional[float] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("requests", "workers", "policy", "decodes", "admission", "link_latency_s", "link_byte_s", "now_s")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    LINK_LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTE_S_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecentRequest]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerCapacity]
+    policy: str
+    decodes: str
+    admission: bool
+    link_latency_s: float
+    link_byte_s: float
+    now_s: float
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerCapacity, _Mapping]]] = ..., policy: _Optional[str] = ..., decodes: _Optional[str] = ..., admission: bool = ..., link_latency_s: _Optional[float] = ..., link_byte_s: _Optional[float] = ..., now_s: _Optional[float] = ...) -> None: ...
+
+class RecentRequest(_message.Message):
+    __slots__ = ("arrival_s", "prompt_tokens", "completion_tokens", "is_complete", "max_tokens", "ttft_slo_s", "tpot_slo_s", "prefix_marks")
+    ARRIVAL_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MARKS_FIELD_NUMBER: _ClassVar[int]
+    arrival_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    is_complete: bool
+    max_tokens: int
+    ttft_slo_s: float
+    tpot_slo_s: float
+    prefix_marks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., is_complete: bool = ..., max_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tpot_slo_s: _Optional[float] = ..., prefix_marks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WorkerCapacity(_message.Message):
+    __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULING_FIELD_NUMBER: _ClassVar[int]
+    MAX_ITL_MS_FIELD_NUMBER: _ClassVar[int]
+    BASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_MS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+    max_model_len: int
+    kv_bytes_per_token: int
+    decode_reserve_tokens: int
+    watermark_blocks: int
+    scheduling: str
+    max_itl_ms: float
+    base_ms: float
+    prefill_token_ms: float
+    attended_ms: float
+    decode_ms: float
+    context_ms: float
+    def __init__(self, worker_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., scheduling: _Optional[str] = ..., max_itl_ms: _Optional[float] = ..., base_ms: _Optional[float] = ..., prefill_token_ms: _Optional[float] = ..., attended_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., context_ms: _Optional[float] = ...) -> None: ...
+
+class SetDecodesRequest(_message.Message):
+    __slots__ = ("decodes", "comparison")
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    COMPARISON_FIELD_NUMBER: _ClassVar[int]
+    decodes: str
+    comparison: ShapeComparison
+    def __init__(self, decodes: _Optional[str] = ..., comparison: _Optional[_Union[ShapeComparison, _Mapping]] = ...) -> None: ...
+
+class SetDecodesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetShapeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetShapeResponse(_message.Message):
+    __slots__ = ("policy", "decodes", "since", "changed_by", "comparisons")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_BY_FIELD_NUMBER: _ClassVar[int]
+    COMPARISONS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    decodes: str
+    since: float
+    changed_by: str
+    comparisons: _containers.RepeatedCompositeFieldContainer[ShapeComparison]
+    def __init__(self, policy: _Optional[str] = ..., decodes: _Optional[str] = ..., since: _Optional[float] = ..., changed_by: _Optional[str] = ..., comparisons: _Optional[_Iterable[_Union[ShapeComparison, _Mapping]]] = ...) -> None: ...
+
+class ShapeComparison(_message.Message):
+    __slots__ = ("at", "cause", "requests", "present", "chosen", "options", "difference", "error", "needed", "reason")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    cause: str
+    requests: int
+    present: str
+    chosen: str
+    options: _containers.RepeatedCompositeFieldContainer[ShapeOption]
+    difference: float
+    error: float
+    needed: float
+    reason: str
+    def __init__(self, at: _Optional[float] = ..., cause: _Optional[str] = ..., requests: _Optional[int] = ..., present: _Optional[str] = ..., chosen: _Optional[str] = ..., options: _Optional[_Iterable[_Union[ShapeOption, _Mapping]]] = ..., difference: _Optional[float] = ..., error: _Optional[float] = ..., needed: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ShapeOption(_message.Message):
+    __slots__ = ("decodes", "predictions")
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    decodes: str
+    predictions: _containers.RepeatedCompositeFieldContainer[RatePrediction]
+    def __init__(self, decodes: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[RatePrediction, _Mapping]]] = ...) -> None: ...
+
+class RatePrediction(_message.Message):
+    __slots__ = ("rate_factor", "attainment")
+    RATE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    rate_factor: float
+    attainment: float
+    def __init__(self, rate_factor: _Optional[float] = ..., attainment: _Optional[float] = ...) -> None: ...

@@ -323,6 +323,21 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/disagg.v1.AdminService/GetLoad',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.SetDecodes = channel.unary_unary(
+                '/disagg.v1.AdminService/SetDecodes',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.SetDecodesRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.SetDecodesResponse.FromString,
+                _registered_method=True)
+        self.GetShape = channel.unary_unary(
+                '/disagg.v1.AdminService/GetShape',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.GetShapeRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.GetShapeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -379,6 +394,28 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """GetLoad returns what the recent load is replayed from: the latest requests, and the workers as placement has them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDecodes(self, request, context):
+        """SetDecodes sets where answers decode (policy `elastic`), from the next placement on; what runs stays where it is.
+        The gateway keeps the comparison that comes with it, for GetShape.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetShape(self, request, context):
+        """GetShape returns where answers decode, since when, and what was compared lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -416,6 +453,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.GetLoadRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'SetDecodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDecodes,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.SetDecodesRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.SetDecodesResponse.SerializeToString,
+            ),
+            'GetShape': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShape,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.GetShapeRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.GetShapeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -608,6 +660,87 @@ class AdminService(object):
             '/disagg.v1.AdminService/DrainWorker',
             disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/GetLoad',
+            disagg_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDecodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/SetDecodes',
+            disagg_dot_v1_dot_inference__pb2.SetDecodesRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.SetDecodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetShape(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/GetShape',
+            disagg_dot_v1_dot_inference__pb2.GetShapeRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.GetShapeResponse.FromString,
             options,
             channel_credentials,
             insecure,

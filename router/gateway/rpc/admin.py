@@ -4,6 +4,7 @@ controller."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,14 +26,18 @@ from disagg.proto.control import (
 from disagg.proto.errors import InternalError, InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.api import Router
+from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.rights import Rights
-from disagg.router.gateway.rpc.admin_answers import explanation, pool_states
+from disagg.router.gateway.rpc.admin_answers import explanation, placement_facts, pool_states, recent_request
 from disagg.router.gateway.rpc.probe import PairProbe
+from disagg.router.gateway.rpc.shape import MAX_CHARS, Shape, check, why
 from disagg.router.gateway.rpc.state_feed import StateFeed
 from disagg.router.gateway.status import abort_on_error
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
 
 Control = Callable[[ControlRequest], Awaitable[ControlReply]]
 """Calls the controller; raises `UnavailableError` when it does not answer."""
@@ -41,6 +46,9 @@ DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 DEFAULT_LISTED = 20
 MAX_LISTED = 1000
+DEFAULT_LOAD = 600
+_AT_ONCE = 50
+"""Requests of `GetLoad` that are written without a pause."""
 MAX_AGE_S = 0.1
 """Of a state for callers other than admins: all of them cost the controller one call in this time."""
 MAX_SHOWN_SIZES = 8
@@ -86,6 +94,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._clock = clock
         self._feed = StateFeed(self._known, router.view, clock)
         self._wall_clock = wall_clock
+        self._shape = Shape(wall_clock())
 
     @override
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
@@ -146,6 +155,49 @@ class AdminService(pb_grpc.AdminServiceServicer):
             return pb.DrainWorkerResponse()
 
     @override
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        async with abort_on_error(context):
+            self._rights.require_admin(context)
+            limit = request.limit if request.HasField("limit") else DEFAULT_LOAD
+            if limit > MAX_LISTED:
+                raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
+            response = placement_facts(self._router.view())
+            response.now_s = self._clock()
+            for number, trace in enumerate(self._router.recent(limit)):
+                if not trace.is_probe:
+                    response.requests.append(recent_request(trace))
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)  # as in `ListRequests`
+            return response
+
+    @override
+    async def SetDecodes(self, request: pb.SetDecodesRequest, context: Context) -> pb.SetDecodesResponse:
+        async with abort_on_error(context):
+            self._rights.require_admin(context)
+            before, after = self._router.view().placement.decodes, _decodes(request.decodes)
+            if before is None:
+                raise InvalidRequestError("decodes", "the placement policy of this cluster has no such setting")
+            check(request.comparison)
+            now = self._wall_clock()
+            if request.HasField("comparison"):
+                self._shape.note(request.comparison, now)
+            if after != before:
+                caller = self._rights.caller(context)
+                by = f"tenant {caller.tenant}" if caller.tenant else "a caller without a key"
+                reason = why(request.comparison) if request.HasField("comparison") else ""
+                async with self._change(context, f"set decodes {after}"):
+                    self._router.set_decodes(after)
+                logger.warning("%s", self._shape.changed(before, after, by, reason, now))
+            return pb.SetDecodesResponse()
+
+    @override
+    async def GetShape(self, request: pb.GetShapeRequest, context: Context) -> pb.GetShapeResponse:
+        async with abort_on_error(context):
+            self._rights.require_admin(context)
+            placement = self._router.view().placement
+            return self._shape.answer(placement.policy, placement.decodes)
+
+    @override
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
         async with abort_on_error(context), self._change(context, f"probe {request.prefill_worker}"):
             if self._probe is None:
@@ -181,6 +233,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
 def _scaling(request: pb.SetPoolSizesRequest) -> str:
     return "scale " + " ".join(f"{entry.pool}={entry.size}" for entry in request.sizes[:MAX_SHOWN_SIZES])
+
+
+def _decodes(text: str) -> Decodes:
+    for decodes in get_args(Decodes):
+        if decodes == text:
+            return decodes  # type: ignore[no-any-return]  # get_args is untyped
+    raise InvalidRequestError("decodes", f"must be {' or '.join(get_args(Decodes))}, not {text[:MAX_CHARS]!r}")
 
 
 def _pool_name(text: str) -> PoolName:

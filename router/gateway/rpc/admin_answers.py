@@ -9,8 +9,11 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
 from disagg.router.telemetry.spans import spans_of
+from disagg.router.telemetry.telemetry import ANSWERED
 from disagg.v1 import inference_pb2 as pb
 
+_MARK_BYTES: Final = 8
+"""Of a block hash that a mark has."""
 _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
 """Fields of a worker that only admins see."""
 
@@ -84,6 +87,53 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
     if trace.placement is not None:
         response.options.extend(_option(option) for option in trace.placement.options())
     return response
+
+
+def recent_request(trace: RequestTrace) -> pb.RecentRequest:
+    """One request for a replay."""
+    return pb.RecentRequest(
+        arrival_s=trace.arrival,
+        prompt_tokens=trace.num_prompt_tokens,
+        completion_tokens=trace.num_output_tokens,
+        is_complete=trace.outcome in ANSWERED,
+        max_tokens=trace.most_output_tokens,
+        ttft_slo_s=trace.ttft_slo_s,
+        tpot_slo_s=trace.tpot_slo_s,
+        prefix_marks=[int.from_bytes(mark[:_MARK_BYTES], "little") for mark in trace.prefix_marks],
+    )
+
+
+def placement_facts(view: ClusterView) -> pb.GetLoadResponse:
+    """What requests are placed by: the usable workers, and settings."""
+    placement = view.placement
+    return pb.GetLoadResponse(
+        workers=[_capacity(worker) for worker in view.workers if not worker.is_draining and not worker.is_suspected],
+        policy=placement.policy,
+        decodes=placement.decodes or "",
+        admission=placement.admission,
+        link_latency_s=placement.link_latency_s,
+        link_byte_s=placement.link_byte_s,
+    )
+
+
+def _capacity(worker: WorkerView) -> pb.WorkerCapacity:
+    info, steps = worker.info, worker.steps
+    found = pb.WorkerCapacity(
+        worker_id=info.worker_id,
+        kv_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        token_budget=info.token_budget,
+        max_model_len=info.max_model_len,
+        kv_bytes_per_token=info.kv_layout.bytes_per_token,
+        decode_reserve_tokens=info.decode_reserve_tokens,
+        watermark_blocks=info.watermark_blocks,
+        scheduling=info.scheduling,
+        max_itl_ms=info.max_itl_ms,
+    )
+    if steps is not None:
+        found.base_ms, found.prefill_token_ms, found.attended_ms, found.decode_ms, found.context_ms = steps
+    return found
 
 
 def _transfers(src: WorkerId, metrics: WorkerMetrics) -> list[pb.TransferState]:

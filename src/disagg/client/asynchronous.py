@@ -21,6 +21,9 @@ from disagg.client.types import (
     Options,
     Probe,
     Prompt,
+    RecentLoad,
+    Shape,
+    ShapeComparison,
     Targets,
 )
 from disagg.client.wire import delta_of, state_of
@@ -116,6 +119,19 @@ class AsyncClient(ClientBase):
     async def requests(self, limit: int = 20) -> list[Explanation]:
         """The same of the latest requests, newest first."""
         return await self._run(self._calls.requests(limit))
+
+    async def load(self, limit: int = 600) -> RecentLoad:
+        """The latest requests, newest first, and the workers as placement has them: what a replay needs."""
+        return await self._run(self._calls.load(limit))
+
+    async def shape(self) -> Shape:
+        """Where answers decode, since when, and what was compared lately."""
+        return await self._run(self._calls.shape())
+
+    async def set_decodes(self, decodes: str, comparison: ShapeComparison | None = None) -> None:
+        """Place answers so from now on, `spread` or `gather`, in a cluster of mode elastic; what runs stays where it
+        is. The gateway keeps the comparison for `shape`."""
+        await self._run(self._calls.set_decodes(decodes, comparison))
 
     def watch(self, interval_s: float = 1.0) -> AsyncGenerator[ClusterState, None]:
         """The state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is closed.

@@ -20,6 +20,9 @@ from disagg.client.types import (
     Options,
     Probe,
     Prompt,
+    RecentLoad,
+    Shape,
+    ShapeComparison,
     Targets,
 )
 from disagg.client.wire import delta_of, state_of
@@ -115,6 +118,19 @@ class Client(ClientBase):
     def requests(self, limit: int = 20) -> list[Explanation]:
         """The same of the latest requests, newest first."""
         return self._run(self._calls.requests(limit))
+
+    def load(self, limit: int = 600) -> RecentLoad:
+        """The latest requests, newest first, and the workers as placement has them: what a replay needs."""
+        return self._run(self._calls.load(limit))
+
+    def shape(self) -> Shape:
+        """Where answers decode, since when, and what was compared lately."""
+        return self._run(self._calls.shape())
+
+    def set_decodes(self, decodes: str, comparison: ShapeComparison | None = None) -> None:
+        """Place answers so from now on, `spread` or `gather`, in a cluster of mode elastic; what runs stays where it
+        is. The gateway keeps the comparison for `shape`."""
+        self._run(self._calls.set_decodes(decodes, comparison))
 
     def watch(self, interval_s: float = 1.0) -> Generator[ClusterState, None, None]:
         """The state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is closed."""

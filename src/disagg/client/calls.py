@@ -18,12 +18,27 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from disagg.client.credentials import Credentials
-from disagg.client.types import Answer, ClusterState, Explanation, Message, Model, Options, Probe, Prompt, Targets
+from disagg.client.types import (
+    Answer,
+    ClusterState,
+    Explanation,
+    Message,
+    Model,
+    Options,
+    Probe,
+    Prompt,
+    RecentLoad,
+    Shape,
+    ShapeComparison,
+    Targets,
+)
 from disagg.client.wire import answer_of, first_name, make_request, sizes_request, target_metadata, tokenize_request
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
+LOAD_TIMEOUT_S = 30.0
+"""For the calls of a twin, which must not wait for ever."""
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -123,6 +138,21 @@ class Calls:
         """The records of the latest requests."""
         response = yield self._call(self._admin.ListRequests, pb.ListRequestsRequest(limit=limit))
         return list(response.requests)
+
+    def load(self, limit: int) -> Flow[RecentLoad]:
+        """The recent load."""
+        response: RecentLoad = yield self._call(self._admin.GetLoad, pb.GetLoadRequest(limit=limit), LOAD_TIMEOUT_S)
+        return response
+
+    def shape(self) -> Flow[Shape]:
+        """Where answers decode."""
+        response: Shape = yield self._call(self._admin.GetShape, pb.GetShapeRequest())
+        return response
+
+    def set_decodes(self, decodes: str, comparison: ShapeComparison | None) -> Flow[None]:
+        """Where answers shall decode."""
+        request = pb.SetDecodesRequest(decodes=decodes, comparison=comparison)
+        yield self._call(self._admin.SetDecodes, request, LOAD_TIMEOUT_S)
 
     def watch(self, interval_s: float) -> Flow[Call]:
         """The call whose responses are states."""

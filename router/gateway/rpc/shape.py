@@ -1,0 +1,97 @@
+"""Where answers decode: since when, by whom, and what was compared lately. Pure.
+
+Whoever compares settings (a twin, see docs/elastic.md) sends what it found with what it sets, and the gateway keeps the
+latest of that for operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.config import Decodes
+from disagg.v1 import inference_pb2 as pb
+
+MAX_KEPT = 20
+"""Comparisons."""
+MAX_OPTIONS, MAX_RATES = 8, 8
+MAX_CHARS = 200
+"""Of a text in a comparison."""
+
+
+class Shape:
+    """The changes of one gateway. Owner: its `AdminService`. Times are seconds since the epoch."""
+
+    def __init__(self, started: float) -> None:
+        self._since = started
+        self._changed_by = ""
+        self._comparisons: deque[pb.ShapeComparison] = deque(maxlen=MAX_KEPT)
+
+    def changed(self, before: Decodes, after: Decodes, by: str, why: str, now: float) -> str:
+        """The setting was changed; the line for the log: who, what, since when, and what happens next."""
+        earlier = f"{before} since {now - self._since:.0f} s ago by {self._changed_by or 'configuration'}"
+        self._since, self._changed_by = now, by
+        return (
+            f"answers decode with {after} from the next placement on (was {earlier}); set by {by}: "
+            f"{why or 'no figures were given'}; running requests stay where they are"
+        )
+
+    def note(self, comparison: pb.ShapeComparison, now: float) -> None:
+        """Keep a comparison, which `check` let pass."""
+        kept = pb.ShapeComparison()
+        kept.CopyFrom(comparison)
+        kept.at = now
+        self._comparisons.appendleft(kept)
+
+    def answer(self, policy: str, decodes: Decodes | None) -> pb.GetShapeResponse:
+        """For operators."""
+        return pb.GetShapeResponse(
+            policy=policy,
+            decodes=decodes or "",
+            since=self._since,
+            changed_by=self._changed_by,
+            comparisons=self._comparisons,
+        )
+
+
+def check(comparison: pb.ShapeComparison) -> None:
+    """Raises `InvalidRequestError` for one that is too large, or has what is no number."""
+    if len(comparison.options) > MAX_OPTIONS:
+        raise InvalidRequestError("comparison.options", f"at most {MAX_OPTIONS}, not {len(comparison.options)}")
+    for option in comparison.options:
+        if len(option.predictions) > MAX_RATES:
+            raise InvalidRequestError(
+                "comparison.options.predictions", f"at most {MAX_RATES}, not {len(option.predictions)}"
+            )
+    for name in ("cause", "present", "chosen", "reason"):
+        _check_text(f"comparison.{name}", getattr(comparison, name))
+    for option in comparison.options:
+        _check_text("comparison.options.decodes", option.decodes)
+    if not all(map(math.isfinite, _numbers(comparison))):
+        raise InvalidRequestError("comparison", "every number must be finite")
+
+
+def why(comparison: pb.ShapeComparison) -> str:
+    """A comparison in one line."""
+    predicted = ", ".join(
+        f"{option.decodes} {'/'.join(f'{each.attainment:.3f}' for each in option.predictions)}"
+        for option in comparison.options
+    )
+    return (
+        f"{comparison.reason} ({comparison.cause}; predicted on {comparison.requests} requests: {predicted}; "
+        f"difference {comparison.difference:+.3f}, error {comparison.error:.3f})"
+    )
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_CHARS or not text.isprintable():
+        raise InvalidRequestError(name, f"must be printable and have at most {MAX_CHARS} characters")
+
+
+def _numbers(comparison: pb.ShapeComparison) -> Iterator[float]:
+    yield from (comparison.difference, comparison.error, comparison.needed)
+    for option in comparison.options:
+        for each in option.predictions:
+            yield from (each.rate_factor, each.attainment)
