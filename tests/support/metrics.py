@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, TransferCount, WorkerMetrics
-from disagg.router.api import ClusterView, WorkerView
+from disagg.router.api import ClusterView, PlacementView, WorkerView
 from disagg.router.statistics import RouterStats, TenantUsage
 from tests.support.router import worker_info
 from tests.support.waiting import eventually
@@ -36,6 +36,7 @@ def busy_view() -> ClusterView:
     stats.itl.observe(0.01, 57)
     stats.stages["prefill"].observe(0.125)
     stats.prediction_ratio["ttft"].observe(1.5)
+    stats.num_decodes_changes = 3
     stats.tenants["a"] = TenantUsage(Counter(stop=2, cancelled=4), 90, 60, Counter(queued=3))
     stats.tenants["b"] = TenantUsage(Counter(length=1), 10, 10)
     p0 = WorkerView(
@@ -85,6 +86,7 @@ def busy_view() -> ClusterView:
         },
         events={"refused": 7},
         tenants={"a": (1, 4), "b": (0, 2)},
+        placement=PlacementView("elastic", "gather"),
     )
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client.core import Metric
 
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
+from disagg.router.config import Decodes
 from disagg.router.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
 from disagg.router.statistics import RouterStats
 from disagg.router.telemetry.telemetry import ANSWERED, SLOS
@@ -149,6 +151,20 @@ def _router(view: ClusterView) -> Iterator[Metric]:
         ("event",),
         [((event,), count) for event, count in sorted(view.events.items())],
     )
+    decodes = view.placement.decodes
+    if decodes is not None:
+        yield gauge(
+            "disagg_router_decodes",
+            "Where answers decode: 1 for the present setting, spread or gather.",
+            ("setting",),
+            [((setting,), int(setting == decodes)) for setting in get_args(Decodes)],
+        )
+        yield counter(
+            "disagg_router_decodes_changes",
+            "How often that setting was changed.",
+            (),
+            [((), view.stats.num_decodes_changes)],
+        )
     yield gauge(
         "disagg_router_quarantined",
         "Circuit breakers of a worker (instance) that are not closed.",

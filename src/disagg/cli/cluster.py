@@ -32,6 +32,8 @@ def start(
     settings = load_config(config)
     address = ray_operate.ray_address(settings, ray_address)
     ray_operate.run_start(settings, address, console(), timeout if wait else None)
+    if settings.placement.decodes == "auto":
+        console().print("placement.decodes is auto: keep its twin running on this node, by: disagg twin", style="dim")
 
 
 @app.command(epilog=examples("disagg cluster stop"))

@@ -212,21 +212,38 @@ def top(
     raise typer.Exit(run_top(address, console(), once=once, interval_s=interval))
 
 
+@app.command(rich_help_panel=OPERATE, epilog=examples("disagg twin", "disagg twin --address 10.0.0.5:8470"))
+def twin(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Choose where answers decode in a cluster of mode elastic: replay what came lately, and set what is better.
+    `disagg up` starts one by itself with placement.decodes: auto. Ctrl-C ends it."""
+    from disagg.cli.twin.command import run_twin
+
+    run_twin(address, console())
+
+
 @app.command(
     rich_help_panel=OPERATE,
-    epilog=examples("disagg explain", "disagg explain --list", "disagg explain --json"),
+    epilog=examples("disagg explain", "disagg explain --list", "disagg explain --shape", "disagg explain --json"),
 )
 def explain(
     request_id: Annotated[str | None, typer.Argument(help="Of the request; the latest one without.")] = None,
     address: AddressOption = DEFAULT_ADDRESS,
     show_list: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
+    show_shape: Annotated[
+        bool, typer.Option("--shape", help="Show where answers decode, and what was compared, instead.")
+    ] = False,
     limit: LimitOption = 20,
     json: JsonOption = False,
 ) -> None:
     """Show where a request ran, why there, what was predicted and measured, and where its time went."""
     from disagg.cli.explain import run_explain, run_list
+    from disagg.cli.twin.report import run_explain_shape
 
-    if show_list:
+    if show_shape and (show_list or request_id is not None):
+        raise typer.BadParameter("--shape is of the cluster; leave the request and --list away")
+    if show_shape:
+        run_explain_shape(address, console(), as_json=json)
+    elif show_list:
         run_list(address, limit, console(), as_json=json)
     else:
         run_explain(address, request_id, console(), as_json=json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.api import ClusterView
+from disagg.router.api import ClusterView, PlacementView
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import Samples, busy_view, read_samples, value
 
@@ -168,6 +168,15 @@ def test_an_empty_cluster_has_metrics_too() -> None:
     found = read_samples(GatewayMetrics(lambda: ClusterView((), 0, 0), "tiny").render()[0])
     assert value(found, "vllm:kv_cache_usage_perc", model_name="tiny") == 0
     assert value(found, "disagg_inter_token_latency_seconds_count") == 0
+
+
+def test_where_answers_decode_is_shown_by_policies_that_have_the_setting(metrics: GatewayMetrics) -> None:
+    without = ClusterView((), 0, 0, placement=PlacementView("joint"))
+    assert not any("decodes" in name for name in read_samples(GatewayMetrics(lambda: without, "tiny").render()[0]))
+    found = read_samples(metrics.render()[0])
+    assert value(found, "disagg_router_decodes", setting="gather") == 1
+    assert value(found, "disagg_router_decodes", setting="spread") == 0
+    assert value(found, "disagg_router_decodes_changes_total") == 3
 
 
 def test_the_client_chooses_the_format(metrics: GatewayMetrics) -> None:

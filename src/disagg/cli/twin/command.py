@@ -1,0 +1,112 @@
+"""`disagg twin`: look at a cluster every few seconds, compare settings when that is due, set the better one.
+
+It waits for every other process (niceness 19), and has bounds: of memory, and of processor time for each look. Beyond
+them it is killed by the kernel, which harms nothing: the cluster keeps its present setting.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+
+from disagg.cli.address import UNREACHABLE
+from disagg.cli.operate import open_client
+from disagg.cli.twin.wire import load_from, message_of
+from disagg.client import Client
+from disagg.cluster.system.process_tools import StopFlag
+from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.simulator.twin.comparison import Comparison
+from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, MOST, Twin
+
+LOOK_S = 10.0
+"""Between two looks."""
+MOST_PAUSE_S = 60.0
+"""Between two tries to reach a gateway."""
+NICENESS = 19
+MEMORY_BYTES = 1 << 30
+"""Of data; beyond it there is a `MemoryError`."""
+LOOK_CPU_S = 120
+"""Processor time of one look; beyond it the kernel ends the process."""
+
+
+def run_twin(address: str, console: Console) -> None:
+    """Until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: if the cluster has no such setting.
+        DisaggError: if the gateway refuses, such as for want of an admin's key.
+    """
+    be_modest()
+    stop = StopFlag(signal.SIGINT, signal.SIGTERM)
+    try:
+        with open_client(address) as client:
+            look_again_and_again(client, stop.wait, console)
+    finally:
+        stop.close()
+
+
+def be_modest() -> None:
+    """Lowest priority, and bounded memory."""
+    os.nice(NICENESS - os.nice(0))
+    for limit, value in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(limit)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (allowed, hard))
+
+
+def look_again_and_again(client: Client, wait: Callable[[float], bool], console: Console) -> None:
+    """Until `wait`, which gets the seconds to the next look, says so. A gateway that does not answer is tried again,
+    less and less often. Raises as `run_twin`."""
+    twin, seen_s, pause_s = Twin(), -float("inf"), LOOK_S
+    while True:
+        try:
+            load = load_from(client.load(MOST + LEAD_IN))
+            if load.now_s < seen_s:  # another machine's clock, or that of another start
+                twin = Twin()
+            seen_s = load.now_s
+            if load.decodes is None:
+                raise ConfigError("this cluster has no setting for a twin: it is for mode elastic, policy elastic")
+            _bound_look()
+            gc.disable()  # a replay leaves no cycles, and has very many objects
+            try:
+                comparison = twin.look(load)
+            finally:
+                gc.enable()
+            if comparison is not None:
+                client.set_decodes(comparison.chosen, message_of(comparison))
+                if comparison.is_change:
+                    console.print(escape(line_of(comparison)), highlight=False, soft_wrap=True)
+            pause_s = LOOK_S
+        except UnavailableError as error:
+            if error.code != UNREACHABLE:
+                raise
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        if wait(pause_s):
+            return
+
+
+def line_of(comparison: Comparison) -> str:
+    """A change, for people."""
+    predicted = ", ".join(
+        f"{each.decodes} {' / '.join(f'{share:.1%}' for _, share in each.by_rate)}" for each in comparison.attained
+    )
+    return (
+        f"twin: answers decode with {comparison.chosen} instead of {comparison.present}: {comparison.cause}; predicted "
+        f"on {comparison.num_requests} requests: {predicted} (difference {comparison.difference:+.1%}, error "
+        f"{comparison.error:.1%}); compared again within {EVERY_S:.0f} s, changed again before that only if the load "
+        "changes"
+    )
+
+
+def _bound_look() -> None:
+    """The processor time that the process may have used at the end of this look."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + LOOK_CPU_S
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

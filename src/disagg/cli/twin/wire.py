@@ -1,0 +1,88 @@
+"""Between the protobufs of `AdminService` and what the twin takes and gives. Pure."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from disagg.client import RecentLoad, ShapeComparison
+from disagg.client.types import RatePrediction, RecentRequest, ShapeOption, WorkerCapacity
+from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.router.config import Decodes
+from disagg.simulator.twin.comparison import Comparison
+from disagg.simulator.twin.load import Arrival, Capacity, Load, check_marks
+
+
+def load_from(response: RecentLoad) -> Load:
+    """What a gateway told. Workers without measured steps are left out. Raises `ValueError` naming a field that cannot
+    be."""
+    arrivals = [_arrival(request) for request in response.requests]
+    return Load(
+        now_s=response.now_s,
+        arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)),
+        workers=tuple(_capacity(worker) for worker in response.workers if worker.base_ms > 0),
+        decodes=_decodes(response.decodes),
+        admission=response.admission,
+        link_latency_s=response.link_latency_s,
+        link_byte_s=response.link_byte_s,
+    )
+
+
+def message_of(comparison: Comparison) -> ShapeComparison:
+    """For the gateway."""
+    return ShapeComparison(
+        cause=comparison.cause,
+        requests=comparison.num_requests,
+        present=comparison.present,
+        chosen=comparison.chosen,
+        options=[
+            ShapeOption(
+                decodes=each.decodes,
+                predictions=[RatePrediction(rate_factor=rate, attainment=share) for rate, share in each.by_rate],
+            )
+            for each in comparison.attained
+        ],
+        difference=comparison.difference,
+        error=comparison.error,
+        needed=comparison.needed,
+        reason=comparison.reason,
+    )
+
+
+def _decodes(text: str) -> Decodes | None:
+    if text and text not in get_args(Decodes):
+        raise ValueError(f"decodes: the gateway has {text!r}, this version knows {', '.join(get_args(Decodes))}")
+    return next((each for each in get_args(Decodes) if each == text), None)
+
+
+def _arrival(request: RecentRequest) -> Arrival:
+    arrival = Arrival(
+        at_s=request.arrival_s,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.completion_tokens,
+        is_complete=request.is_complete,
+        most_output_tokens=request.max_tokens,
+        ttft_s=request.ttft_slo_s if request.HasField("ttft_slo_s") else None,
+        tpot_s=request.tpot_slo_s if request.HasField("tpot_slo_s") else None,
+        marks=tuple(request.prefix_marks),
+    )
+    check_marks(arrival)
+    return arrival
+
+
+def _capacity(worker: WorkerCapacity) -> Capacity:
+    return Capacity(
+        worker_id=worker.worker_id,
+        num_blocks=worker.kv_blocks,
+        block_size=worker.block_size,
+        max_num_seqs=worker.max_num_seqs,
+        token_budget=worker.token_budget,
+        max_model_len=worker.max_model_len,
+        bytes_per_token=worker.kv_bytes_per_token,
+        decode_reserve_tokens=worker.decode_reserve_tokens,
+        watermark_blocks=worker.watermark_blocks,
+        scheduling=worker.scheduling,
+        max_itl_ms=worker.max_itl_ms if worker.HasField("max_itl_ms") else None,
+        steps=StepCoefficients(
+            worker.base_ms, worker.prefill_token_ms, worker.attended_ms, worker.decode_ms, worker.context_ms
+        ),
+    )

@@ -1,0 +1,181 @@
+"""The twin as a child of `disagg up`, with processes that are none; and its loop, with a client that is none."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from disagg.cli.twin import command, process
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.proto.ids import RequestId
+from disagg.router.api import RequestTrace
+from disagg.router.gateway.rpc.admin_answers import recent_request
+from disagg.v1 import inference_pb2 as pb
+
+
+class Child:
+    """A process whose end is given."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        return self.status
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    started: list[Child] = []
+    ended: list[Child] = []
+
+    def spawn(module: str, message: object, environment: dict[str, str], output: object) -> Child:
+        assert module == "disagg.cli.twin.process"
+        assert message == process.TwinSettings(address="127.0.0.1:9")
+        started.append(Child(len(started) + 1))
+        return started[-1]
+
+    monkeypatch.setattr(process, "spawn", spawn)
+    monkeypatch.setattr(process, "end", lambda processes, timeout_s: ended.extend(processes))
+    return started
+
+
+def pid_of(twin: process.TwinProcess) -> int | None:
+    return twin.pid
+
+
+def test_a_twin_that_ends_is_started_again_later_and_later(children: list[Child]) -> None:
+    twin = process.TwinProcess("127.0.0.1:9", 0.0)
+    starts: list[int] = []
+    for now in range(100):
+        if children and len(starts) < 5:
+            children[-1].status = 1
+        before = len(children)
+        twin.tick(float(now))
+        if len(children) > before:
+            starts.append(now)
+    # It ends at once each time: pauses of 1, 2, 4, 8 s after the second in which that is seen.
+    assert starts == [0, 2, 5, 10, 19]
+
+
+def test_its_end_is_shown_and_one_that_ran_for_long_comes_back_soon(children: list[Child]) -> None:
+    twin = process.TwinProcess("127.0.0.1:9", 0.0)
+    assert twin.tick(0.0) is None
+    assert pid_of(twin) == 1
+    children[0].status = -9
+    assert twin.tick(200.0) == (
+        "the twin ended (killed by SIGKILL) and starts again in 0.5 s; until then the present setting of "
+        "placement.decodes stays"
+    )
+    assert pid_of(twin) is None
+    assert twin.tick(200.4) is None
+    assert len(children) == 1
+    twin.tick(200.5)
+    assert pid_of(twin) == 2
+    twin.stop()
+    twin.stop()
+    assert pid_of(twin) is None
+
+
+def test_a_twin_is_for_auto_and_needs_an_admins_key_where_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISAGG_API_KEY", raising=False)
+    auto = parse_config({"mode": "elastic", "placement": {"decodes": "auto"}})
+    assert process.is_wanted(auto)
+    assert not process.is_wanted(parse_config({"mode": "elastic"}))
+    assert process.missing_key(auto) == ""
+    keyed = parse_config({"mode": "elastic", "placement": {"decodes": "auto"}, "gateway": {"api_keys": "keys.yaml"}})
+    assert process.missing_key(keyed).startswith("placement.decodes: auto needs the key of an admin in DISAGG_API_KEY")
+    monkeypatch.setenv("DISAGG_API_KEY", "sk-x")
+    assert process.missing_key(keyed) == ""
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class FakeClient:
+    """Answers of a gateway, one after the other; the last one again and again."""
+
+    def __init__(self, *answers: pb.GetLoadResponse | Exception) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+        self.told: list[tuple[str, pb.ShapeComparison]] = []
+
+    def load(self, limit: int) -> pb.GetLoadResponse:
+        answer = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def set_decodes(self, decodes: str, comparison: pb.ShapeComparison) -> None:
+        self.told.append((decodes, comparison))
+
+
+def looks(client: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], str]:
+    """The pauses of so many looks, and what was shown."""
+    monkeypatch.setattr(command, "_bound_look", lambda: None)
+    pauses: list[float] = []
+    out = io.StringIO()
+
+    def wait(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        return len(pauses) == number
+
+    command.look_again_and_again(client, wait, Console(file=out, width=400))
+    return pauses, out.getvalue()
+
+
+def test_a_gateway_that_does_not_answer_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = UnavailableError("no gateway", "unreachable")
+    there = pb.GetLoadResponse(policy="elastic", decodes="spread")
+    client = FakeClient(gone, gone, gone, gone, there)
+    assert looks(client, 6, monkeypatch) == ([20.0, 40.0, 60.0, 60.0, 10.0, 10.0], "")
+    assert client.told == []
+
+
+def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnavailableError, match="stopping"):
+        looks(FakeClient(UnavailableError("stopping", "shutting_down")), 1, monkeypatch)
+    with pytest.raises(ConfigError, match="mode elastic"):
+        looks(FakeClient(pb.GetLoadResponse(policy="joint")), 1, monkeypatch)
+
+
+def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = pb.WorkerCapacity(
+        worker_id="w0",
+        kv_blocks=1000,
+        block_size=16,
+        max_num_seqs=64,
+        token_budget=1024,
+        max_model_len=4096,
+        kv_bytes_per_token=1000,
+        scheduling="slack",
+        base_ms=5.0,
+        prefill_token_ms=0.4,
+        decode_ms=0.5,
+    )
+    traces = [
+        RequestTrace(
+            request_id=RequestId(f"r{number}"),
+            arrival=float(number),
+            num_prompt_tokens=64,
+            num_output_tokens=4,
+            most_output_tokens=4,
+            outcome="length",
+            ttft_slo_s=2.0,
+        )
+        for number in range(40)
+    ]
+    response = pb.GetLoadResponse(
+        requests=map(recent_request, traces), workers=[worker], policy="elastic", decodes="spread", now_s=40.0
+    )
+    client = FakeClient(response)
+    pauses, shown = looks(client, 2, monkeypatch)
+    assert (pauses, shown) == ([10.0, 10.0], "")
+    ((decodes, comparison),) = client.told
+    assert (decodes, comparison.requests, comparison.chosen) == ("spread", 40, "spread")
+    assert [[each.attainment for each in option.predictions] for option in comparison.options] == [[1.0, 1.0]] * 2
