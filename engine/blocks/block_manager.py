@@ -191,11 +191,12 @@ class BlockManager:
         """
         refs = Counter(block for table in block_tables for block in table)
         problems = self.prefix.check_integrity() + self._check_states()
-        problems += [
-            f"block {block}: {self._refs[block]} references counted, {refs[block]} tables list it"
-            for block in range(self.num_blocks)
-            if self._refs[block] != refs[block]
-        ]
+        if {block: count for block, count in enumerate(self._refs) if count} != dict(refs):
+            problems += [
+                f"block {block}: {count} references counted, {refs[block]} tables list it"
+                for block, count in enumerate(self._refs)
+                if count != refs[block]
+            ]
         if num_reserved != self._num_reserved:
             problems.append(f"{self._num_reserved} blocks reserved, sequences have {num_reserved}")
         if self.num_available < 0:
@@ -204,15 +205,13 @@ class BlockManager:
 
     def _check_states(self) -> list[str]:
         problems = []
-        for block in range(self.num_blocks):
-            states = ["free"] if block in self._free else []
-            if self.prefix.is_evictable(block):
-                states.append("cached")
-            if self._refs[block]:
-                states.append("active")
-            if len(states) != 1:
-                problems.append(f"block {block} is {' and '.join(states) or 'lost'}")
-            if states == ["free"] and self.prefix.is_published(block):
+        evictable, published = self.prefix.evictable.blocks, self.prefix.published
+        for block, (is_free, num_refs) in enumerate(zip(self._free.flags, self._refs, strict=True)):
+            is_cached = block in evictable
+            if is_free + is_cached + (num_refs > 0) != 1:
+                states = {"free": is_free, "cached": is_cached, "active": num_refs}
+                problems.append(f"block {block} is {' and '.join(filter(states.get, states)) or 'lost'}")
+            elif is_free and block in published:
                 problems.append(f"block {block} is free and published")
         return problems
 

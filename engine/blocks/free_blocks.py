@@ -9,6 +9,7 @@ are given up together.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence as Seq
 
 
 class FreeBlocks:
@@ -32,6 +33,11 @@ class FreeBlocks:
 
     def __contains__(self, block: int) -> bool:
         return bool(self._is_free[block])
+
+    @property
+    def flags(self) -> Seq[int]:
+        """Of each block of the cache, whether it is free; read only."""
+        return self._is_free
 
     @property
     def has_whole(self) -> bool:

@@ -26,7 +26,9 @@ leaves.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import KeysView
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from disagg.engine.blocks.cached_blocks import CachedBlocks, TenantTag
 from disagg.proto.ids import BlockHash
@@ -42,8 +44,14 @@ class PrefixCache:
         self._tag_of: dict[int, TenantTag] = {}
         self._copies: set[int] = set()
         self.evictable = CachedBlocks() if evictable is None else evictable
-        self._announced: Counter[BlockHash] = Counter()
+        self._announced: dict[BlockHash, int] = {}
+        """How many published blocks have each hash."""
         self._events: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[BlockHash]]] = []
+
+    @property
+    def published(self) -> KeysView[int]:
+        """The blocks whose content is fixed by a published hash."""
+        return self._hashes_of.keys()
 
     @property
     def num_evictable(self) -> int:
@@ -88,8 +96,13 @@ class PrefixCache:
         self._tag_of[block] = tag if after is None else self._tag_of[after]
         if is_copy:
             self._copies.add(block)
-        self._announce(BlocksStored, [block_hash for block_hash in hashes if block_hash not in self._announced])
-        self._announced.update(hashes)
+        announced, new = self._announced, []
+        for block_hash in hashes:
+            count = announced.get(block_hash, 0)
+            if not count:
+                new.append(block_hash)
+            announced[block_hash] = count + 1
+        self._announce(BlocksStored, new)
         return block
 
     def is_published(self, block: int) -> bool:
@@ -127,10 +140,13 @@ class PrefixCache:
         self._copies.discard(block)
         hashes = self._hashes_of.pop(block)
         del self._block_of[hashes[-1]]
-        self._announced.subtract(hashes)
-        gone = [block_hash for block_hash in hashes if not self._announced[block_hash]]
-        for block_hash in gone:
-            del self._announced[block_hash]
+        announced, gone = self._announced, []
+        for block_hash in hashes:
+            if count := announced[block_hash] - 1:
+                announced[block_hash] = count
+            else:
+                del announced[block_hash]
+                gone.append(block_hash)
         self._announce(BlocksRemoved, gone)
         return block
 
@@ -149,7 +165,7 @@ class PrefixCache:
         problems = []
         if {hashes[-1]: block for block, hashes in self._hashes_of.items()} != self._block_of:
             problems.append("prefix cache: hash index and block index differ")
-        if Counter(block_hash for hashes in self._hashes_of.values() for block_hash in hashes) != self._announced:
+        if dict(Counter(chain.from_iterable(self._hashes_of.values()))) != self._announced:
             problems.append("prefix cache: announced hashes are not those of the published blocks")
         problems += [f"block {block} is evictable and has no hash" for block in self.evictable.blocks - self._hashes_of]
         if self._tag_of.keys() != self._hashes_of.keys():
