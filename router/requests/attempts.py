@@ -39,7 +39,7 @@ from disagg.router.requests.record import Attempt, RequestRecord
 from disagg.router.states import AttemptEvent, AttemptState, RequestEvent
 from disagg.router.statistics import RunningMean
 from disagg.router.workers.circuit_breakers import Leg
-from disagg.router.workers.worker import Worker, has_both_roles
+from disagg.router.workers.worker import Worker
 
 MIN_PAIR_TIMEOUT_S = 0.25
 TRIAL_TOKENS = 32
@@ -363,7 +363,7 @@ def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
 
 def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Worker, now: float) -> AttemptMarks:
     trace = record.trace
-    path: Path = "pd" if prefill_id is not None else "colocated" if has_both_roles(decode.info) else "local"
+    path: Path = "pd" if prefill_id is not None else "colocated" if decode.is_for_prompts else "local"
     queued = trace.marks[-1].ended if trace.marks else trace.stages["tokenize"]
     assert queued is not None, "the earlier attempt was ended"
     marks = AttemptMarks(
@@ -386,6 +386,6 @@ def _trace_start(record: RequestRecord, marks: AttemptMarks, now: float) -> None
 def _reason(choice: Choice, shortlists: Sequence[Shortlist]) -> str:
     if choice.prefill is not None:
         return "pair"
-    if has_both_roles(choice.decode.worker.info):
+    if choice.decode.worker.is_for_prompts:
         return "colocated"
     return "local_prefill" if any(shortlist.prefills for shortlist in shortlists) else "local_fallback"
