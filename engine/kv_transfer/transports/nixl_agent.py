@@ -26,10 +26,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from disagg.engine.plan import Buffer
 from disagg.proto.errors import ConfigError
+
+if TYPE_CHECKING:  # The controller asks whether the package is there, and needs nothing of the engine.
+    from disagg.engine.plan import Buffer
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 MemoryKind = Literal["DRAM", "VRAM"]

@@ -36,11 +36,11 @@ def test_a_name(
     if mode == "disaggregated":
         assert (pools.prefill.size, pools.decode.size) == sizes
         assert (pools.prefill.num_threads, pools.decode.num_threads) == (1, 1)
-        assert pools.prefill.token_budget == token_budget
+        assert pools.prefill.tokens_per_step == token_budget
     else:
         assert (pools.colocated.size,) == sizes
         assert (pools.colocated.num_threads, pools.colocated.scheduling) == (num_threads, scheduling)
-        assert pools.colocated.token_budget == token_budget
+        assert pools.colocated.tokens_per_step == token_budget
 
 
 def test_shapes_share_the_base_but_for_port_and_admission() -> None:
