@@ -23,7 +23,8 @@ from disagg.router.gateway.config import is_loopback
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "ray"
-CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml", "loopback.yaml")
+GPU_FILES = ("aws-gpu.yaml", "gcp-gpu.yaml")
+CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml", "loopback.yaml", *GPU_FILES)
 SLOT = "disagg_slot"
 SENSITIVE = re.compile(r"[0-9a-f]{32,}|BEGIN [A-Z ]*PRIVATE KEY|AKIA[0-9A-Z]{16}")
 
@@ -51,7 +52,7 @@ def commands(cluster_file: dict[str, Any]) -> list[str]:
 
 def test_every_cluster_file_is_tested() -> None:
     found = {path.name for path in FOLDER.glob("*.yaml")}
-    assert found == {*CLUSTER_FILES, "disagg.yaml", "disagg-loopback.yaml"}
+    assert found == {*CLUSTER_FILES, "disagg.yaml", "disagg-gpu.yaml", "disagg-loopback.yaml"}
 
 
 def test_ray_accepts_it(cluster_file: dict[str, Any]) -> None:
@@ -82,13 +83,36 @@ def test_each_pool_has_nodes_with_its_labels_and_room_for_its_workers(cluster_fi
     config = served_by(cluster_file)
     types = cluster_file["available_node_types"]
     assert cluster_file["head_node_type"] == "head"
-    assert SLOT not in types["head"]["resources"]
+    assert types["head"]["resources"] == {"CPU": 0}
     for name, pool in active_pools(config):
         node_type = types[name]
         assert pool.node_labels.items() <= node_type["labels"].items()
-        assert node_type["resources"][SLOT] * node_type["min_workers"] >= pool.size
+        taken = "GPU" if pool.device == "cuda" else SLOT
+        assert node_type["resources"][taken] >= pool.tp
+        assert node_type["resources"][taken] // pool.tp * node_type["min_workers"] >= pool.size
         others = [other for other in types if other != name]
         assert not [other for other in others if pool.node_labels.items() <= types[other]["labels"].items()]
+
+
+@pytest.mark.parametrize("name", GPU_FILES)
+def test_nodes_with_gpus_have_what_kernels_are_compiled_with_and_show_their_driver(name: str) -> None:
+    """Before a worker starts: Python's headers and a compiler, Triton, and a torch that sees the device."""
+    cluster_file = read(name)
+    setup, of_workers = " ".join(cluster_file["setup_commands"]), " ".join(cluster_file["worker_setup_commands"])
+    assert {"python3-dev", "g++"} <= set(setup.split())
+    assert 'disagg-*.whl)[gpu]"' in setup
+    assert "nvidia-smi" in of_workers
+    assert '.zeros(1, device="cuda")' in of_workers
+    for node_type in ("prefill", "decode"):
+        assert cluster_file["available_node_types"][node_type]["resources"] == {"CPU": 0, "GPU": 1}
+
+
+def test_gpu_pools_hand_over_in_pieces_of_several_hundred_tokens() -> None:
+    """A token of a model of 8B has 144 KiB of KV: the CPU's chunks of 4 MiB would be 28 tokens."""
+    config = load_config(FOLDER / "disagg-gpu.yaml")
+    assert [pool.device for _, pool in active_pools(config)] == ["cuda", "cuda"]
+    assert config.transfer.chunk_bytes // (144 << 10) == 512
+    assert config.transfer.num_slots == 8
 
 
 def test_our_configuration_is_for_several_nodes(cluster_file: dict[str, Any]) -> None:
