@@ -136,6 +136,18 @@ class StepQueue(Protocol):
         ...
 
 
+class Copying(Protocol):
+    """A copy that was queued on a device, and may be under way. Raises what the device raises."""
+
+    def is_done(self) -> bool:
+        """Does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """Steps to compute before the first request, because kernels are compiled at their first use."""
@@ -187,3 +199,11 @@ class ModelRunner(Protocol):
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """Copy the KV of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent, into the blocks."""
         ...
+
+    def start_scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+    ) -> Copying | None:
+        """`scatter`, perhaps behind steps that were queued and not computed: then what says when `data` was read. All
+        later work of the runner is ordered behind it. None: it is done."""
+        self.scatter(block_table, start, end, data, peer_tp)
+        return None

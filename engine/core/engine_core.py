@@ -8,7 +8,8 @@ Every live sequence ends in exactly one way: with `Ended`, or without an event b
 is held here.
 
 A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
-command changes meanwhile, it changes behind that step.
+command changes meanwhile, it changes behind that step. `Scattered` may be an event of a later call, too: the buffer was
+read then.
 
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.
@@ -22,6 +23,7 @@ have two owners: the attempt is ended as failed, so that the answer (nothing is 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -54,7 +56,7 @@ from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.steps import Steps, failed, num_alike
-from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
+from disagg.engine.plan import Copying, ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -101,6 +103,8 @@ class EngineCore:
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
         """Token ranges that were scattered into RESERVED sequences."""
+        self._copying: deque[tuple[Copying, Scattered]] = deque()
+        """Copies that were queued behind a step under way, with their answers: the peer fills the buffer again then."""
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
@@ -118,7 +122,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute something, or finish what is under way."""
-        if self._scheduler.running or self._steps.is_under_way:
+        if self._scheduler.running or self._steps.is_under_way or self._copying:
             return True
         return len(self._scheduler.waiting) > 0 and not self._stalled
 
@@ -205,11 +209,31 @@ class EngineCore:
             return [Scattered(key, command.seq, ok=False)]
         self._scheduler.extend_reserved(sequence, end)
         try:
-            self._runner.scatter(sequence.block_table, start, end, command.data, command.peer_tp)
+            copying = self._runner.start_scatter(sequence.block_table, start, end, command.data, command.peer_tp)
+            if copying is not None and not self._steps.is_under_way:
+                copying.wait()  # there is nothing else to wait for
+                copying = None
         except Exception as error:
             return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
         self._landed[key].append((start, end))
-        return [Scattered(key, command.seq, ok=True)]
+        scattered = Scattered(key, command.seq, ok=True)
+        if copying is None:
+            return [scattered]
+        self._copying.append((copying, scattered))
+        return []
+
+    def _copied(self, *, wait: bool) -> list[Event]:
+        """The answers of copies that are done, in the order of the commands."""
+        events: list[Event] = []
+        while self._copying:
+            copying, scattered = self._copying[0]
+            if wait:
+                copying.wait()
+            elif not copying.is_done():
+                break
+            events.append(scattered)
+            self._copying.popleft()
+        return events
 
     def _join(self, command: Join, now: float) -> list[Event]:
         """`Joined`, then the joined token as `TokenSampled`, so that P may be lost; then `Ended` where that token is
@@ -259,7 +283,7 @@ class EngineCore:
     def plan_step(self, now: float) -> list[Event]:
         """End what is out of time, and decide what the next step computes."""
         self._cached.now = max(self._cached.now, now)
-        events: list[Event] = self._expire(now)
+        events: list[Event] = [*self._copied(wait=False), *self._expire(now)]
         self._scheduler.advance(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._steps.plan()
@@ -278,6 +302,7 @@ class EngineCore:
         """Compute what was planned, or queue it and finish what was queued before."""
         events = self._steps.run(self.planned, self._planned_at)
         self.planned = StepPlan()
+        events += self._copied(wait=not self._steps.is_under_way)
         self._forget_ended(events)
         return events
 
@@ -388,6 +413,7 @@ class EngineCore:
             "blocks_active": self._blocks.num_active,
             "blocks_reserved": self._blocks.num_reserved,
             "swap_bytes": self._scheduler.swap.num_bytes,
+            "copies": len(self._copying),
         }
         return counts, self.check_integrity()
 

@@ -21,7 +21,7 @@ from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, 
 from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights, device_defaults
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
-from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
+from disagg.engine.plan import Buffer, Copying, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import cache_size
 from disagg.engine.runner.collectives import Alone, Collective
@@ -271,12 +271,30 @@ class TorchModelRunner(ShardRunner):
         self.scatter_part(block_table, start, end, data, peer_tp)
 
     @override
+    def start_scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+    ) -> Copying | None:
+        self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
+        return None if self._device.type == "cpu" else _Reading(data)
+
+    @override
     def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
         return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
 
     @override
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
-        self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
+        copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer_tp)
+        if copying is not None:
+            copying.wait()
+
+
+class _Reading(Mark):
+    """Behind all that was queued to read a buffer, which is kept for so long: torch knows of one stream only."""
+
+    def __init__(self, data: Buffer) -> None:
+        super().__init__(pinned=True)
+        self._data = data
+        self.set()
 
 
 def warm_up(runner: ModelRunner) -> None:

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from typing_extensions import override
 
 from disagg.engine.plan import (
     Buffer,
+    Copying,
     QueuedStep,
     RowFault,
     ScheduledSequence,
@@ -47,6 +47,21 @@ class HostQueuedStep:
             raise self.error
         live = [entry.sequence.state is not SequenceState.ENDED for entry in self.plan.decodes]
         return StepResult(list(self.token_ids), faults={row: why for row, why in self.faults.items() if live[row]})
+
+
+@dataclass
+class HostCopying(Copying):
+    wait_for_it: Callable[[], None]
+    done: bool = False
+
+    @override
+    def is_done(self) -> bool:
+        return self.done
+
+    @override
+    def wait(self) -> None:
+        self.wait_for_it()
+        assert self.done
 
 
 class QueueingRunner(FakeModelRunner):
@@ -115,9 +130,23 @@ class QueueingRunner(FakeModelRunner):
 
     @override
     def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """Queued, behind the steps before it."""
-        table, copy = list(block_table), np.copy(data)
-        self._queue.append(lambda: super(QueueingRunner, self).scatter(table, start, end, copy, peer_tp))
+        """Waits for it and the steps before it."""
+        self.start_scatter(block_table, start, end, data, peer_tp)
+        self._wait()
+
+    @override
+    def start_scatter(
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+    ) -> Copying:
+        """Queued, behind the steps before it; the buffer is read then."""
+        table, copying = list(block_table), HostCopying(self._wait)
+
+        def copy() -> None:
+            super(QueueingRunner, self).scatter(table, start, end, data, peer_tp)
+            copying.done = True
+
+        self._queue.append(copy)
+        return copying
 
     def _wait(self) -> None:
         while self._queue:

@@ -81,6 +81,10 @@ class Mark:
         if self._event is not None:
             self._event.record()
 
+    def is_done(self) -> bool:
+        """Whether what was queued before it is done."""
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         """Until what was queued before it is done; not at all before it was ever set."""
         if self._event is not None:

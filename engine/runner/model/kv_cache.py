@@ -118,14 +118,12 @@ class KvCache:
 
     def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
         """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
-        tensor."""
+        tensor. On a GPU the copy is only queued."""
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         data = self._head_of(data, slices, start, end)
         source = data if self._host_staging is None else self._host_staging.to_device(data)
         for heads, staged in self._staged(source, slices, start, end):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
-        if self.tensor_NL2KBD.is_cuda:  # the buffer is filled again, and not in the order of this stream
-            torch.cuda.current_stream(self.tensor_NL2KBD.device).synchronize()
 
     @property
     def _head_bytes_per_token(self) -> int:

@@ -64,7 +64,10 @@ class TestPrefillRole:
             TokenSampled(KEY, GATEWAY, 0, token_id),
             PrefillComputed(KEY, GATEWAY, token_id, cached_tokens=0),
         ]
-        assert core.audit() == ({"sequences": 1, "blocks_active": 3, "blocks_reserved": 0, "swap_bytes": 0}, [])
+        assert core.audit() == (
+            {"sequences": 1, "blocks_active": 3, "blocks_reserved": 0, "swap_bytes": 0, "copies": 0},
+            [],
+        )
         handle_all(core, Release(KEY))
         assert_idle(core)
 
@@ -132,10 +135,22 @@ class TestDecodeRole:
         core = make_core()
         output = expected_output(PROMPT, 4)
         assert handle_all(core, Reserve(make_spec("a", PROMPT))) == [Reserved(KEY, cached_tokens=0)]
-        assert core.audit()[0] == {"sequences": 1, "blocks_active": 0, "blocks_reserved": 3, "swap_bytes": 0}
+        assert core.audit()[0] == {
+            "sequences": 1,
+            "blocks_active": 0,
+            "blocks_reserved": 3,
+            "swap_bytes": 0,
+            "copies": 0,
+        }
         assert not core.has_work
         assert handle_all(core, Scatter(KEY, 0, 0, 20, kv_of(PROMPT, 0, 20))) == [Scattered(KEY, 0, ok=True)]
-        assert core.audit()[0] == {"sequences": 1, "blocks_active": 2, "blocks_reserved": 1, "swap_bytes": 0}
+        assert core.audit()[0] == {
+            "sequences": 1,
+            "blocks_active": 2,
+            "blocks_reserved": 1,
+            "swap_bytes": 0,
+            "copies": 0,
+        }
         handle_all(core, Scatter(KEY, 1, 20, 40, kv_of(PROMPT, 20, 40)))
         assert core.drain_kv_events() == ()
         events = handle_all(core, Join(KEY, output[0]))

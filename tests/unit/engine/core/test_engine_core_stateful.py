@@ -30,6 +30,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import Scheduling
 from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.plan import Buffer
 from disagg.engine.runner.fake import fake_generate, fake_logprobs
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
@@ -94,6 +95,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.kinds: dict[AttemptKey, str] = {}
         self.tokens: dict[AttemptKey, list[int]] = {}
         self.missing: dict[AttemptKey, list[tuple[int, int]]] = {}
+        self.unread: list[tuple[AttemptKey, Buffer]] = []
+        """Buffers of copies that were not answered, which must stay as they are."""
 
     @initialize(
         num_blocks=st.integers(4, 8),
@@ -235,6 +238,7 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             self.take(self.core.step(self.now))
         assert self.live == {}, "sequences that need nobody else must finish"
+        assert self.unread == []
         assert_idle(self.core)
 
     # ------------------------------------------------------------ the model
@@ -248,8 +252,11 @@ class CoreMachine(RuleBasedStateMachine):
     def scatter(self, key: AttemptKey, token_range: tuple[int, int]) -> None:
         spec = self.live[key]
         known = [*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids]
-        self.handle(Scatter(key, 0, *token_range, kv_of(known, *token_range)))
-        assert self.last_events == [Scattered(key, 0, ok=True)]
+        buffer = kv_of(known, *token_range)
+        self.unread.append((key, buffer))
+        self.handle(Scatter(key, 0, *token_range, buffer))
+        assert self.last_events in ([Scattered(key, 0, ok=True)], [])
+        assert self.last_events or self.queues
         self.missing[key].remove(token_range)
 
     def join(self, key: AttemptKey) -> None:
@@ -276,6 +283,10 @@ class CoreMachine(RuleBasedStateMachine):
                     assert self.kinds[event.key] == "hold"
                     assert len(self.tokens[event.key]) == len(self.live[event.key].emitted_token_ids) + 1
                     assert event.logprobs == self.logprobs(event.key, event.token_id)
+                case Scattered():
+                    key, buffer = self.unread.pop(0)
+                    assert event == Scattered(key, 0, ok=True)
+                    buffer[:] = 255
                 case Reserved():
                     self.missing[event.key] = self.cut(event.key, event.cached_tokens)
                 case ReserveRefused():

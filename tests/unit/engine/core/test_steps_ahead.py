@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Scatter, TokenSampled
+from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Scatter, Scattered, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.steps import plan_ahead
@@ -330,6 +330,71 @@ class TestWhileAStepIsUnderWay:
         events = handle_all(core, Add(spec)) + run_until_idle(core)
         assert token_ids_of(events, "a") == expected_output(PROMPT, 3)
         assert_idle(core)
+
+
+class TestCopies:
+    """Into the cache, queued behind a step that is under way."""
+
+    PROMPT = make_prompt(20, seed=3)
+    RANGES = ((0, 8), (8, 20))
+
+    def scatter(self, core: EngineCore, seq: int, buffers: list[Any]) -> list[Event]:
+        start, end = self.RANGES[seq]
+        buffers.append(kv_of(self.PROMPT, start, end))
+        return handle_all(core, Scatter(key_of("b"), seq, start, end, buffers[-1]))
+
+    def test_a_buffer_is_given_back_when_it_was_read(self) -> None:
+        """What fills it from then on changes nothing; who joins meanwhile computes behind the copies."""
+        core = decoding(QueueingRunner(), 2, max_tokens=12)
+        output = expected_output(self.PROMPT, 5)
+        buffers: list[Any] = []
+        events = handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        events += self.scatter(core, 0, buffers) + self.scatter(core, 1, buffers)
+        events += handle_all(core, Join(key_of("b"), output[0]))
+        assert [event for event in events if isinstance(event, Scattered)] == []
+        assert core.audit()[0]["copies"] == 2
+        while core.has_work:
+            found = core.step(0.0)
+            for scattered in (event for event in found if isinstance(event, Scattered)):
+                assert scattered.ok
+                buffers[scattered.seq][:] = 255
+            events += found
+        assert [event.seq for event in events if isinstance(event, Scattered)] == [0, 1]
+        assert token_ids_of(events, "b") == output
+        assert token_ids_of(events, "a")[-9:] == expected_output(PROMPT, 12)[-9:]
+        assert_idle(core)
+
+    def test_without_a_step_under_way_the_answer_comes_at_once(self) -> None:
+        core = make_core(runner=QueueingRunner())
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        assert self.scatter(core, 0, []) == [Scattered(key_of("b"), 0, ok=True)]
+        assert core.audit()[0]["copies"] == 0
+
+    def test_an_engine_without_work_waits_for_its_copies(self) -> None:
+        """The sequence that decoded and the one that was reserved are gone before the copy is made."""
+        core = decoding(QueueingRunner(), 2, max_tokens=12)
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        assert self.scatter(core, 0, []) == []
+        handle_all(core, Release(key_of("b")), Release(key_of("a")))
+        assert core.is_idle
+        events: list[Event] = []
+        while core.has_work:
+            events += core.step(0.0)
+        assert events == [Scattered(key_of("b"), 0, ok=True)]
+        assert_idle(core)
+
+    def test_an_error_of_the_device_ends_the_worker(self) -> None:
+        core = decoding(QueueingRunner(), 2, max_tokens=12)
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        self.scatter(core, 0, [])
+        (copying, _) = core._copying[0]
+
+        def lost() -> bool:
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+        copying.is_done = lost  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            core.step(0.0)
 
 
 class TestFailures:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -342,6 +344,49 @@ def test_a_chunk_that_samples_nothing_is_waited_for(folder: Path, monkeypatch: p
     assert calls == ["record", "synchronize"]
     runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 5, len(PROMPT) - 5, samples=True),)))
     assert calls == ["record", "synchronize"]
+
+
+def test_a_copy_into_the_cache_is_waited_for_or_answered_by_its_event(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class PlayedEvent:
+        def record(self) -> None:
+            calls.append("record")
+
+        def query(self) -> bool:
+            calls.append("query")
+            return len(calls) > 2
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    runner = make_runner(folder)
+    buffer = runner.new_staging(5 * runner.layout.bytes_per_token)
+    assert runner.start_scatter(BLOCKS, 0, 5, buffer) is None
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    runner._device = torch.device("cuda", 0)  # where its tensors are not
+    copying = runner.start_scatter(BLOCKS, 0, 5, buffer)
+    assert copying is not None
+    assert [copying.is_done(), copying.is_done()] == [False, True]
+    assert calls == ["record", "query", "query"]
+    calls.clear()
+    runner.scatter(BLOCKS, 0, 5, buffer)
+    assert calls == ["record", "synchronize"]
+
+
+def test_a_buffer_is_kept_until_it_was_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is freed may be handed out again, for another stream to write to."""
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock)
+    runner = make_runner(folder)
+    buffer = torch.zeros(5 * runner.layout.bytes_per_token, dtype=torch.uint8)
+    runner._device = torch.device("cuda", 0)
+    copying, is_kept = runner.start_scatter(BLOCKS, 0, 5, buffer), weakref.ref(buffer)
+    del buffer
+    assert is_kept() is not None
+    del copying
+    assert is_kept() is None
 
 
 def _overwrite(runner: TorchModelRunner, blocks: list[int]) -> None:
