@@ -104,7 +104,8 @@ class EngineCore:
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
         """Token ranges that were scattered into RESERVED sequences."""
         self._copying: deque[tuple[Copying, Scattered]] = deque()
-        """Copies that were queued behind a step under way, with their answers: the peer fills the buffer again then."""
+        """Copies that were queued behind a step under way, with their answers, after which the peer fills the buffer
+        again. None outlasts the call that finishes the last such step."""
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
@@ -122,7 +123,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute something, or finish what is under way."""
-        if self._scheduler.running or self._steps.is_under_way or self._copying:
+        if self._scheduler.running or self._steps.is_under_way:
             return True
         return len(self._scheduler.waiting) > 0 and not self._stalled
 
