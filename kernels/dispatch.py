@@ -44,6 +44,7 @@ __all__ = [
     "argmax_rows",
     "capturer",
     "describe",
+    "digest_sums",
     "draw_rows",
     "draw_unfiltered",
     "draws_on",
@@ -370,6 +371,19 @@ def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: 
     """Copy what `gather_kv` wrote into tokens [start, end) of a sequence."""
     if _ops(cache_NL2KBD).scatter_kv(cache_NL2KBD, block_ids, start, end, data) is None:
         _fallback(reference.scatter_kv, cache_NL2KBD, block_ids, start, end, data)
+
+
+def digest_sums(payload: Tensor, seed: int) -> Tensor:
+    """Two keyed sums of a flat uint8 tensor, int64 [2], where it is; `seed` has 64 bits, unsigned. The last word is
+    filled up with zeros."""
+    num_bytes = payload.numel()
+    if num_bytes % 8 or payload.storage_offset() % 8 or payload.data_ptr() % 8:
+        padded = payload.new_zeros(-(-num_bytes // 8) * 8)
+        padded[:num_bytes] = payload
+        payload = padded
+    words, seed = payload.view(torch.int64), seed - (1 << 64) if seed >> 63 else seed
+    out = _ops(words).digest_sums(words, seed)
+    return _fallback(reference.digest_sums, words, seed) if out is None else out
 
 
 def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:

@@ -183,6 +183,10 @@ class Ops(Protocol):
         """Copy what `gather_kv` wrote into tokens [start, end) of a sequence; the cache."""
         ...
 
+    def digest_sums(self, words: Tensor, seed: int, /) -> Tensor | None:
+        """Two keyed sums of int64 words, int64 [2]; `seed` is signed."""
+        ...
+
 
 def can_hold(out: Tensor | None, like: Tensor) -> bool:
     """Whether a kernel can write what is of the dtype and the shape of `like` into `out`; None is a new tensor."""

@@ -257,3 +257,45 @@ def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: 
     for held, flat in _pairs(cache_NL2KBD, data, block_ids, start, end):
         held.copy_(flat)
     return cache_NL2KBD
+
+
+_LOW = (1 << 32) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Of SplitMix64, as the factors of `_mix`: `proto/splitmix.py`."""
+
+
+def digest_sums(words: Tensor, seed: int) -> Tensor:
+    """Two keyed sums of int64 words, int64 [2], modulo 2^64: NH (J. Black et al.: UMAC, CRYPTO 1999), twice.
+
+    With k the outputs of SplitMix64 of state `seed` (64 bits, signed), the first is the sum over i of the product of
+    the 32-bit halves of words[i], each plus that of k[i] modulo 2^32; the second has k[i + 1] in place of k[i]. For
+    random keys any two payloads of one length have both sums in common with probability 2^-64 at most.
+    """
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), 1 << 18):
+        part = words[start : start + (1 << 18)]
+        indices = torch.arange(start + 1, start + len(part) + 2, dtype=torch.int64, device=words.device)
+        keys = _mix(indices * _signed(_GOLDEN) + seed)
+        sums += torch.stack([_products(part, keys[:-1]).sum(), _products(part, keys[1:]).sum()])
+    return sums
+
+
+def _products(words: Tensor, keys: Tensor) -> Tensor:
+    low = ((words & _LOW) + (keys & _LOW)) & _LOW
+    high = (_shifted(words, 32) + _shifted(keys, 32)) & _LOW
+    return low * high
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, zeros come in."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

@@ -1,7 +1,7 @@
 """SplitMix64: numbers that are a function of a state and a counter, with nothing else to carry. Pure.
 
 G. Steele, D. Lea, C. Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants and output function
-as in S. Vigna's public-domain splitmix64.c. The Triton sampler has its own (`kernels/triton/sampling.py`).
+as in S. Vigna's public-domain splitmix64.c. Triton kernels have their own (`kernels/triton/sampling.py`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class NativeOps(Ops):
 
     gather_kv = staticmethod(reference.gather_kv)
     scatter_kv = staticmethod(reference.scatter_kv)
-    """Copied by torch: there is no C++ kernel for them."""
+    digest_sums = staticmethod(reference.digest_sums)
+    """By torch: there is no C++ kernel for them."""
 
     def __init__(self, path: Path) -> None:
         short, long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))

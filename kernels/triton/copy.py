@@ -1,4 +1,5 @@
-"""KV between the paged cache and a flat buffer: all layers, K and V, all heads and tokens of a range in one launch.
+"""KV between the paged cache and a flat buffer: all layers, K and V, all heads and tokens of a range in one launch. And
+the digest of such a buffer.
 
 A program moves some tokens of one head of one plane (a layer's K or V). Both sides are seen as the widest integers that
 their alignment allows; in the usual case rows are multiples of 16 bytes, and a thread moves 16 bytes at a time. The ids
@@ -18,9 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from disagg.kernels.triton.jit import jit
+from disagg.kernels.triton.sampling import GOLDEN, mix
 
 _PROGRAM_BYTES = 16384
 """What a program moves: 128 bytes a thread of four warps."""
+
+_DIGEST_WORDS = 1024
+"""Words at a time: 64 bytes a thread of four warps."""
+_MAX_PROGRAMS = 1024
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -139,3 +145,41 @@ def _fits(cache: Tensor, flat: Tensor, row_bytes: int, size: int) -> bool:
     starts = (cache.data_ptr(), flat.data_ptr(), cache.storage_offset(), flat.storage_offset())
     steps = (row_bytes, *cache.stride()[:4])
     return all(number % size == 0 for number in (*starts, *steps))
+
+
+# ---------------------------------------------------------------- digests
+
+
+@jit
+def _products(words: tl.tensor, keys: tl.tensor) -> tl.tensor:
+    low = words.to(tl.uint32) + keys.to(tl.uint32)
+    high = (words >> 32).to(tl.uint32) + (keys >> 32).to(tl.uint32)
+    return (low.to(tl.uint64) * high.to(tl.uint64)).to(tl.int64, bitcast=True)
+
+
+@partial(jit, do_not_specialize=["num_words", "seed"])
+def _digest_kernel(
+    words_ptr: tl.tensor, sums_ptr: tl.tensor, num_words: tl.tensor, seed: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    state = (tl.zeros([BLOCK], dtype=tl.int64) + seed).to(tl.uint64, bitcast=True)
+    first = tl.zeros([BLOCK], dtype=tl.int64)
+    second = tl.zeros([BLOCK], dtype=tl.int64)
+    for start in range(program * BLOCK, num_words, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < num_words
+        words = tl.load(words_ptr + at, mask=mask, other=0).to(tl.uint64, bitcast=True)
+        index = at.to(tl.int64).to(tl.uint64, bitcast=True)
+        first += tl.where(mask, _products(words, mix(state + (index + 1) * GOLDEN)), 0)
+        second += tl.where(mask, _products(words, mix(state + (index + 2) * GOLDEN)), 0)
+    tl.store(sums_ptr + program * 2, tl.sum(first, axis=0))
+    tl.store(sums_ptr + program * 2 + 1, tl.sum(second, axis=0))
+
+
+def digest_sums(words: Tensor, seed: int) -> Tensor:
+    """As `reference.digest_sums`: each program adds up the words of its blocks, torch the programs. All is modulo 2^64,
+    so the order does not matter."""
+    num_programs = max(1, min(triton.cdiv(len(words), _DIGEST_WORDS), _MAX_PROGRAMS))
+    sums = torch.empty((num_programs, 2), dtype=torch.int64, device=words.device)
+    _digest_kernel[(num_programs,)](words, sums, len(words), seed, BLOCK=_DIGEST_WORDS, num_warps=4)
+    return sums.sum(0)

@@ -167,6 +167,11 @@ class TritonOps(Ops):
         copy.scatter_kv(cache_NL2KBD, block_ids, start, end, data)
         return cache_NL2KBD
 
+    @override
+    def digest_sums(self, words: Tensor, seed: int) -> Tensor | None:
+        """Of words at any address."""
+        return copy.digest_sums(words, seed) if _runs(words) else None
+
 
 def _takes(device: torch.device) -> bool:
     return device.type == ("cpu" if INTERPRETED else "cuda")

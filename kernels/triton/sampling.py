@@ -58,7 +58,7 @@ _CHUNK = 512
 
 _WAYS = 16
 
-_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 _UNIT: tl.constexpr = tl.constexpr(2.0**-53)
@@ -74,7 +74,8 @@ def sample(logits_RV: Tensor, vocab_size: int, filters: Filters, num_ranked: int
 
 
 @jit
-def _mix(z: tl.tensor) -> tl.tensor:
+def mix(z: tl.tensor) -> tl.tensor:
+    """SplitMix64's output function, of unsigned 64-bit numbers."""
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
@@ -88,7 +89,7 @@ def _uniform_kernel(
     mask = rows < num
     seeds = tl.load(seeds_ptr + rows, mask=mask, other=0).to(tl.uint64, bitcast=True)
     indices = tl.load(indices_ptr + rows, mask=mask, other=0).to(tl.uint64, bitcast=True)
-    bits = _mix(_mix(seeds + _GOLDEN) + (indices + 1) * _GOLDEN)
+    bits = mix(mix(seeds + GOLDEN) + (indices + 1) * GOLDEN)
     # 53 bits fit into a signed number, whose conversion every device has; it and the product are exact.
     tl.store(out_ptr + rows, (bits >> 11).to(tl.int64, bitcast=True).to(tl.float64) * _UNIT, mask=mask)
 

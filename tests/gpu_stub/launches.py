@@ -190,6 +190,7 @@ def launch_wide_ops(found: Found, launches: Launches, name: str) -> None:
         "silu_mul": lambda: dispatch.silu_mul(gate_up_T2F),
         "argmax_rows": lambda: dispatch.argmax_rows(logits_SV, vocab_size),
         "draw_rows": lambda: draws.draw(logits_SV, rows, [0] * 8),
+        "digest_sums": lambda: dispatch.digest_sums(torch.zeros(4 << 20, dtype=torch.uint8), 1 << 63),
         "quantize_rows": lambda: fp8_rows.quantize_rows(x_TI),
     }
     for label, call in calls.items():

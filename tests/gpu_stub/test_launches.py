@@ -27,6 +27,7 @@ WIDE_OPS = {
     "draw_rows": dict.fromkeys(
         (f"_{name}_kernel" for name in ("groups", "bounds", "collect", "rank", "uniform", "draw", "search")), 1
     ),
+    "digest_sums": {"_digest_kernel": 1},
     "quantize_rows": {"_quantize_rows_kernel": 1},
 }
 MODELS = {"Llama-3-8B": 8, "Llama-3-8B, TP 2": 4, "Llama-3-70B, TP 8": 1, "Qwen3-8B": 8, "Qwen3-14B": 8}

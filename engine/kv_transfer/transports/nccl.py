@@ -48,6 +48,7 @@ from typing_extensions import override
 
 from disagg.engine.device_environment import GPU_ENVIRONMENT
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
+from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.gloo import check_open
 from disagg.engine.kv_transfer.transports.process_end import exit_process, return_or_exit
 from disagg.engine.kv_transfer.transports.transport import (
@@ -346,7 +347,7 @@ class NcclTransport(PairTransport):
 
     @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        received = with_checksum(done, buffer, nbytes, self._checksum)
+        received = with_checksum(done, buffer, nbytes, lambda payload: digest(payload, self._checksum))
         if self.group is not None:
             posted()
         self._thread.submit(_Operation(self, buffer[:nbytes], False, received))

@@ -33,6 +33,7 @@ from disagg.engine.io.connection import Connection, ConnectionFailedError, conne
 from disagg.engine.io.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.gloo import check_open
+from disagg.engine.kv_transfer.transports.digest import checksum_of
 from disagg.engine.kv_transfer.transports.nixl_agent import MemoryKind, NixlAgent, NixlError, Region, load, region_of
 from disagg.engine.kv_transfer.transports.process_end import end_process, return_or_exit
 from disagg.engine.kv_transfer.transports.transport import (
@@ -454,6 +455,6 @@ class NixlTransport(PairTransport):
         while self._reads and self._agent.is_done(self._reads[0][0]):
             self._link.send(Taken())
             receive = self._reads[0][1]
-            checksum = self._checksum(receive.buffer[: receive.nbytes])
+            checksum = checksum_of(receive.buffer[: receive.nbytes], self._checksum)
             self._reads.popleft()
             receive.done(True, "", checksum)

@@ -11,10 +11,11 @@ that differs between the two sides ends the pair, or with gloo the process, so s
 posted.
 Workers of several ranks have such a channel for each two ranks (`parallel/transport.py`).
 
-The checksum of a payload (`Checksum`) is xxh3-64, seeded with a key that only the cluster's processes have. It finds a
-wrong, torn or reused buffer, and bytes that another process put into a KV connection: such a process has neither the
-seed nor the sender's checksum, which comes over the control stream. It is no MAC in the cryptographic sense; ADR 38
-has the price of one.
+The checksum of a payload (`Checksum`) has a key that only the cluster's processes have. It finds a wrong, torn or
+reused buffer, and bytes that another process put into a KV connection: such a process has neither the key nor the
+sender's checksum, which comes over the control stream. It is no MAC in the cryptographic sense; ADR 38 has the price of
+one. Of host memory it is xxh3-64. Of a device's memory it is a digest that is computed there (`digest.py`), so that no
+payload goes through the host: both ends of a pair have their buffers in memory of one kind, or both use the digest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import xxhash
 from disagg.engine.plan import Buffer
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
+from disagg.proto.splitmix import MASK, splitmix64
 
 Done = Callable[[bool, str], None]
 """Called once with (ok, error text), from any thread, perhaps before the call that started the operation returns. The
@@ -53,9 +55,15 @@ class Checksum:
         return cls(int.from_bytes(secret.sign("disagg kv checksum")[:8], "little"))
 
     def __call__(self, payload: Buffer) -> int:
-        """Of a flat uint8 numpy array, or of a uint8 tensor, which is copied to the host first if it is on a GPU."""
-        host: Any = payload.detach().cpu().numpy() if hasattr(payload, "detach") else payload
+        """Of a flat uint8 numpy array or tensor in host memory."""
+        host: Any = payload.numpy() if hasattr(payload, "numpy") else payload
         return xxhash.xxh3_64_intdigest(memoryview(host), seed=self.seed)
+
+    def of_sums(self, sums: Sequence[int], nbytes: int) -> int:
+        """Of `nbytes` bytes with these two sums (`digest.py`): a multilinear hash of all three modulo 2^61 - 1."""
+        parts = [nbytes, *(part for total in sums for part in (total & _LOW, total >> 32 & _LOW))]
+        state = splitmix64(self.seed ^ MASK, 0)  # other keys than those of the sums
+        return sum(splitmix64(state, index) % _PRIME * part for index, part in enumerate(parts)) % _PRIME
 
     def combined(self, checksums: Sequence[int]) -> int:
         """One checksum of a payload that is in several parts, from those of its parts in order; of a single part its
@@ -65,11 +73,14 @@ class Checksum:
         return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little") for part in checksums), seed=self.seed)
 
 
+_LOW = (1 << 32) - 1
+_PRIME = (1 << 61) - 1
+
 UNKEYED = Checksum()
 """Where there is no cluster."""
 
 
-def with_checksum(done: Received, buffer: Buffer, nbytes: int, checksum: Checksum) -> Done:
+def with_checksum(done: Received, buffer: Buffer, nbytes: int, checksum: Callable[[Buffer], int]) -> Done:
     """Answers a receive of `nbytes` bytes into `buffer` with their checksum."""
     return lambda ok, error: done(ok, error, checksum(buffer[:nbytes]) if ok else 0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.kv_transfer.transports.digest import checksum_of
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
@@ -114,7 +115,7 @@ class KvCache:
             gather_kv(self._heads(heads), block_table, start, end, staged)
         if self._host_staging is not None:
             self._host_staging.to_host(out)
-        return [checksum(staged) for _, staged in self._staged(out, slices, start, end)]
+        return [checksum_of(staged, checksum) for _, staged in self._staged(out, slices, start, end)]
 
     def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
         """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8

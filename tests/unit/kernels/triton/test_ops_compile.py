@@ -113,6 +113,8 @@ CASES = [
     copy_case("*i64", 32, 32, 1),
     copy_case("*i64", 32, 32, 0),
     copy_case("*u8", 10, 16, 1),
+    case("copy", "_digest_kernel", "words_ptr sums_ptr num_words seed", 4,
+         {"words_ptr": "*i64", "sums_ptr": "*i64", "seed": "i64"}, BLOCK=1024),
 ]  # fmt: skip
 
 
