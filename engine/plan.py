@@ -184,6 +184,10 @@ class ModelRunner(Protocol):
         """Compute the plan and sample."""
         ...
 
+    def capture_steps(self) -> None:
+        """Capture the steps that are captured at start, before any other."""
+        return
+
     def new_staging(self, nbytes: int) -> Buffer:
         """A flat staging buffer of `nbytes` bytes."""
         ...

@@ -32,8 +32,10 @@ from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
 from disagg.engine.parallel.messages import (
     Answer,
     Begin,
+    Capture,
     ClearBuffer,
     Done,
+    DropCaptures,
     EngineCommand,
     Failed,
     FreeBuffer,
@@ -168,6 +170,11 @@ class Follower:
                     logger.info("%s is ready to compute", self._name)
                 case Step():
                     runner.compute(decode_step(command))
+                case Capture():
+                    error = runner.capture(command.num_seqs)
+                    self._answer(Done(call=command.call, ok=not error, error=error))
+                case DropCaptures():
+                    runner.drop_captures()
                 case ClearBuffer():
                     self._staging(command.buffer, command.buffer_bytes)[:] = 0
                 case GatherPart() | ScatterPart():
@@ -204,7 +211,7 @@ class Follower:
             case FreeBuffer():
                 if self._staging is not None:
                     self._staging.free(command.buffer)
-            case Begin() | Stop() | Step() | GatherPart() | ScatterPart() | ClearBuffer():
+            case Begin() | Stop() | Step() | Capture() | DropCaptures() | GatherPart() | ScatterPart() | ClearBuffer():
                 self._commands.put(command)
             case _:
                 self._on_transport_command(command)

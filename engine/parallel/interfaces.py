@@ -99,6 +99,20 @@ class ShardRunner(ModelRunner, Protocol):
         """
         ...
 
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Rows of the decode steps to capture at start, in the order to do so; the same on all ranks."""
+        return ()
+
+    def capture(self, num_seqs: int) -> str:
+        """Capture the decode step of so many rows, while all ranks do; why that failed, or an empty text. In both cases
+        it was computed equally often."""
+        raise AssertionError("there are no `capture_sizes`")
+
+    def drop_captures(self) -> None:
+        """Compute every step op by op from now on."""
+        return
+
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """What every rank computes for a plan with at least one token."""
         ...

@@ -11,6 +11,7 @@ no longer consistent. Both end the worker (`on_fault`), besides failing the call
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections import deque
@@ -24,8 +25,10 @@ from typing_extensions import override
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
 from disagg.engine.parallel.messages import (
+    Capture,
     ClearBuffer,
     Done,
+    DropCaptures,
     FreeBuffer,
     GatherPart,
     RankCall,
@@ -38,6 +41,10 @@ from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 
+logger = logging.getLogger(__name__)
+
+CAPTURE_TIMEOUT_S = 300.0
+"""Kernels are compiled in the first one."""
 COPY_TIMEOUT_S = 60.0
 """How long a follower may take for one copy; it may be in the middle of the step before."""
 
@@ -79,6 +86,31 @@ class GroupRunner(ModelRunner):
         except Exception as error:
             self._on_fault(error)
             raise
+
+    @override
+    def capture_steps(self) -> None:
+        """One size after the other, each on all ranks, because exchanges are part of it. Where one rank fails, no rank
+        keeps any.
+
+        Raises:
+            RankLostError: a follower does not answer, or is lost.
+        """
+        ranks = list(range(1, self.tp))
+        for num_seqs in self._local.capture_sizes:
+            answers = _Answers(ranks)
+            for rank in ranks:
+                self._followers.call(rank, Capture(call=0, num_seqs=num_seqs), answers.reply_of(rank))
+            errors = {0: self._local.capture(num_seqs)}
+            done = answers.wait(CAPTURE_TIMEOUT_S)
+            if silent := [rank for rank in ranks if rank not in done]:
+                raise RankLostError(f"ranks {silent} did not capture a step in {CAPTURE_TIMEOUT_S:.0f} s")
+            errors |= {rank: each.error for rank, each in done.items()}
+            if failed := {rank: error for rank, error in errors.items() if error}:
+                text = "steps of %d rows cannot be captured on all ranks, computing op by op: %s"
+                logger.warning(text, num_seqs, failed)
+                self._local.drop_captures()
+                self._followers.broadcast(DropCaptures())
+                return
 
     # ------------------------------------------------------------ staging
 

@@ -1,10 +1,10 @@
 """Messages between rank 0 of a worker and its followers, one frame each, and the conversion of a batch to `Step`. Pure.
 
 Commands with a `call` are answered by exactly one `Done`, in any order; the others are not answered. Commands for the
-engine (`Step`, `GatherPart`, `ScatterPart`, `ClearBuffer`) are carried out one after the other, in the order sent, on
-the follower's engine thread; those for the transport (`OpenPair`, `SendPart`, `ReceivePart`, `ClosePair`) on its own
-threads, those of a pair in the order sent; `FreeBuffer` at once. A failure caused by the peer is answered by a `Done`
-that is not ok; a failure of the follower itself ends it, and with it the worker.
+engine (`EngineCommand`) are carried out one after the other, in the order sent, on the follower's engine thread; those
+for the transport (`TransportCommand`) on its own threads, those of a pair in the order sent; `FreeBuffer` at once. A
+failure caused by the peer is answered by a `Done` that is not ok; a failure of the follower itself ends it, and with it
+the worker.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class Begin(Message, frozen=True, kw_only=True, tag=True):
     num_blocks: int
     collective_address: str
     """host:port of the store in which the ranks meet."""
+
+
+class Capture(Message, frozen=True, kw_only=True, tag=True):
+    """Capture the decode step of `num_seqs` rows, as all ranks do now; done when that is computed, not ok where it
+    could not be captured. Exchanges are part of it, so no rank may replay what another computes in another way."""
+
+    call: int
+    num_seqs: int
+
+
+class DropCaptures(Message, frozen=True, kw_only=True, tag=True):
+    """Compute every step op by op from now on: a rank could not capture one."""
 
 
 class Step(Message, frozen=True, kw_only=True, tag=True):
@@ -162,9 +174,9 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-EngineCommand = Step | GatherPart | ScatterPart | ClearBuffer
+EngineCommand = Step | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
 TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
-RankCall = GatherPart | ScatterPart | TransportCommand
+RankCall = Capture | GatherPart | ScatterPart | TransportCommand
 """Commands that are answered by a `Done`."""
 RankCommand = Begin | EngineCommand | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed

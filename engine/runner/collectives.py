@@ -32,6 +32,8 @@ class Collective(Protocol):
     """Exchange of tensors among the ranks. Owner: the engine thread."""
 
     shard: Shard
+    captures: bool
+    """Whether its exchanges can be part of a captured step."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, on every rank; may be in place. Shapes and dtypes must agree.
@@ -100,6 +102,8 @@ def rank_store(address: str, secret: ClusterSecret, shard: Shard, timeout_s: flo
 class GroupCollective(Collective):
     """A `Collective` over a process group of all ranks."""
 
+    captures = False
+
     def __init__(self, shard: Shard, group: Any, store: MemberStore) -> None:
         self.shard = shard
         self._group = group
@@ -162,11 +166,14 @@ def _root_0() -> Any:
 
 
 class NcclCollective(GroupCollective):
-    """Construction blocks until all ranks are there. `device` is this rank's, with its index.
+    """Construction blocks until all ranks are there. `device` is this rank's, with its index. Operations can be
+    captured in a CUDA graph, which all ranks then replay in the same order.
 
     Raises:
         RuntimeError: without NCCL, or if the ranks do not all come in time.
     """
+
+    captures = True
 
     def __init__(self, address: str, secret: ClusterSecret, shard: Shard, device: torch.device) -> None:
         if not torch.distributed.is_nccl_available():

@@ -61,6 +61,7 @@ class FakeModelRunner(ModelRunner):
     fingerprint = FAKE_FINGERPRINT
     step_queue: StepQueue | None = None
     checksum: Checksum = UNKEYED
+    capture_sizes: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -155,6 +156,13 @@ class FakeModelRunner(ModelRunner):
             ValueError: if `out` is too small.
         """
         return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
+
+    def capture(self, num_seqs: int) -> str:
+        """There is nothing to capture."""
+        return ""
+
+    def drop_captures(self) -> None:
+        """There are none."""
 
     @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:

@@ -169,13 +169,14 @@ class TorchModelRunner(ShardRunner):
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
         self._replayed: ReplayedDecoder | None = None
-        if collective is None:  # ranks exchange tensors in every layer
+        if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
             self._replayed = ReplayedDecoder(
                 self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
             )
         self._batches = BatchBuilder(self.block_size, self.max_model_len)
-        if self._config.step_ahead and self._replayed is not None and self._draws is not None:
+        is_alone = collective is None  # else the other ranks have no sampled ids
+        if is_alone and self._config.step_ahead and self._replayed is not None and self._draws is not None:
             self._step_queue = DeviceStepQueue(self._replayed, self._batches, self._draws, self._device)
 
     # ------------------------------------------------------------ steps
@@ -192,11 +193,29 @@ class TorchModelRunner(ShardRunner):
         """Compute the plan and sample."""
         return self.step(plan, self.arrays(plan)) if plan.entries else StepResult([])
 
+    @property
+    @override
+    def capture_sizes(self) -> tuple[int, ...]:
+        """On a GPU every bucket size; a worker that only prefills has none."""
+        if self._replayed is None or "decode" not in self._config.roles:
+            return ()
+        return self._replayed.start_sizes
+
+    @override
     def capture_steps(self) -> None:
-        """Capture what is captured at start: on a GPU, the decode steps of every bucket size. A worker that only
-        prefills has none."""
-        if self._replayed is not None and "decode" in self._config.roles:
-            self._replayed.capture_all()
+        for num_seqs in self.capture_sizes:
+            if self.capture(num_seqs):
+                return
+
+    @override
+    def capture(self, num_seqs: int) -> str:
+        assert self._replayed is not None
+        return self._replayed.capture(num_seqs)
+
+    @override
+    def drop_captures(self) -> None:
+        if self._replayed is not None:
+            self._replayed.drop()
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype; the caller's own.
@@ -229,7 +248,10 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def compute(self, arrays: BatchArrays) -> None:
-        self._decoder.forward(to_batch(arrays, self._decoder.attention))
+        if self._replayed is not None:
+            self._replayed.forward(arrays)
+        else:
+            self._decoder.forward(to_batch(arrays, self._decoder.attention))
 
     def _score(self, arrays: BatchArrays) -> Scored:
         if self._replayed is not None:
@@ -303,8 +325,7 @@ def warm_up(runner: ModelRunner) -> None:
 
     To be called before any sequence: it overwrites the first tokens of the cache.
     """
-    if isinstance(runner, TorchModelRunner):
-        runner.capture_steps()
+    runner.capture_steps()
     for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in runner.warm_up.chunks} - {0}):
         sequence = dummy_sequence(num_tokens, 0, runner.block_size)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
@@ -324,8 +345,8 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> WarmUp:
-    """On a GPU kernels are compiled for chunks of some lengths, and for a context that is split; decode steps of every
-    bucket, where ranks exchange tensors and nothing is captured."""
+    """On a GPU kernels are compiled for chunks of some lengths, and for a context that is split. Decode steps of every
+    bucket are captured; ranks that could not capture compute them as well."""
     if device.type == "cpu":
         return WarmUp()
     decodes = shard.size > 1 and "decode" in config.roles

@@ -22,6 +22,7 @@ from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendez
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, Reply
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import (
+    Capture,
     ClearBuffer,
     Done,
     FreeBuffer,
@@ -97,6 +98,8 @@ class PlayedFollower:
                 part = self.staging(command.buffer, command.buffer_bytes)
                 self.runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
                 reply(Done(call=command.call, ok=True))
+            case Capture():
+                raise AssertionError("nothing is captured here")
             case _:
                 self.transports.handle(command, reply, on_posted)
 

@@ -10,8 +10,10 @@ The first step of S sequences is computed and captured at once; later ones are r
 because an op of the model cannot be captured, a warning is logged once, and from then on the decoder computes every
 step op by op.
 
+The ranks of a worker capture and replay together, on a GPU, where their exchanges are part of the graphs.
+
 On a CPU there is a capture for each number of sequences. On a GPU there is one for each bucket size, to which a step is
-padded (`device_inputs`), and all are made at start (`capture_all`): a capture waits for the whole device and needs
+padded (`device_inputs`), and all are made at start (`capture`): a capture waits for the whole device and needs
 memory, neither of which should delay a request, and a model that cannot be captured is found before it serves.
 
 The largest logit of each row is found in the same capture, where it costs no call of its own; of a step
@@ -96,7 +98,7 @@ class Scored(NamedTuple):
 
 
 class ReplayedDecoder:
-    """A decoder of one rank whose decode steps are replayed. Owner: the model runner."""
+    """A decoder whose decode steps are replayed, on all ranks or on none. Owner: the model runner."""
 
     def __init__(
         self, decoder: Decoder, vocab_size: int, max_num_seqs: int, max_blocks: int, device: torch.device
@@ -104,6 +106,8 @@ class ReplayedDecoder:
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._captured: dict[int, Captured[Scored]] = {}
+        self._failed = ""
+        """Why nothing is captured any more."""
         self._capturer: Capturer | None = None
         try:
             self._capturer = capturer(device)
@@ -116,15 +120,27 @@ class ReplayedDecoder:
         else:
             self._inputs = DeviceStepInputs(max_num_seqs, max_blocks, device)
 
-    def capture_all(self) -> None:
-        """Capture every bucket, the largest first, whose memory the others share. Nothing on a CPU, where a capture is
-        the cost of one step. No KV is read or written."""
+    @property
+    def start_sizes(self) -> tuple[int, ...]:
+        """What to capture at start: every bucket, the largest first, whose memory the others share. Nothing on a CPU,
+        where a capture is the cost of one step."""
         if self._capturer is None or not isinstance(self._inputs, DeviceStepInputs):
-            return
-        for bucket in reversed(self._inputs.sizes):
-            if self._capturer is not None:
-                self._inputs.fill_padding(bucket)
-                self._capture(self._capturer, bucket)
+            return ()
+        return tuple(reversed(self._inputs.sizes))
+
+    def capture(self, bucket: int) -> str:
+        """Capture one of `start_sizes`; no KV is read or written. Why it failed, or an empty text: either way it was
+        computed equally often, so that the ranks of a worker stay together."""
+        assert self._capturer is not None
+        assert isinstance(self._inputs, DeviceStepInputs)
+        self._inputs.fill_padding(bucket)
+        self._capture(self._capturer, bucket)
+        return self._failed
+
+    def drop(self) -> None:
+        """Compute every step op by op from now on."""
+        self._capturer = None
+        self._captured.clear()
 
     @property
     def max_queued(self) -> int:
@@ -175,12 +191,12 @@ class ReplayedDecoder:
 
     def _disable_capture(self, error: CaptureError) -> None:
         logger.warning("decode steps cannot be captured, computing every step op by op from now on (slower): %s", error)
-        self._capturer = None
-        self._captured.clear()
+        self._failed = str(error)
+        self.drop()
 
     def _scored(self, batch: Batch) -> Scored:
         logits_SV = _logits(self._decoder, batch)
-        return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size))
+        return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size) if logits_SV.numel() else None)
 
 
 def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
@@ -191,6 +207,6 @@ def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
 
 
 def _logits(decoder: Decoder, batch: Batch) -> Tensor:
+    """Of a rank that has none, no rows."""
     logits_SV = decoder.forward(batch)
-    assert logits_SV is not None, "one rank has the logits"
-    return logits_SV
+    return torch.empty((0, 0)) if logits_SV is None else logits_SV

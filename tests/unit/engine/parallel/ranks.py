@@ -54,8 +54,9 @@ class Exchange:
 class ThreadCollective:
     """A `Collective` among threads of one process. Sums are in the order of ranks, in the tensors' dtype."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
+    def __init__(self, exchange: Exchange, rank: int, *, captures: bool = False) -> None:
         self.shard = Shard(rank, exchange.size)
+        self.captures = captures
         self.num_reduced = 0
         self._exchange = exchange
 
@@ -102,6 +103,14 @@ class Ranks:
         """Compute and sample, on rank 0."""
         return self._together(plan, lambda: self.runners[0].run(plan))
 
+    def capture_steps(self) -> list[str]:
+        """As rank 0 has all of them do; why each failed."""
+        errors: list[str] = []
+        for num_seqs in self.runners[0].capture_sizes:
+            others = [self._pool.submit(runner.capture, num_seqs) for runner in self.runners[1:]]
+            errors += [self.runners[0].capture(num_seqs), *(other.result(TIMEOUT_S) for other in others)]
+        return errors
+
     def _together(self, plan: StepPlan, lead: Callable[[], T]) -> T:
         order = encode_step(self.runners[0].arrays(plan))
         others = [self._pool.submit(runner.compute, decode_step(order)) for runner in self.runners[1:]]
@@ -112,13 +121,13 @@ class Ranks:
 
 
 @contextmanager
-def running_ranks(folder: Path, size: int, **changes: Any) -> Iterator[Ranks]:
+def running_ranks(folder: Path, size: int, *, captures: bool = False, **changes: Any) -> Iterator[Ranks]:
     """Runners in fp32 with 64 blocks of 16 tokens; `changes` are fields of `WorkerConfig`."""
-    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, **changes}
-    config = WorkerConfig(worker_id="test-0", roles=("prefill",), model_path=str(folder), tp=size, **fields)
+    fields: dict[str, Any] = {"roles": ("prefill",), "dtype": "float32", "num_blocks": 64, **changes}
+    config = WorkerConfig(worker_id="test-0", model_path=str(folder), tp=size, **fields)
     exchange = Exchange(size)
     runners = [TorchModelRunner(config, Shard(rank, size)) for rank in range(size)]
-    collectives = [ThreadCollective(exchange, rank) for rank in range(size)]
+    collectives = [ThreadCollective(exchange, rank, captures=captures) for rank in range(size)]
     for runner, collective in zip(runners, collectives, strict=True):
         runner.join(collective, runner.num_blocks)
     with ThreadPoolExecutor(max_workers=size) as pool:

@@ -85,7 +85,7 @@ def test_which_function_a_payload_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of host memory xxh3, by which pairs of CPU workers compare; of a GPU's the digest, without a copy to the host."""
 
     class OnDevice(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
+        is_cuda = True
 
         def numpy(self, *, force: bool = False) -> object:  # type: ignore[override]
             raise AssertionError("it is copied to the host")
