@@ -36,7 +36,14 @@ NO_DEVICE = 3
 TOTAL_S = 570.0
 """All sections together; what is left at the end goes to none."""
 TEST_FOLDER = "tests/gpu"
-OWN_TESTS = ("test_engine.py", "test_graphs.py", "test_nccl.py", "test_transports.py")
+OWN_TESTS = (
+    "test_engine.py",
+    "test_graphs.py",
+    "test_nccl.py",
+    "test_poisoned.py",
+    "test_ranks.py",
+    "test_transports.py",
+)
 """Test files that are sections, or parts of one; all others are tests of kernels."""
 
 
@@ -69,13 +76,18 @@ def sections() -> tuple[Section, ...]:
         Section(name="environment", limit_s=90, program="benchmarks.gpu.environment"),
         Section(name="limits", limit_s=40, program="benchmarks.gpu.timing"),
         Section(name="kernels", limit_s=140, tests=kernel_tests),
-        Section(name="engine", limit_s=110, tests=(f"{TEST_FOLDER}/test_engine.py", f"{TEST_FOLDER}/test_graphs.py")),
-        Section(name="nccl", limit_s=100, tests=(f"{TEST_FOLDER}/test_nccl.py",)),
-        Section(name="transports", limit_s=60, tests=(f"{TEST_FOLDER}/test_transports.py",)),
+        Section(name="engine", limit_s=110, tests=_tests("engine", "graphs", "poisoned")),
+        Section(name="nccl", limit_s=140, tests=_tests("nccl", "ranks")),
+        Section(name="transports", limit_s=60, tests=_tests("transports")),
         Section(name="model", limit_s=90, program="benchmarks.gpu.model"),
         Section(name="attention", limit_s=70, program="benchmarks.gpu.attention"),
         Section(name="transfer", limit_s=40, program="benchmarks.gpu.transfer"),
+        Section(name="traces", limit_s=40, program="benchmarks.gpu.traces"),
     )
+
+
+def _tests(*names: str) -> tuple[str, ...]:
+    return tuple(f"{TEST_FOLDER}/test_{name}.py" for name in names)
 
 
 # ---------------------------------------------------------------- one section
@@ -102,6 +114,7 @@ def environment(section: Section, device: str, folder: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "DISAGG_GPU_CHECK_DEVICE": device,
         "DISAGG_GPU_CHECK_SECTION": section.name,
+        "DISAGG_GPU_CHECK_LOGS": str(folder),
         "DISAGG_GPU_CHECK_ROWS": str(folder / f"{section.name}.rows"),
     }
     return given | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})

@@ -38,6 +38,27 @@ def device() -> torch.device:
     return torch.device(_device_name())
 
 
+@pytest.fixture(params=["one device", pytest.param("two devices", marks=pytest.mark.gpu)])
+def layout(request: pytest.FixtureRequest, device: torch.device) -> torch.device:
+    """Where two processes are: both on the device of the tests, or from device 0 on each on its own."""
+    if request.param == "one device":
+        return device
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs two CUDA devices, there is {count}")
+    return torch.device("cuda", 0)
+
+
+def nccl_environment(name: str, *, apart: bool) -> dict[str, str]:
+    """Of a process that uses NCCL: what it says goes to a file where the check keeps its logs. Processes that are not
+    `apart` share a device, which NCCL takes from different hosts only."""
+    folder = os.environ.get("DISAGG_GPU_CHECK_LOGS")
+    log = f"{folder}/nccl-{name}-%p.log" if folder else "/dev/stderr"
+    common = {"NCCL_DEBUG": "INFO" if folder else "WARN", "NCCL_DEBUG_FILE": log}
+    if apart:
+        return common
+    return common | {"NCCL_HOSTID": f"gpu-check-{name}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+
+
 # ---------------------------------------------------------------- rows for scripts/gpu_check.py
 
 

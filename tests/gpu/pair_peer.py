@@ -4,6 +4,8 @@ The receiver prints its address first, which the sender reads from its standard 
 JSON that says what it saw. Without a transport's name, over NCCL where the device is `cuda`, over gloo on a CPU.
 
     payloads   three messages arrive to the bit
+    pairs      several pairs of the same two processes: every receive is posted before anything is sent, and the pairs
+               are served in the other order
     hand-over  the KV of a prompt arrives, and decodes on
     abort      nothing is sent: the receiver closes the pair, and its receive is answered
     kill       the same, but the sender is killed while the receive waits
@@ -15,6 +17,7 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +32,8 @@ from tests.support.secret import SECRET, checksum
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE
 
+NUM_PAIRS = 12
+"""More than the pairs that exhaust a pool of 32 streams at three of them each."""
 PAYLOAD_BYTES = (1, 4096, (8 << 20) + 5)
 PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
 NUM_TOKENS = 12
@@ -85,6 +90,21 @@ def receive_payloads(side: Side) -> dict[str, Any]:
     return {"ok": all(same)}
 
 
+def send_in_reverse(sides: list[Side]) -> dict[str, Any]:
+    contents = [side.buffer(payload(4096 + number)) for number, side in enumerate(sides)]
+    sent = [sides[number].send(contents[number], 4096 + number)[0] for number in reversed(range(len(sides)))]
+    return {"ok": sent == [True] * len(sides)}
+
+
+def receive_all(sides: list[Side]) -> dict[str, Any]:
+    """Each in a thread of its own, because `recv` waits."""
+    buffers = [side.buffer(torch.zeros(4096 + number, dtype=torch.uint8)) for number, side in enumerate(sides)]
+    with ThreadPoolExecutor(len(sides)) as pool:
+        answers = list(pool.map(lambda n: sides[n].recv(buffers[n], 4096 + n)[0], range(len(sides))))
+    same = [torch.equal(torch.as_tensor(got).cpu(), payload(4096 + number)) for number, got in enumerate(buffers)]
+    return {"ok": answers == same == [True] * len(sides)}
+
+
 def send_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
     sequence = make_sequence(PROMPT, [9, 2, 31, 0, 17])
     token_id = int(prefill(runner, sequence).argmax())
@@ -119,8 +139,15 @@ def wait_in_vain(side: Side, close_after_s: float) -> dict[str, Any]:
     return {"ok": answer[0] is False, "answer": answer, "took_s": took_s}
 
 
+def pair_names(scenario: str) -> list[str]:
+    """In the order in which both sides form them."""
+    return [f"{scenario}-{number}" for number in range(NUM_PAIRS if scenario == "pairs" else 1)]
+
+
 def main(side_name: str, scenario: str, device_name: str, folder: str, transport: str = "") -> None:
     device = torch.device(device_name)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     name = cast(TransportName, transport or ("nccl" if device.type == "cuda" else "gloo"))
     runner: TorchModelRunner | None = None
     if scenario == "hand-over":
@@ -129,8 +156,11 @@ def main(side_name: str, scenario: str, device_name: str, folder: str, transport
     if side_name == "receiver":
         rendezvous = make_rendezvous(name, HOST, SECRET)
         print(rendezvous.address, flush=True)
-        side = Side(rendezvous.accept(scenario), device, name)
-        if scenario == "payloads":
+        sides = [Side(rendezvous.accept(pair_name), device, name) for pair_name in pair_names(scenario)]
+        side = sides[0]
+        if scenario == "pairs":
+            found = receive_all(sides)
+        elif scenario == "payloads":
             found = receive_payloads(side)
         elif runner is not None:
             found = receive_kv(side, runner)
@@ -138,16 +168,21 @@ def main(side_name: str, scenario: str, device_name: str, folder: str, transport
             found = wait_in_vain(side, 3.0)
         rendezvous.close()
     else:
-        side = Side(make_connector(name, HOST, SECRET)(scenario, sys.stdin.readline().strip()), device, name)
+        connect, address = make_connector(name, HOST, SECRET), sys.stdin.readline().strip()
+        sides = [Side(connect(pair_name, address), device, name) for pair_name in pair_names(scenario)]
+        side = sides[0]
         print("connected", flush=True)
-        if scenario == "payloads":
+        if scenario == "pairs":
+            found = send_in_reverse(sides)
+        elif scenario == "payloads":
             found = send_payloads(side)
         elif runner is not None:
             found = send_kv(side, runner)
         else:
             found = {"ok": True}
         sys.stdin.read()  # until it is killed, or told to go: to abort would cut what is still on its way
-    side.transport.close()
+    for each in sides:
+        each.transport.close()
     print(json.dumps(found), flush=True)
 
 

@@ -1,7 +1,9 @@
-"""Two processes on one GPU that hand KV over by NCCL; and what becomes of a receive that is never served.
+"""Two processes that hand KV over by NCCL, on one GPU and, where there are two, on two; and what becomes of a receive
+that is never served.
 
 NCCL refuses two ranks on one device. It takes them where it believes that they are on different hosts (`NCCL_HOSTID`),
-and then moves the bytes through a socket: slow, but everything above is as between two devices.
+and then moves the bytes through a socket: slow, but everything above is as between two devices. On two devices it
+chooses by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 from tests.gpu import reference
+from tests.gpu.conftest import nccl_environment
 from tests.gpu.pair_peer import NUM_TOKENS, PROMPT
 from tests.support.tiny_models import make_checkpoint
 
@@ -47,9 +50,12 @@ class Peer:
 
 @contextmanager
 def peer(side: str, scenario: str, device: torch.device, folder: Path | str, transport: str = "") -> Iterator[Peer]:
-    own = {"NCCL_HOSTID": f"gpu-check-{side}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-    environment = os.environ | own | {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stderr"}
+    """On `device`, or, where that has an index, the sender on that device and the receiver on the next one."""
+    own = nccl_environment(side, apart=device.index is not None)
+    if device.index is not None and side == "receiver":
+        device = torch.device("cuda", device.index + 1)
     arguments = [sys.executable, "-m", "tests.gpu.pair_peer", side, scenario, str(device), str(folder), transport]
+    environment = os.environ | own
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield Peer(process)
@@ -74,15 +80,21 @@ def pair(
         yield sender, receiver
 
 
-def test_payloads_arrive_to_the_bit(device: torch.device) -> None:
-    with pair("payloads", device) as (sender, receiver):
+def test_payloads_arrive_to_the_bit(layout: torch.device) -> None:
+    with pair("payloads", layout) as (sender, receiver):
         assert receiver.result() == {"ok": True}
         assert sender.result() == {"ok": True}
 
 
-def test_kv_is_handed_over_between_processes(device: torch.device, tmp_path: Path) -> None:
+def test_many_pairs_wait_for_each_other_in_no_order(layout: torch.device) -> None:
+    with pair("pairs", layout) as (sender, receiver):
+        assert receiver.result() == {"ok": True}
+        assert sender.result() == {"ok": True}
+
+
+def test_kv_is_handed_over_between_processes(layout: torch.device, device: torch.device, tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
-    with pair("hand-over", device, folder) as (sender, receiver):
+    with pair("hand-over", layout, folder) as (sender, receiver):
         received, sent = receiver.result(), sender.result()
     assert received["ok"] is sent["ok"] is True
     assert received["checksum"] == sent["checksum"]

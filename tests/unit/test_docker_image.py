@@ -1,5 +1,5 @@
-"""The definition of the CUDA image, which is not built here: what it copies exists or is built, what it installs is what
-Triton and torch need, and its commands are ours."""
+"""The definition of the CUDA image, which is not built here: what it copies exists or is built, it installs what torch
+and Triton need, and its command is ours."""
 
 from __future__ import annotations
 
