@@ -118,7 +118,7 @@ bench-gateway: model ## cost of a token for the gateway, by protocol, and of slo
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
 	@$(BIN)/python -m benchmarks.bad_input --generated 12000 --json build/bad-input.json
 
-gpu-check: ## tests and benchmarks of the GPU path, in less than ten minutes; needs a GPU, but neither .venv nor a network
+gpu-check: ## tests and benchmarks of the GPU path, in less than fifteen minutes; needs a GPU, but neither .venv nor a network
 	@mkdir -p build
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
 

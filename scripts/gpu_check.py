@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one run of less than ten minutes: tests and benchmarks, a table, JSON and a page.
+"""Everything that needs a GPU, in one run of less than fifteen minutes: tests and benchmarks, a table, JSON and a page.
 
     python scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md
 
@@ -33,7 +33,7 @@ from disagg.cluster.system import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NO_DEVICE = 3
-TOTAL_S = 570.0
+TOTAL_S = 840.0
 """All sections together; what is left at the end goes to none."""
 TEST_FOLDER = "tests/gpu"
 OWN_TESTS = (
@@ -42,6 +42,7 @@ OWN_TESTS = (
     "test_nccl.py",
     "test_poisoned.py",
     "test_ranks.py",
+    "test_serving.py",
     "test_transports.py",
 )
 """Test files that are sections, or parts of one; all others are tests of kernels."""
@@ -75,10 +76,11 @@ def sections() -> tuple[Section, ...]:
     return (
         Section(name="environment", limit_s=90, program="benchmarks.gpu.environment"),
         Section(name="limits", limit_s=40, program="benchmarks.gpu.timing"),
-        Section(name="kernels", limit_s=140, tests=kernel_tests),
+        Section(name="kernels", limit_s=130, tests=kernel_tests),
         Section(name="engine", limit_s=110, tests=_tests("engine", "graphs", "poisoned")),
-        Section(name="nccl", limit_s=140, tests=_tests("nccl", "ranks")),
+        Section(name="nccl", limit_s=120, tests=_tests("nccl", "ranks")),
         Section(name="transports", limit_s=60, tests=_tests("transports")),
+        Section(name="serving", limit_s=110, tests=_tests("serving")),
         Section(name="model", limit_s=90, program="benchmarks.gpu.model"),
         Section(name="attention", limit_s=70, program="benchmarks.gpu.attention"),
         Section(name="transfer", limit_s=40, program="benchmarks.gpu.transfer"),

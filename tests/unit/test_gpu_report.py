@@ -98,9 +98,9 @@ def test_a_section_without_time_or_tests_has_failed(tmp_path: Path) -> None:
     ]
 
 
-def test_all_sections_fit_into_ten_minutes_and_exist() -> None:
+def test_all_sections_fit_into_a_quarter_of_an_hour_and_exist() -> None:
     found = sections()
-    assert sum(section.limit_s for section in found) <= 860.0
+    assert sum(section.limit_s for section in found) <= 900.0
     assert [section.name for section in found][:2] == ["environment", "limits"]
     files = [f"{section.program.replace('.', '/')}.py" for section in found if section.program]
     assert all(
