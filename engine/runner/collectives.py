@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
-from disagg.engine.runner.device import torch_device
+from disagg.engine.runner.device import NCCL_CALLS, torch_device
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import ClusterSecret
 
@@ -184,6 +184,18 @@ class NcclCollective(GroupCollective):
             super().__init__(shard, _dist.ProcessGroupNCCL(store, shard.rank, shard.size, options), store)
             # The communicator is made now, not within the first step.
             self._group.eager_connect_single_device(device)
+
+    @override
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """In place."""
+        with NCCL_CALLS:
+            return super().all_reduce(tensor)
+
+    @override
+    def gather_columns(self, tensor_RC: Tensor) -> Tensor | None:
+        """Rank 0 is the root."""
+        with NCCL_CALLS:
+            return super().gather_columns(tensor_RC)
 
     @override
     def close(self) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from disagg.proto.errors import ConfigError
+
+NCCL_CALLS = threading.Lock()
+"""Held while an NCCL operation is queued: NCCL forbids it from several threads at once on one device, and a process has
+one. Waits for no peer."""
 
 
 def torch_device(name: str) -> torch.device:

@@ -1,5 +1,6 @@
-"""A whole cluster of a prefill and a decode worker on one GPU, their KV through host memory, under load: every answer is
-that of transformers. Needs what the gateway needs (grpc and so on), which the other tests do without."""
+"""A whole cluster of a prefill and a decode worker on one GPU, their KV through host memory, under load: every answer
+is that of transformers. Needs what the gateway needs (grpc and so on), which the other tests do without.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ def test_our_options_make_a_group() -> None:
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        ("send", ("tensors", "dstRank", "tag")),
-        ("recv", ("tensors", "srcRank", "tag")),
+        ("broadcast", ("Sequence[torch.Tensor]", "BroadcastOptions")),
         ("eager_connect_single_device", ("torch.device",)),
         ("abort", ()),
         ("allreduce", ("Sequence[torch.Tensor]",)),
@@ -39,6 +38,12 @@ def test_our_options_make_a_group() -> None:
 def test_methods_of_a_group(method: str, arguments: tuple[str, ...]) -> None:
     described = getattr(_dist.ProcessGroupNCCL, method).__doc__
     assert [argument for argument in arguments if argument not in described] == []
+
+
+def test_options_of_exchanges() -> None:
+    options = _dist.BroadcastOptions()
+    assert (options.rootRank, options.asyncOp) == (0, True)
+    assert _dist.GatherOptions().rootRank == 0
 
 
 def test_an_error_of_the_runtime_has_its_code() -> None:

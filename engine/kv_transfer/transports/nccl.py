@@ -17,9 +17,13 @@ exchanges a byte while both sides are in `accept` and `connect`.
 A dead peer, or a receive that waits long, is for the state machines to judge. Torch's own watchdog would end the
 process for either, so it is switched off (`engine/device_environment.py`).
 
-Torch has 32 pooled streams for each device and priority, and hands them out in turn. So a pair's stream is our own, and
-the one that torch takes for its communicator comes from the pool of high priority, which nothing else here uses: the
-first 32 pairs share none. (One that is formed later shares with the 32nd before it, should that still be open.)
+Torch has 32 pooled streams for each device and priority, and hands them out in turn; its sends and receives run on one
+of them, which later pairs would share. Its collectives run on the current stream where they are not asynchronous (torch
+>= 2.8), and of two ranks a broadcast is a send on one side and a receive on the other. So a pair has one stream, ours.
+
+NCCL forbids calls for one device from several threads at once, whatever the communicators. The calls of this module and
+those of the engine (`engine/runner/collectives.py`) share a lock, but for the set-up of a pair, which waits for its
+peer.
 
 An error that the device gives for ever, or a bug, ends the thread and with it the process: without the thread all pairs
 would wait for ever.
@@ -66,6 +70,7 @@ from disagg.engine.kv_transfer.transports.transport import (
     with_checksum,
 )
 from disagg.engine.plan import Buffer, is_fatal
+from disagg.engine.runner.device import NCCL_CALLS
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
@@ -173,7 +178,7 @@ def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any) -
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     stream.wait_stream(_cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        (group.send if rank == 0 else group.recv)([byte], 1 - rank, 0).wait()
+        _start(group, byte, root=0)
         event = _cuda.Event()
         event.record(stream)
     ends_at = time.monotonic() + SET_UP_TIMEOUT_S
@@ -181,6 +186,16 @@ def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any) -
         if time.monotonic() > ends_at:
             raise RuntimeError(f"no byte came through in {SET_UP_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)
+
+
+def _start(group: Any, tensor: torch.Tensor, root: int) -> None:
+    """Queue the move of a tensor from rank `root` to the other one, on the current stream."""
+    options = _dist.BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = False
+    work = group.broadcast([tensor], options)
+    if work is not None:
+        work.wait()  # the stream, not the thread
 
 
 class OwnStream:
@@ -295,10 +310,10 @@ class _DeviceThread:
         if group is None:
             operation.error = CLOSED
             return
-        start = group.send if operation.sends else group.recv
+        peer = operation.transport.peer
         try:
-            work = start([operation.tensor], operation.transport.peer, 0)
-            work.wait()  # Makes the stream wait, not the thread.
+            with NCCL_CALLS:
+                _start(group, operation.tensor, root=1 - peer if operation.sends else peer)
             operation.event = _cuda.Event()
             operation.event.record(operation.transport.stream)
         except Exception as error:

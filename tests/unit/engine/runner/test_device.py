@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from disagg.engine.runner import collectives
-from disagg.engine.runner.device import torch_device
+from disagg.engine.runner.device import NCCL_CALLS, torch_device
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.support.secret import SECRET
@@ -48,6 +49,17 @@ class PlayedGroup:
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.communicators.append(-1 if device.index is None else device.index)
 
+    def allreduce(self, tensors: list[torch.Tensor]) -> MagicMock:
+        assert NCCL_CALLS.locked()
+        tensors[0] += 1
+        return MagicMock()
+
+    def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], _: Any) -> MagicMock:
+        assert NCCL_CALLS.locked()
+        for part in outputs[0]:
+            part.copy_(tensors[0])
+        return MagicMock()
+
 
 @pytest.mark.usefixtures("_two_devices")
 def test_ranks_connect_by_the_index_that_their_tensors_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +70,17 @@ def test_ranks_connect_by_the_index_that_their_tensors_have(monkeypatch: pytest.
     for rank, name in enumerate(("cuda:0", "cuda")):  # of rank 0, and of a follower that sees one device
         collectives.make_collective(name, "", SECRET, Shard(rank, 2), "127.0.0.1")
     assert PlayedGroup.communicators == [0, 1]
+
+
+@pytest.mark.usefixtures("_two_devices")
+def test_exchanges_of_ranks_are_queued_while_no_other_thread_calls_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", PlayedGroup, raising=False)
+    monkeypatch.setattr(collectives, "rank_store", lambda *_: contextlib.nullcontext())
+    collective = collectives.make_collective("cuda:0", "", SECRET, Shard(0, 2), "127.0.0.1")
+    assert collective.captures
+    assert collective.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    gathered = collective.gather_columns(torch.ones((1, 2)))
+    assert gathered is not None
+    assert gathered.shape == (1, 4)
+    assert not NCCL_CALLS.locked()

@@ -18,6 +18,7 @@ from disagg.engine.device_environment import GPU_ENVIRONMENT, device_environment
 from disagg.engine.kv_transfer.transports import nccl
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, TransportError
+from disagg.engine.runner.device import NCCL_CALLS
 from tests.support.secret import SECRET
 
 WAIT_S = 30.0
@@ -65,6 +66,8 @@ class PlayedGroup:
     def __init__(self, *arguments: Any) -> None:
         self._options = arguments[3] if arguments else self.Options()
         self.num_aborts = 0
+        self.calls: list[tuple[int, int, bool]] = []
+        """(root, bytes, whether other threads' calls wait)."""
         self.error: Exception | None = None
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -72,14 +75,11 @@ class PlayedGroup:
         self.stream = self.pools.take(self._options.is_high_priority_stream)
         self.made.append(self)
 
-    def send(self, *_: object) -> PlayedGroup:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
         if self.error is not None:
             raise self.error
-        return self
-
-    recv = send
-
-    def wait(self) -> None: ...
+        assert options.asyncOp is False, "it would run on a stream of torch's"
+        self.calls.append((options.rootRank, tensors[0].numel(), NCCL_CALLS.locked()))
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -190,10 +190,25 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything(pools: Played
 
 
 @pytest.mark.usefixtures("pools")
-def test_no_stream_is_used_by_two_of_as_many_pairs_as_a_worker_keeps() -> None:
-    pairs = [nccl._join(f"p{number}", "address", SECRET, "sender") for number in range(POOL_SIZE)]
-    streams = [pair.stream.number for pair in pairs] + [group.stream for group in PlayedGroup.made]
-    assert len(streams) == len(set(streams)) == 2 * POOL_SIZE
+def test_no_stream_is_used_by_two_of_more_pairs_than_torch_has_streams() -> None:
+    """Not those of torch's pools, which it hands out in turn: only our own."""
+    pairs = [nccl._join(f"p{number}", "address", SECRET, "sender") for number in range(2 * POOL_SIZE + 1)]
+    streams = [pair.stream.number for pair in pairs]
+    assert streams == list(range(1000, 1000 + 2 * POOL_SIZE + 1))
+    assert [group.calls for group in PlayedGroup.made] == [[(0, 1, False)]] * len(pairs)  # the byte of the set-up
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0)])
+def test_bytes_go_from_the_rank_that_sends_while_no_other_thread_calls(thread: Any, rank: int, peer: int) -> None:
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+    group = PlayedGroup()
+    transport = NcclTransport(group, NOTHING, peer, thread, nccl.OwnStream(0), UNKEYED)
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    transport.send(buffer, 5, lambda *answer: said.put(answer))
+    assert said.get(timeout=WAIT_S) == (True, "")
+    transport.recv(buffer, 8, lambda *answer: said.put(answer))
+    said.get(timeout=WAIT_S)
+    assert group.calls == [(rank, 5, True), (peer, 8, True)]
 
 
 def test_a_pair_that_cannot_be_formed_leaves_nothing(monkeypatch: pytest.MonkeyPatch, pools: PlayedPools) -> None:
@@ -261,7 +276,7 @@ def test_a_checksum_that_raises_ends_the_process(thread: Any, exits: Exits) -> N
         def __getitem__(self, _: slice) -> Unreadable:
             return self
 
-        def detach(self) -> Unreadable:
+        def numel(self) -> int:
             raise lost()
 
     transport_on(thread, PlayedGroup()).recv(Unreadable(), 8, lambda *_: None)
