@@ -166,11 +166,17 @@ def prefill_rate(shape: Shape, num_tokens: int, start: int, us: float) -> float:
     return 4.0 * shape.num_heads * shape.head_dim * attended / us / 1e6
 
 
-def prefill_share(shape: Shape, num_tokens: int, start: int, us: float, gemm_tflop_s: float) -> tuple[float, float]:
-    """(share, target) of a chunk that takes `us`."""
+def prefill_share(
+    shape: Shape, num_tokens: int, start: int, us: float, ceilings: Ceilings
+) -> tuple[float, float | None]:
+    """(share, target) of a chunk that takes `us`. Of a short one behind a long context the share is that of the time to
+    read its KV once, without a target: no peer's figure is known."""
     if start == 0 and num_tokens in FA3_PREFILL_US:
         return FA3_PREFILL_US[num_tokens] / us, PREFILL_TARGET
-    return prefill_rate(shape, num_tokens, start, us) / gemm_tflop_s, PREFILL_RATE_TARGET
+    if num_tokens <= SHORT_CHUNK < start:
+        kv_bytes = 2 * (start + num_tokens) * shape.num_kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+        return kv_bytes / ceilings.read_gb_s / 1e3 / us, None
+    return prefill_rate(shape, num_tokens, start, us) / ceilings.gemm_tflop_s, PREFILL_RATE_TARGET
 
 
 def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings) -> None:
@@ -183,7 +189,7 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
 
     us = kernel_ms(attend, q_TND.device, calls=3) * 1e3
     rate = prefill_rate(shape, num_tokens, start, us)
-    share, target = prefill_share(shape, num_tokens, start, us, ceilings.gemm_tflop_s)
+    share, target = prefill_share(shape, num_tokens, start, us, ceilings)
     peer = FA3_PREFILL_US.get(num_tokens) if start == 0 else None
     small_blocks = shape.block_size < Shape.block_size
     rows.add(
@@ -191,7 +197,7 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
         rate,
         "TFLOP/s",
         share=share,
-        target=None if small_blocks or num_tokens < SHORT_CHUNK else target,
+        target=None if small_blocks else target,
         detail=f"{us:.0f} us; {rate / ceilings.gemm_tflop_s:.2f} of the measured matrix product"
         + (f"; FlashAttention-3 {peer} us" if peer else ""),
     )

@@ -59,6 +59,8 @@ class Collective(Protocol):
 class Alone(Collective):
     """Lets a rank compute without the others, to measure what it needs: shapes are right, numbers are not."""
 
+    captures = True
+
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
 
