@@ -111,8 +111,9 @@ def test_gpu_pools_hand_over_in_pieces_of_several_hundred_tokens() -> None:
     """A token of a model of 8B has 144 KiB of KV: the CPU's chunks of 4 MiB would be 28 tokens."""
     config = load_config(FOLDER / "disagg-gpu.yaml")
     assert [pool.device for _, pool in active_pools(config)] == ["cuda", "cuda"]
-    assert config.transfer.chunk_bytes // (144 << 10) == 512
-    assert config.transfer.num_slots == 8
+    limits = config.transfer.limits("cuda")
+    assert limits.chunk_bytes // (144 << 10) == 512
+    assert limits.num_slots == 8
 
 
 def test_our_configuration_is_for_several_nodes(cluster_file: dict[str, Any]) -> None:
