@@ -32,8 +32,8 @@ from typing_extensions import override
 from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
 from disagg.engine.io.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports.gloo import check_open
 from disagg.engine.kv_transfer.transports.digest import checksum_of
+from disagg.engine.kv_transfer.transports.gloo import check_open
 from disagg.engine.kv_transfer.transports.nixl_agent import MemoryKind, NixlAgent, NixlError, Region, load, region_of
 from disagg.engine.kv_transfer.transports.process_end import end_process, return_or_exit
 from disagg.engine.kv_transfer.transports.transport import (
