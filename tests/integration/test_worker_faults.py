@@ -84,7 +84,11 @@ async def stop_in_mid_transfer(gateway: GatewayStub, stopped: WorkerInfo, peer: 
         os.kill(stopped.pid, signal.SIGSTOP)
         if (await audit(peer)).counts.get(what):
             return answers
-        os.kill(stopped.pid, signal.SIGCONT)  # they had ended by then
+        os.kill(stopped.pid, signal.SIGCONT)  # they had ended by then: their blocks must be free for the next ones
+        for key in list(gateway.answers):
+            gateway.cancel(key)
+        await wait_until_workers_idle([stopped, peer])
+        answers.clear()
 
 
 async def assert_serves(gateway: GatewayStub, prefill: str, decode: str) -> None:

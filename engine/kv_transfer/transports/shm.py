@@ -100,9 +100,12 @@ class ShmTransport(PairTransport):
             lane.join()
 
     def _break(self, reason: str) -> None:
-        """If one lane cannot go on, the pair cannot."""
+        """If one lane cannot go on, the pair cannot. Both lanes have the reason before the peer sees an end, because it
+        ends the other lane then."""
         for lane in (self._sends, self._recvs):
-            lane.end(reason)
+            lane.refuse(reason)
+        for lane in (self._sends, self._recvs):
+            lane.shut_down()
 
 
 class ShmRendezvous(Rendezvous):

@@ -131,18 +131,21 @@ class Lane:
         if ended:
             operation.done(False, ended, 0)
 
-    def end(self, reason: str) -> None:
-        """No more operations; waits for the peer end, on both sides. Idempotent, does not wait."""
+    def refuse(self, reason: str) -> None:
+        """No more operations; the one under way goes on until `shut_down`. Idempotent: the first reason counts."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify()
+
+    def shut_down(self) -> None:
+        """Waits for the peer end, on both sides. Idempotent, does not wait."""
         try:
             self._link.shutdown(socket.SHUT_RDWR)
         except OSError:
             """The peer was first."""
 
     def join(self) -> None:
-        """After `end`: wait until everything is answered (from a `done` of this lane: return at once)."""
+        """After both: wait until everything is answered (from a `done` of this lane: return at once)."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._link.close()
