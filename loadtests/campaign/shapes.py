@@ -3,7 +3,8 @@
     1p1d, 2p1d:512                      prefill and decode workers of one thread each; tokens of a prefill step
     2x1-chunked:256, 1x2-chunked:512    colocated workers x threads of each; chunked prefill, tokens of a step
     2x1-slack:1024                      the same with chunks by the targets of the requests
-    2x1-elastic, 2x1-elastic:1024       workers that compute prompts, answers or both, as the router chooses
+    2x1-elastic, 2x1-gather:1024        workers that compute prompts, answers or both, as the router chooses: answers
+                                        on all of them (`placement.decodes: spread`), or on few (`gather`)
     2x1-prefill-first, 2x1-static       the same with other ways to fill a step
     cluster.yaml                        anything else, called by its file's name
     2x1-static@0.25,0.5                 any of them, measured at rates of its own
@@ -25,7 +26,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig, load_config, ove
 from disagg.proto.errors import ConfigError
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
-_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|slack|elastic|prefill-first|static)(?::(\d+))?", re.ASCII)
+_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|slack|elastic|gather|prefill-first|static)(?::(\d+))?", re.ASCII)
 _SCHEDULING = {"chunked": "decode_first", "slack": "slack", "prefill-first": "prefill_first", "static": "static"}
 _KINDS = {scheduling: kind.replace("-", "_") for kind, scheduling in _SCHEDULING.items()}
 DISAGGREGATED = "disaggregated"
@@ -71,13 +72,16 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
             values["pools.prefill.token_budget"] = int(budget)
     elif found := _COLOCATED.fullmatch(name):
         size, num_threads, kind, budget = found.groups()
-        pool = "pools.workers" if kind == ELASTIC else "pools.colocated"
+        is_elastic = kind in (ELASTIC, "gather")
+        pool = "pools.workers" if is_elastic else "pools.colocated"
         values = {
-            "mode": ELASTIC if kind == ELASTIC else "colocated",
+            "mode": ELASTIC if is_elastic else "colocated",
             f"{pool}.size": int(size),
             f"{pool}.num_threads": int(num_threads),
         }
-        if kind != ELASTIC:
+        if is_elastic:
+            values["placement.decodes"] = "gather" if kind == "gather" else "spread"
+        else:
             values[f"{pool}.scheduling"] = _SCHEDULING[kind]
         if budget is not None:
             values[f"{pool}.token_budget"] = int(budget)

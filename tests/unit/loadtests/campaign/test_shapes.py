@@ -43,6 +43,15 @@ def test_a_name(
         assert pools.colocated.tokens_per_step == token_budget
 
 
+@pytest.mark.parametrize(("name", "decodes"), [("3x1-elastic", "spread"), ("3x1-gather:2048", "gather")])
+def test_elastic_workers_by_where_answers_decode(name: str, decodes: str) -> None:
+    shape = parse_shape(name, BASE)
+    assert (shape.kind, shape.config.mode, shape.config.placement.decodes) == ("elastic", "elastic", decodes)
+    workers = shape.config.pools.workers
+    assert (workers.size, workers.scheduling) == (3, "slack")
+    assert workers.tokens_per_step == (2048 if ":" in name else 1024)
+
+
 def test_shapes_share_the_base_but_for_port_and_admission() -> None:
     for shape in parse_shapes(["1p1d", "2x1-static"], BASE):
         assert shape.config.model.path == "fake"
