@@ -128,7 +128,7 @@ test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 aga
 
 test-gpu-bindings: build/cuda-torch/.install-stamp ## what the GPU path calls, against a torch that is built for CUDA
 	@PYTHONPATH=src build/cuda-torch/bin/python -m pytest -c tests/gpu/pytest.ini --rootdir . --noconftest \
-	  tests/gpu_stub/test_bindings.py $(ARGS)
+	  tests/gpu_stub/test_bindings.py tests/gpu_stub/test_flashinfer.py $(ARGS)
 
 # `===` takes no build of another kind, such as +cpu.
 build/cuda-torch/.install-stamp: constraints.txt
@@ -137,6 +137,8 @@ build/cuda-torch/.install-stamp: constraints.txt
 	@$(QUIET) "Installing a torch for CUDA (5 GB)" build/cuda-torch-install.log \
 	  build/cuda-torch/bin/python $(INSTALL) -c constraints.txt '$(subst ==,===,$(TORCH))' \
 	  cryptography msgspec numpy pytest typing_extensions xxhash
+	@$(QUIET) "Installing FlashInfer's sources" build/cuda-torch-flashinfer.log \
+	  build/cuda-torch/bin/python $(INSTALL) --no-deps 'flashinfer-python==0.7.2.post1'
 	@build/cuda-torch/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
 	  { echo "This package index has a torch for CPUs only"; exit 1; }
 	@touch $@

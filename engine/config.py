@@ -1,6 +1,7 @@
 """The configuration of a worker process, in the parts that the user's YAML has too, and what does not go together.
 
 ModelOptions     `model`, but for its name and path
+KernelOptions    `kernels`
 EngineLimits     `pools.<name>`, but for its size and place
 PairLimits       `transfer`, but for the transport and the sizes of its memory
 DeviceDefaults   what a setting is, on each kind of device, that is `auto` or left out
@@ -26,6 +27,7 @@ TransportName = Literal["auto", "gloo", "shm", "nixl", "nccl", "local"]
 """Of a worker, `auto` chooses as a pair is formed: nixl where it works, else shm or gloo (`transports/auto.py`)."""
 STAGED_ON_DEVICE: frozenset[TransportName] = frozenset({"nccl", "nixl"})
 """Those whose staging memory is the device's, where the KV is; all others take the host's."""
+AttentionName = Literal["auto", "triton", "flashinfer"]
 Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
 
@@ -92,6 +94,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on GPU."""
     max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
+
+
+class KernelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """By which library workers compute."""
+
+    attention: AttentionName = "auto"
+    """Of prompts, on a GPU: `triton`, our own kernels, or `flashinfer`, where that is installed. A worker tries the one
+    that is named before it loads the model, and does not start where that fails. `auto` is `triton` until both were
+    measured. `disagg doctor` names what can be used."""
 
 
 class EngineLimits(KvReserve, frozen=True, kw_only=True):
@@ -162,11 +173,13 @@ class TransferLimits(PairLimits, frozen=True, kw_only=True):
 
 
 _MODEL = ModelOptions()
+_KERNELS = KernelOptions()
 TRANSFER_DEFAULTS = TransferLimits()
 
 
 class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker process. The fields of `ModelOptions` are its own, because a struct has one base."""
+    """One worker process. The fields of `ModelOptions` and `KernelOptions` are its own, because a
+    struct has one base."""
 
     worker_id: str
     roles: tuple[RoleName, ...]
@@ -185,6 +198,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     share_weights: bool = _MODEL.share_weights
     kv_cache_dtype: KvCacheDtype = _MODEL.kv_cache_dtype
     max_model_len: Count | None = _MODEL.max_model_len
+    attention: AttentionName = _KERNELS.attention
     cores: tuple[int, ...] = ()
     """CPU cores to pin to; empty leaves the scheduler free."""
     block_size: int = _CPU.block_size
@@ -286,6 +300,16 @@ def check_kv_stays_private(config: WorkerConfig) -> None:
             f"network.plaintext_kv: KV would leave {config.host} unencrypted by {config.transport}; set it to true if "
             "all machines of that network may read prompts, or transfer.transport to shm if all workers are on one host"
         )
+
+
+def check_attention(attention: AttentionName, device: str, path: str = "") -> None:
+    """Refuse a library for GPUs elsewhere. `path` leads to the field in the user's file.
+
+    Raises:
+        ConfigError: for another setting than `auto` on a CPU.
+    """
+    if attention != "auto" and device.partition(":")[0] != "cuda":
+        raise ConfigError(f"{path}attention: {attention} is for device cuda, not {device}")
 
 
 def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "") -> None:

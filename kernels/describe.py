@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 
 from disagg.kernels import dispatch
+from disagg.kernels.attention import PROVIDERS
+from disagg.kernels.attention_choice import probe
+from disagg.kernels.ops import AttentionSpec
 
 LDCONFIG = "/sbin/ldconfig"
 """By which Triton finds the driver."""
@@ -35,6 +38,23 @@ def triton_lacks() -> list[str]:
     return [name for name, is_there in found.items() if not is_there]
 
 
+USUAL = AttentionSpec(
+    device="cuda:0",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    block_size=64,
+)
+"""Llama 3 8B in the form that GPU pools have it."""
+
+
+def attention_refusals() -> dict[str, str | None]:
+    """Why a provider of attention cannot be used on the first GPU, by its name; None where it gives right results."""
+    return {kind.name: kind.takes(USUAL) or probe(kind.name, USUAL) for kind in PROVIDERS}
+
+
 def main() -> None:
     """Print versions, devices and kernels of this process as JSON."""
     found = {
@@ -42,6 +62,7 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "num_cuda_devices": torch.cuda.device_count(),
         "triton_lacks": triton_lacks(),
+        "attention": attention_refusals() if torch.cuda.is_available() else {},
         "cpu_kernels": dispatch.describe(),
     }
     json.dump(found, sys.stdout)

@@ -82,7 +82,7 @@ def sections() -> tuple[Section, ...]:
         Section(name="transports", limit_s=60, tests=_tests("transports")),
         Section(name="serving", limit_s=110, tests=_tests("serving")),
         Section(name="model", limit_s=90, program="benchmarks.gpu.model"),
-        Section(name="attention", limit_s=70, program="benchmarks.gpu.attention"),
+        Section(name="attention", limit_s=110, program="benchmarks.gpu.attention"),
         Section(name="transfer", limit_s=40, program="benchmarks.gpu.transfer"),
         Section(name="traces", limit_s=40, program="benchmarks.gpu.traces"),
     )

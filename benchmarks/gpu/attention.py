@@ -19,9 +19,13 @@ from torch import Tensor
 
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
-from disagg.kernels.dispatch import paged_decode_attention, paged_prefill_attention, plan_prefills
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
-from disagg.kernels.prefill_work import ChunkPlace
+from disagg.kernels.attention import PROVIDERS, AttentionProvider, OwnKernels, prompts
+from disagg.kernels.attention_choice import probe
+from disagg.kernels.dispatch import paged_decode_attention
+from disagg.kernels.ops import AttentionSpec
+
+PROBE_LIMIT_S = 40.0
+"""A library that compiles for longer is measured at the next run."""
 
 FA3_DECODE_US: Mapping[int, Mapping[int, float]] = {
     1: {1024: 13.6, 4096: 16.6, 16384: 33.5, 65536: 84.3},
@@ -105,10 +109,11 @@ class Cache:
         places = torch.arange(num_seqs * width, device=self._device) % len(self._order_N)
         return self._order_N[places].view(num_seqs, width)
 
-    def prompt(self, num_tokens: int, start: int) -> Prefills:
-        """A chunk alone in a step."""
-        shape, table_M = self._shape, self.tables(1, start + num_tokens)[0]
-        spec = AttentionSpec(
+    @property
+    def spec(self) -> AttentionSpec:
+        """What providers of attention are made for."""
+        shape = self._shape
+        return AttentionSpec(
             device=str(self._device),
             dtype=str(shape.dtype).removeprefix("torch."),
             kv_dtype=str(shape.cache_dtype).removeprefix("torch."),
@@ -117,11 +122,6 @@ class Cache:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
         )
-        work = plan_prefills([ChunkPlace(0, num_tokens, start, 0)], spec)
-        chunks = (PrefillChunk(slice(0, num_tokens), start, table_M),)
-        if work is None:
-            return Prefills(chunks)
-        return Prefills(chunks, PlannedPrefills(work, torch.from_numpy(work.numbers).to(self._device), table_M))
 
     def queries(self, num_rows: int) -> Tensor:
         """Random queries [rows, heads, head dim]."""
@@ -179,15 +179,18 @@ def prefill_share(
     return prefill_rate(shape, num_tokens, start, us) / ceilings.gemm_tflop_s, PREFILL_RATE_TARGET
 
 
+def prefill_us(cache: Cache, provider: AttentionProvider, num_tokens: int, start: int) -> float:
+    """Of a chunk that is alone in its step, without the plan."""
+    q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
+    out_TND = torch.empty_like(q_TND)
+    provider.plan(prompts(provider, (table_M, start, num_tokens)))
+    attend = functools.partial(provider.attend, q_TND, cache.keys_NKBD, cache.values_NKBD, out_TND)
+    return kernel_ms(attend, q_TND.device, calls=3) * 1e3
+
+
 def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings) -> None:
     """A chunk of one prompt, causal."""
-    q_TND, prefills = cache.queries(num_tokens), cache.prompt(num_tokens, start)
-    keys, values, out_TND = cache.keys_NKBD, cache.values_NKBD, torch.empty_like(q_TND)
-
-    def attend() -> Tensor:
-        return paged_prefill_attention(q_TND, keys, values, prefills, shape.scale, out_TND)
-
-    us = kernel_ms(attend, q_TND.device, calls=3) * 1e3
+    us = prefill_us(cache, OwnKernels.of(cache.spec), num_tokens, start)
     rate = prefill_rate(shape, num_tokens, start, us)
     share, target = prefill_share(shape, num_tokens, start, us, ceilings)
     peer = FA3_PREFILL_US.get(num_tokens) if start == 0 else None
@@ -203,6 +206,25 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
     )
 
 
+def measure_others(rows: RowFile, shape: Shape, cache: Cache, ceilings: Ceilings) -> None:
+    """Prefill by the providers of attention that `auto` does not take, beside Triton in the rows above: whoever has a
+    GPU decides by these two which one `auto` shall be."""
+    for kind in PROVIDERS[1:]:
+        if reason := kind.takes(cache.spec) or probe(kind.name, cache.spec, PROBE_LIMIT_S):
+            rows.add(f"prefill by {kind.name}", None, "", detail=reason)
+            continue
+        provider = kind.of(cache.spec)
+        for num_tokens, start in shape.prefill_chunks:
+            us = prefill_us(cache, provider, num_tokens, start)
+            rows.add(
+                f"prefill by {kind.name}, {num_tokens} tokens behind {start}",
+                prefill_rate(shape, num_tokens, start, us),
+                "TFLOP/s",
+                share=prefill_share(shape, num_tokens, start, us, ceilings)[0],
+                detail=f"{us:.0f} us",
+            )
+
+
 def main() -> None:
     """The section `attention`."""
     arguments = parse(main.__doc__)
@@ -216,6 +238,7 @@ def main() -> None:
     for batch, context_len in shape.decode_cells:
         name = f"decode, batch {batch}, context {context_len}"
         attempt(rows, name, functools.partial(measure_decode, rows, shape, cache, batch, context_len))
+    attempt(rows, "other providers", functools.partial(measure_others, rows, shape, cache, ceilings))
     del cache
     if device.type == "cuda":
         small = Shape(block_size=16, decode_cells=((1, 16),), prefill_chunks=((8192, 0),))

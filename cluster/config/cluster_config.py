@@ -25,11 +25,13 @@ from disagg.cluster.models.catalog import DEFAULT_MODEL
 from disagg.cluster.system.logs import LoggingConfig
 from disagg.engine.config import (
     EngineLimits,
+    KernelOptions,
     ModelOptions,
     PairLimits,
     Scheduling,
     TransferLimits,
     TransportName,
+    check_attention,
     check_quantization,
     check_share_weights,
     check_transfer,
@@ -237,6 +239,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
     model: ModelSection = ModelSection()
+    kernels: KernelOptions = KernelOptions()
     gateway: GatewaySection = GatewaySection()
     mode: Mode = "disaggregated"
     """`disaggregated`: prefill and decode pools. `colocated`: one pool of workers that compute prompt and answer of a
@@ -326,6 +329,7 @@ def check(config: ClusterConfig) -> None:
     model = config.model
     for name, pool in active_pools(config):
         _check_pool(f"pools.{name}", pool)
+        check_attention(config.kernels.attention, pool.device, "kernels.")
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, "model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, "model.")
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):

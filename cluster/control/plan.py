@@ -24,7 +24,14 @@ from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
-from disagg.engine.config import EngineLimits, ModelOptions, TransportName, WorkerConfig, device_defaults
+from disagg.engine.config import (
+    EngineLimits,
+    KernelOptions,
+    ModelOptions,
+    TransportName,
+    WorkerConfig,
+    device_defaults,
+)
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
@@ -110,6 +117,7 @@ def worker_config(
     limits = _fields(EngineLimits, pool) | {"device": worker_device(config, name, index)}
     return WorkerConfig(
         **_fields(ModelOptions, config.model),
+        **_fields(KernelOptions, config.kernels),
         **limits,
         transfer=config.transfer.limits(pool.device),
         worker_id=worker_id(name, index),

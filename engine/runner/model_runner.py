@@ -18,7 +18,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
-from disagg.engine.config import WorkerConfig, check_quantization, check_share_weights, device_defaults
+from disagg.engine.config import (
+    WorkerConfig,
+    check_attention,
+    check_quantization,
+    check_share_weights,
+    device_defaults,
+)
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, Copying, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
@@ -44,8 +50,11 @@ from disagg.engine.runner.shared_weights import shared_parameters
 from disagg.engine.runner.weights import load_parameters
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.kernels.attention import AttentionProvider
+from disagg.kernels.attention_choice import ProviderError, choose
 from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import describe, draws_on, set_num_threads
+from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
 
@@ -64,8 +73,8 @@ class TorchModelRunner(ShardRunner):
     the whole model's, whatever the rank holds.
 
     Raises:
-        ConfigError: the checkpoint, the device, the quantization, `share_weights`, the cache size, `max_model_len` or
-            the number of ranks cannot work.
+        ConfigError: the checkpoint, the device, the attention, the quantization, `share_weights`, the cache size,
+            `max_model_len` or the number of ranks cannot work.
     """
 
     checksum: Checksum = UNKEYED
@@ -73,6 +82,7 @@ class TorchModelRunner(ShardRunner):
     def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         check_share_weights(config.share_weights, config.device, config.tp)
+        check_attention(config.attention, config.device)
         set_num_threads(config.num_threads)
         self._device = torch_device(config.device)
         if self._device.type == "cpu":
@@ -80,9 +90,10 @@ class TorchModelRunner(ShardRunner):
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         model = read_model_config(config.model_path)
-        rank_model(model, shard)  # refused before any weight is read
         self.model_config = model
         self.shard = shard
+        local = rank_model(model, shard)  # refused before any weight is read, as is the attention
+        self._attention = _attention_of(config, local, self._device)
         self.tp = shard.size
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
@@ -167,7 +178,7 @@ class TorchModelRunner(ShardRunner):
         """The cache, and what computes on it."""
         self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging)
         rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
-        self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective)
+        self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective, self._attention)
         self._replayed: ReplayedDecoder | None = None
         if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
@@ -373,6 +384,26 @@ def _warm_up_choices(runner: ModelRunner) -> None:
 
 def _decode_of(sequence: Sequence, start: int) -> StepPlan:
     return StepPlan(decodes=(ScheduledSequence(sequence, start, 1, samples=True),))
+
+
+def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device) -> AttentionProvider:
+    """Who computes the attention of prompts on this rank, whose part of the model this is."""
+    spec = AttentionSpec(
+        device=str(device),
+        dtype=config.dtype,
+        kv_dtype="float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+    )
+    try:
+        choice = choose(config.attention, spec)
+    except ProviderError as error:
+        raise ConfigError(f"kernels.attention: {error}") from error
+    if device.type == "cuda":
+        logger.info("worker %s: attention of prompts by %s", config.worker_id, choice)
+    return choice.provider
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

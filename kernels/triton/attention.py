@@ -45,7 +45,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _takes(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tables: Tensor, scale: float) -> bool:
+def reads(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tables: Tensor, scale: float) -> bool:
     """Whether dtypes and layouts are those that the kernels read."""
     _, N, D = q_TND.shape
     _, K, block_size, _ = shape = key_cache_NKBD.shape
@@ -103,7 +103,7 @@ def paged_decode_attention(
     """
     S, _, D = q_SND.shape
     if not (
-        _takes(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
+        reads(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
         and _are_int32(context_lens_S)
         and 0 < S <= MAX_SEQUENCES
         and can_hold(out_SND, q_SND)
@@ -150,7 +150,7 @@ def paged_prefill_attention(
 ) -> Tensor | None:
     """Causal attention of the prompts of a step, whose KV is already written; `out`, where their rows are written."""
     tables, work = planned.block_tables, planned.work
-    if not _takes(q_TND, key_cache_NKBD, value_cache_NKBD, tables, scale) or not can_hold(out_TND, q_TND):
+    if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, scale) or not can_hold(out_TND, q_TND):
         return None
     end = work.num_items * ITEM_FIELDS
     shape = _prefill_shape(q_TND.dtype, key_cache_NKBD.dtype, key_cache_NKBD.shape[1:], q_TND.shape[1], work.longest)

@@ -20,6 +20,7 @@ from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.engine.runner.model.replay import ReplayedDecoder
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
+from disagg.kernels.attention import OwnKernels
 from disagg.kernels.ops import AttentionSpec, Filters
 from tests.support.engine import VOCAB_SIZE
 from tests.support.sampling import SampledRunner
@@ -85,14 +86,16 @@ class CapturedRunner(SampledRunner):
         super().__init__(num_blocks)
         max_blocks = self.max_model_len // self.block_size
         decoder: Any = self
-        self.attention = AttentionSpec(
-            device="cpu",
-            dtype="float32",
-            kv_dtype="float32",
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            block_size=self.block_size,
+        self.attention = OwnKernels(
+            AttentionSpec(
+                device="cpu",
+                dtype="float32",
+                kv_dtype="float32",
+                num_heads=1,
+                num_kv_heads=1,
+                head_dim=1,
+                block_size=self.block_size,
+            )
         )
         self._replayed = ReplayedDecoder(decoder, self.vocab_size, MAX_NUM_SEQS, max_blocks, CPU)
         draws = DeviceDraws(MAX_NUM_SEQS, self.vocab_size, CPU)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu import attention, environment
 from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
 from benchmarks.gpu.timing import Ceilings
-from scripts.gpu_check import REPOSITORY, Outcome, Section, check, check_section, ending, exit_status, sections
+from scripts.gpu_check import REPOSITORY, TOTAL_S, Outcome, Section, check, check_section, ending, exit_status, sections
 
 SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu.model")
 
@@ -100,7 +100,8 @@ def test_a_section_without_time_or_tests_has_failed(tmp_path: Path) -> None:
 
 def test_all_sections_fit_into_a_quarter_of_an_hour_and_exist() -> None:
     found = sections()
-    assert sum(section.limit_s for section in found) <= 900.0
+    assert TOTAL_S <= 900.0
+    assert sum(section.limit_s for section in found) <= 940.0  # which `TOTAL_S` cuts
     assert [section.name for section in found][:2] == ["environment", "limits"]
     files = [f"{section.program.replace('.', '/')}.py" for section in found if section.program]
     assert all(

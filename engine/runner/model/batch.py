@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.runner.model.arrays import BatchArrays
-from disagg.kernels.dispatch import plan_prefills
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.attention import AttentionProvider
+from disagg.kernels.ops import PlannedPrefills, PrefillChunk, Prefills
 from disagg.kernels.prefill_work import ChunkPlace
 
 _ALIGNMENT = 64
@@ -45,7 +45,7 @@ class Batch:
     """Rows whose logits are wanted, int64, ascending; None stands for all rows."""
 
 
-def to_batch(arrays: BatchArrays, spec: AttentionSpec) -> Batch:
+def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
     """The tensors of a batch on the rank's device; on a CPU they share the arrays' memory."""
     parts: list[NDArray[Any]] = [
         arrays.token_ids_T,
@@ -57,12 +57,12 @@ def to_batch(arrays: BatchArrays, spec: AttentionSpec) -> Batch:
     if arrays.sample_rows is not None:
         parts.append(arrays.sample_rows)
     places = _places(arrays)
-    work = plan_prefills(places, spec) if places else None
+    work = attention.work(places) if places else None
     if places:
         parts.append(np.concatenate([chunk.block_table_M for chunk in arrays.prefills]))
     if work is not None:
         parts.append(work.numbers)
-    tensors = iter(_on_device(parts, torch.device(spec.device)))
+    tensors = iter(_on_device(parts, torch.device(attention.spec.device)))
     ids_T, positions_T, slots_T, tables_SM, lens_S = (next(tensors) for _ in range(5))
     sample_rows = None if arrays.sample_rows is None else next(tensors)
     prefills = None

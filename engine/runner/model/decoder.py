@@ -25,6 +25,7 @@ from disagg.engine.runner.model.parameters import LayerParameters, ModelParamete
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
+from disagg.kernels.attention import AttentionProvider, OwnKernels
 from disagg.kernels.dispatch import (
     add_rms_norm,
     embed,
@@ -33,7 +34,6 @@ from disagg.kernels.dispatch import (
     linear_silu_mul,
     new_output,
     paged_decode_attention,
-    paged_prefill_attention,
     qkv_rope_write,
     rms_norm,
     take_rows,
@@ -45,6 +45,7 @@ class Decoder:
     """The model with its parameters. Stateless but for the KV cache that it was given.
 
     `config` is the whole model's; parameters and cache are those of the collective's rank, or whole without one.
+    `attention` computes that of prompts; None is our own kernels.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Decoder:
         rope: RopeTable,
         cache: KvCache,
         collective: Collective | None = None,
+        attention: AttentionProvider | None = None,
     ) -> None:
         shard = WHOLE if collective is None else collective.shard
         local = rank_model(config, shard)
@@ -63,18 +65,21 @@ class Decoder:
         self._vocab_part = vocab_part(config, shard)
         self._has_logits = shard.rank == 0
         self._collective = collective
-        self.attention = AttentionSpec(
-            device=str(cache.tensor_NL2KBD.device),
-            dtype=_name(parameters.embedding_VH.dtype),
-            kv_dtype=_name(cache.tensor_NL2KBD.dtype),
-            num_heads=local.num_heads,
-            num_kv_heads=local.num_kv_heads,
-            head_dim=local.head_dim,
-            block_size=cache.block_size,
+        self.attention = attention or OwnKernels(
+            AttentionSpec(
+                device=str(cache.tensor_NL2KBD.device),
+                dtype=_name(parameters.embedding_VH.dtype),
+                kv_dtype=_name(cache.tensor_NL2KBD.dtype),
+                num_heads=local.num_heads,
+                num_kv_heads=local.num_kv_heads,
+                head_dim=local.head_dim,
+                block_size=cache.block_size,
+            )
         )
-        """What batches are made for."""
+        """Of prompts; what batches are made for."""
         self._layers = tuple(
-            _Layer(local, layer, rope, cache.layer(index), collective) for index, layer in enumerate(parameters.layers)
+            _Layer(local, layer, rope, cache.layer(index), self.attention, collective)
+            for index, layer in enumerate(parameters.layers)
         )
 
     @torch.inference_mode()
@@ -88,6 +93,8 @@ class Decoder:
             RuntimeError: if another rank is lost.
         """
         parameters = self._parameters
+        if batch.prefills is not None:
+            self.attention.plan(batch.prefills)
         residual_TH = self._embed(batch.token_ids_T)
         normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
         last = len(self._layers) - 1
@@ -131,10 +138,12 @@ class _Layer:
         parameters: LayerParameters,
         rope: RopeTable,
         cache: tuple[Tensor, Tensor],
+        prompts: AttentionProvider,
         collective: Collective | None,
     ) -> None:
         """`config` is the rank's."""
         self._p = parameters
+        self._prompts = prompts
         self._collective = collective
         self._key_cache_NKBD, self._value_cache_NKBD = cache
         self._eps = config.rms_norm_eps
@@ -176,7 +185,7 @@ class _Layer:
             tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
             paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, scale, out_TND[rows])
         if batch.prefills is not None:
-            paged_prefill_attention(q_TND, keys, values, batch.prefills, scale, out_TND)
+            self._prompts.attend(q_TND, keys, values, out_TND)
         return out_TND
 
 

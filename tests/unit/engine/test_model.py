@@ -17,6 +17,8 @@ from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.rope import inverse_frequencies
 from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.kernels import attention as providers
+from disagg.kernels.attention import OwnKernels
 from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.triton import attention
 from tests.support.stepping import (
@@ -179,7 +181,7 @@ def test_a_batch_in_full() -> None:
 
     plan = StepPlan(decodes=(last_token(long), last_token(short)), prefills=(chunk(filling, 2, 6), chunk(short, 0, 3)))
     arrays = builder.arrays(plan)
-    batch = to_batch(arrays, SPEC)
+    batch = to_batch(arrays, OwnKernels(SPEC))
 
     assert batch.token_ids_T.tolist() == [39, 52, 102, 103, 104, 105, 50, 51, 52]
     assert batch.positions_T.tolist() == [9, 2, 2, 3, 4, 5, 0, 1, 2]
@@ -203,7 +205,7 @@ def test_a_batch_whose_rows_all_sample_names_none() -> None:
     plan = StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 1, 2),))
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
     assert arrays.sample_rows is None
-    assert to_batch(arrays, SPEC).sample_rows is None
+    assert to_batch(arrays, OwnKernels(SPEC)).sample_rows is None
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -224,20 +226,20 @@ def test_a_batch_with_prompts_crosses_to_a_device_as_one_copy() -> None:
     plan = StepPlan(decodes=(last_token(sequence),), prefills=(chunk(sequence, 2, 6), chunk(sequence, 0, 2)))
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
     with Copies() as copies:
-        to_batch(arrays, replace(SPEC, device="meta"))
+        to_batch(arrays, OwnKernels(replace(SPEC, device="meta")))
     assert copies.devices == ["meta"]
 
 
 def test_the_copy_has_the_list_of_work_and_every_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU in place of the device."""
     monkeypatch.setattr(batch_module, "_on_device", batch_module.copied_at_once)
-    monkeypatch.setattr(batch_module, "plan_prefills", attention.plan_prefills)
+    monkeypatch.setattr(providers, "plan_prefills", attention.plan_prefills)
     sequences = [make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])]
     plan = StepPlan(
         decodes=(last_token(sequences[0]),), prefills=(chunk(sequences[0], 2, 6), chunk(sequences[1], 0, 2))
     )
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
-    found = to_batch(arrays, SPEC)
+    found = to_batch(arrays, OwnKernels(SPEC))
     assert found.prefills is not None
     planned = found.prefills.planned
     assert planned is not None

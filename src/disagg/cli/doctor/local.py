@@ -24,8 +24,8 @@ MIN_MEMORY_BYTES = 3 << 30
 MIN_OPEN_FILES = 4096
 """Every client's connection is one, and some dozens are our own."""
 MIN_CORES = 2
-DESCRIBE_TIMEOUT_S = 180.0
-"""The first time, the kernels are compiled."""
+DESCRIBE_TIMEOUT_S = 540.0
+"""The first time, the kernels are compiled; on a GPU each provider of attention may take `PROBE_S` besides."""
 RAY_TOKEN_FILE = "~/.ray/auth_token"
 
 
@@ -83,6 +83,18 @@ def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Findin
         text = f"Triton cannot launch kernels: {', '.join(lacks)} missing"
         return Finding("FAIL", "GPUs", text, "apt install gcc python3-dev; pip install triton")
     return Finding("ok", "GPUs", f"{seen}, CUDA {described['cuda']}")
+
+
+def attention_finding(described: Mapping[str, Any]) -> Finding | None:
+    """Of the providers of attention on the first GPU: which one `auto` is, and why others cannot be used."""
+    refusals: dict[str, str | None] = described["attention"]
+    if not refusals:
+        return None
+    auto, *others = refusals
+    text = "; ".join(f"{name}: {refusals[name] or 'can be named in kernels.attention'}" for name in others)
+    if refusals[auto]:
+        return Finding("FAIL", "attention", f"{auto}: {refusals[auto]}; {text}", "make gpu-check has the details")
+    return Finding("ok", "attention", f"auto is {auto}; {text}")
 
 
 def cores_finding(num_cores: int) -> Finding:
@@ -153,6 +165,8 @@ def _engine() -> Iterator[Finding]:
     yield engine_finding(described)
     if (gpus := gpu_finding(num_cuda_devices(os.environ), described)) is not None:
         yield gpus
+    if (attention := attention_finding(described)) is not None:
+        yield attention
 
 
 def _memory() -> Finding:

@@ -72,6 +72,24 @@ def test_a_machine_without_gpus_hears_nothing_of_them(num_devices: int | None) -
     assert doctor_local.gpu_finding(num_devices, described) is None
 
 
+@pytest.mark.parametrize(
+    ("refusals", "level", "text"),
+    [
+        ({"triton": None, "flashinfer": "not here"}, "ok", "auto is triton; flashinfer: not here"),
+        ({"triton": None, "flashinfer": None}, "ok", "auto is triton; flashinfer: can be named in kernels.attention"),
+        ({"triton": "it is wrong", "flashinfer": "not here"}, "FAIL", "triton: it is wrong; flashinfer: not here"),
+    ],
+)
+def test_attention(refusals: dict[str, str | None], level: str, text: str) -> None:
+    found = doctor_local.attention_finding({"attention": refusals})
+    assert found is not None
+    assert (found.level, found.text) == (level, text)
+
+
+def test_attention_of_a_machine_without_gpus() -> None:
+    assert doctor_local.attention_finding({"attention": {}}) is None
+
+
 def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libtorch.so: no such file\n")

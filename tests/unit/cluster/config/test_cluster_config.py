@@ -17,7 +17,10 @@ POOL_KEYS = (
     "kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
     "device, watermark"
 )
-SECTIONS = "model, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, logging"
+SECTIONS = (
+    "model, kernels, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, "
+    "logging"
+)
 
 
 @pytest.mark.parametrize("raw", [None, {}, {"pools": None}, {"pools": {"prefill": {}}}])
@@ -117,6 +120,14 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "{model: {kv_cache_dtype: fp8}}",
             "model.kv_cache_dtype: fp8 is for device cuda, not cpu",
+        ),
+        (
+            "{kernels: {attention: flashinfer}}",
+            "kernels.attention: flashinfer is for device cuda, not cpu",
+        ),
+        (
+            "{kernels: {attention: fa3}}",
+            "kernels.attention: 'fa3' is not allowed; choose from: auto, triton, flashinfer",
         ),
         (
             "{model: {quantization: int8}, pools: {decode: {tp: 2}}}",

@@ -17,7 +17,7 @@ from disagg.cluster.control.plan import (
     transport_name,
     worker_config,
 )
-from disagg.engine.config import EngineLimits, ModelOptions, TransferLimits
+from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, TransferLimits
 from disagg.engine.kv_transfer.transports import nixl_agent
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
@@ -222,7 +222,13 @@ def test_a_chunk_is_compared_with_the_staging_memory_of_the_device() -> None:
 
 def other_value(field: msgspec.structs.FieldInfo) -> Any:
     """A value that the field's default is not."""
-    words = {"dtype": "float16", "quantization": "int8", "kv_cache_dtype": "fp8", "scheduling": "static"}
+    words = {
+        "dtype": "float16",
+        "quantization": "int8",
+        "kv_cache_dtype": "fp8",
+        "scheduling": "static",
+        "attention": "triton",
+    }
     words |= {"kv_cache_bytes": 12345}  # type: ignore[dict-item]
     named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11, "max_itl_ms": 40.0}
     if field.name in named:
@@ -234,10 +240,10 @@ def test_each_limit_of_the_yaml_reaches_the_worker() -> None:
     """Whatever a shared struct has is a key of its section and a value of the process, without a list in between."""
     sections = {
         kind: {field.name: other_value(field) for field in msgspec.structs.fields(kind)}
-        for kind in (ModelOptions, EngineLimits, TransferLimits)
+        for kind in (ModelOptions, KernelOptions, EngineLimits, TransferLimits)
     }
-    model, pool, transfer = sections.values()
-    raw = {"mode": "colocated", "model": model, "pools": {"colocated": pool}, "transfer": transfer}
+    model, kernels, pool, transfer = sections.values()
+    raw = {"mode": "colocated", "model": model, "kernels": kernels, "pools": {"colocated": pool}, "transfer": transfer}
     config = read_struct(ClusterConfig, raw)  # unchecked: the values need not go together
     worker = worker_config(config, "colocated", 0, "/m", (0,))
     for kind, values in sections.items():
