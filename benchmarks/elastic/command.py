@@ -1,12 +1,13 @@
 """Does the automatic shape serve at least what the best static shape does, whatever the limits? In virtual time.
 
-    python -m benchmarks.elastic [--workers 2 4 8] [--workloads 512/64 ...] [--automatic SHAPE] [--json FILE]
+    python -m benchmarks.elastic [--workers 2 4 8] [--workloads 512/64 ...] [--automatic SHAPE ...] [--json FILE]
     python -m benchmarks.elastic --quick        one workload, two workers, one seed
 
 For each number of workers and workload, 25 pairs of limits: the goodput of the automatic shape, whose requests bring
 the limits as targets, over that of the best static shape (chunked prefill with 16 to 512 tokens a step, prompts first,
 static batching, every P:D split), and over the best one where hopeless prompts may also go last. See `workloads.py`,
 `runs.py`, `grid.py` and `day.py`. `--automatic` is a shape as `disagg load compare` has them, `{n}` for the workers.
+Of several, as by default, a twin chooses by a replay of other requests.
 Runs of static shapes are kept in `--cache`, so that a change of the policy simulates its own shape only.
 """
 
@@ -116,7 +117,7 @@ def _number(value: float | None, scale: float = 1.0) -> str:
 
 def tasks_of(options: argparse.Namespace) -> list[_Task]:
     """Everything that was asked for."""
-    settings = Settings(automatic=options.automatic, num_requests=options.requests, num_seeds=options.seeds)
+    settings = Settings(automatic=tuple(options.automatic), num_requests=options.requests, num_seeds=options.seeds)
     common = (settings, options.times, options.cache)
     tasks = [
         _Task(*common, workers, workload, ttft_s, tuple(options.tpots))
@@ -130,7 +131,9 @@ def tasks_of(options: argparse.Namespace) -> list[_Task]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--automatic", default=Settings.automatic, help="shape; {n} is the number of workers")
+    parser.add_argument(
+        "--automatic", nargs="+", default=list(Settings.automatic), help="shapes; {n} is the number of workers"
+    )
     parser.add_argument("--workers", type=positive, nargs="+", default=[2, 4, 8])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="prompt/answer, varied, mooncake")
     parser.add_argument("--ttfts", type=float, nargs="+", default=list(TTFT_S), help="limits in seconds")
@@ -161,6 +164,6 @@ def main() -> None:
     figures = summary(rows)
     print(figures)
     if options.png is not None:
-        write_png(options.png, [row for row in rows if row["workload"] != DAY], options.automatic)
+        write_png(options.png, [row for row in rows if row["workload"] != DAY], " or ".join(options.automatic))
     if options.json is not None:
         write_json(options.json, report(rows, figures))

@@ -25,17 +25,21 @@ STEP = 1.03
 LEAST_RATE = 0.05
 """For each worker; where less is served by any static shape, the cell is left out."""
 NUM_RATES = 190
+TWIN_REQUESTS, TWIN_FASTER, TWIN_SEED = 220, 1.15, 1000
 QUARTERS = 4
 
 Row = dict[str, Any]
+AUTOMATIC = "automatic"
+"""As a shape's name: what is chosen of the automatic ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a grid is measured."""
 
-    automatic: str = "{n}x1-slack:1024"
-    """The shape that is compared, for n workers."""
+    automatic: tuple[str, ...] = ("{n}x1-elastic:1024", "{n}x1-gather:1024")
+    """The shape that is compared, for n workers; of several the one that a twin chooses at each rate: whose requests
+    meet their limits more often in `TWIN_REQUESTS` others at this rate and at `TWIN_FASTER` times that."""
     num_requests: int = 400
     """Of each run, for two workers; as many more for more workers."""
     num_seeds: int = 2
@@ -65,19 +69,38 @@ class Column:
         self._settings = settings
         self._workers = workers
         self._workload = workload
-        self._automatic = settings.automatic.format(n=workers)
+        self._automatic = [name.format(n=workers) for name in settings.automatic]
 
     def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
         """Of one rate, for each seed."""
-        settings = self._settings
-        rate_per_s, number = rate_at(index, self._workers), settings.number(self._workers)
-        brings = brought(shape, self._automatic)
+        settings, rate_per_s = self._settings, rate_at(index, self._workers)
+        number, seeds = settings.number(self._workers), range(1, settings.num_seeds + 1)
+        if shape != AUTOMATIC:
+            return [self._run(shape, rate_per_s, seed, number, slo) for seed in seeds]
+        return [self._run(self._chosen(rate_per_s, seed, slo), rate_per_s, seed, number, slo) for seed in seeds]
+
+    def _run(self, shape: str, rate_per_s: float, seed: int, number: int, slo: Slo) -> Seen:
+        is_static = shape not in self._automatic
+        brings = brought(shape, is_static=is_static)
         part = {"nothing": Slo(), "ttft": Slo(ttft_s=slo.ttft_s), "both": slo}[brings]
-        points = [
-            Point(shape, self._workload, rate_per_s, seed, number, brings, part)
-            for seed in range(1, settings.num_seeds + 1)
-        ]
-        return [self._runs.run(point, is_static=shape != self._automatic) for point in points]
+        point = Point(shape, self._workload, rate_per_s, seed, number, brings, part)
+        return self._runs.run(point, is_static=is_static)
+
+    def _choices(self, rate_per_s: float, slo: Slo) -> list[str]:
+        seeds = range(1, self._settings.num_seeds + 1) if rate_per_s else ()
+        return [self._chosen(rate_per_s, seed, slo) for seed in seeds]
+
+    def _chosen(self, rate_per_s: float, seed: int, slo: Slo) -> str:
+        """Of the automatic shapes the one that a twin has set by then."""
+        if len(self._automatic) == 1:
+            return self._automatic[0]
+        number = TWIN_REQUESTS * max(1, self._workers // 2)
+
+        def num_good(shape: str) -> int:
+            rates = (rate_per_s, TWIN_FASTER * rate_per_s)
+            return sum(sum(good_of(self._run(shape, rate, TWIN_SEED + seed, number, slo), slo)) for rate in rates)
+
+        return max(self._automatic, key=num_good)
 
     def goodput(self, shape: str, slo: Slo, *, above: float = 0.0, guess: float = 0.0) -> float:
         """Of one shape; `above` where it is not more than that."""
@@ -130,7 +153,7 @@ class Column:
         }
         if not first.rate_per_s:
             return row
-        automatic = self.goodput(self._automatic, slo, guess=first.rate_per_s)
+        automatic = self.goodput(AUTOMATIC, slo, guess=first.rate_per_s)
         most = max(first.rate_per_s, last.rate_per_s)
         row |= {
             "automatic": automatic,
@@ -138,10 +161,11 @@ class Column:
             "over_best": automatic / first.rate_per_s,
             "best_last": last.rate_per_s,
             "over_last": automatic / most,
+            "chosen": self._choices(automatic, slo),
         }
         index = math.floor(self._index(first.rate_per_s))
         static = self._parts(self.seen(first.shape, index, slo), slo)
-        own = self._parts(self.seen(self._automatic, index, slo), slo)
+        own = self._parts(self.seen(AUTOMATIC, index, slo), slo)
         row |= {f"best_{name}": value for name, value in static.items()}
         row |= own
         pairs = zip(own["attained_by_length"], static["attained_by_length"], strict=True)
@@ -168,9 +192,9 @@ class Column:
         }
 
 
-def brought(shape: str, automatic: str) -> Brings:
+def brought(shape: str, *, is_static: bool) -> Brings:
     """What requests bring of their limits: both for the automatic shape, as far as they are used for static ones."""
-    return "both" if shape == automatic else "ttft" if shape.endswith(LAST) else "nothing"
+    return "both" if not is_static else "ttft" if shape.endswith(LAST) else "nothing"
 
 
 def good_of(seen: Seen, slo: Slo) -> list[bool]:
@@ -222,8 +246,9 @@ DAY_LEAST = 0.2
 
 
 def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
-    """The largest multiples of the day that the automatic shape and the best single static ones serve."""
-    automatic = settings.automatic.format(n=workers)
+    """The largest multiples of the day that the automatic shape (of several: each alone) and the best single static
+    ones serve."""
+    automatic = [name.format(n=workers) for name in settings.automatic]
 
     def multiple(shape: str, above: float = 0.0) -> float:
         def attainment(index: int) -> float:
@@ -231,8 +256,9 @@ def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
             good: list[bool] = []
             for seed in range(1, settings.num_seeds + 1):
                 limits = day_requests(times, seed)[1]
-                point = Point(shape, DAY, times, seed, 0, brought(shape, automatic), Slo())
-                seen = runs.run(point, is_static=shape != automatic)
+                is_static = shape not in automatic
+                point = Point(shape, DAY, times, seed, 0, brought(shape, is_static=is_static), Slo())
+                seen = runs.run(point, is_static=is_static)
                 good += map(meets, seen.ttfts_s, seen.tpots_s, limits)
             return sum(good) / len(good)
 
@@ -247,11 +273,14 @@ def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
                 found = Found(times, shape)
         return found
 
-    first, last, own = best(first_come(workers)), best(hopeless_last(workers)), multiple(automatic)
+    first, last = best(first_come(workers)), best(hopeless_last(workers))
+    by_shape = {shape: multiple(shape) for shape in automatic}
+    own = max(by_shape.values())
     return {
         "workers": workers,
         "workload": DAY,
         "automatic": own,
+        "by_shape": by_shape,
         "best": first.rate_per_s,
         "best_shape": first.shape,
         "over_best": own / first.rate_per_s,

@@ -1,4 +1,4 @@
-"""One shape of a cluster under one load, in virtual time; what its requests saw, kept in a file.
+"""One shape of a cluster under one load, in virtual time with the fast engine; what its requests saw, kept in a file.
 
 A static shape does not depend on the limits (without targets the router minimises the time of all), so one run is
 scored for all of them; with hopeless prompts last it depends on the TTFT limit alone. What static shapes did is kept by
@@ -25,7 +25,7 @@ from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.world.cluster import SimulatedCluster
-from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec, EngineKind
+from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec
 from disagg.simulator.world.timing import LinearSteps, Timing
 from disagg.simulator.world.users import Habits, UserRequest
 
@@ -62,19 +62,18 @@ def hopeless_last(workers: int) -> list[str]:
 
 
 def spec_of(shape: str, timing: Timing) -> ClusterSpec:
-    """The cluster of a shape as `disagg simulate` has it, with the fast engine; elastic workers with the exact one,
-    because the fast one puts `gather` behind `spread` where TPOT is tight. P:D splits compute no prompt on decode
+    """The cluster of a shape as `disagg simulate` has it, with the fast engine. P:D splits compute no prompt on decode
     workers. Raises `ConfigError` for a name that is none."""
+    is_last = shape.endswith(LAST)
     name = shape.removesuffix(LAST)
-    if name != shape:
+    if is_last:
         name = name.replace("chunked", "slack")
     config = parse_shape(name, ClusterConfig()).config
     if config.mode == "disaggregated":
         config = override(config, {"placement.local_prefill": "never"})
-        if name != shape:
+        if is_last:
             config = override(config, {"pools.prefill.scheduling": "slack"})
-    engine: EngineKind = "exact" if config.mode == "elastic" else "fast"
-    return cluster_spec(config, timing, engine, sample_s=60.0)
+    return cluster_spec(config, timing, "fast", sample_s=60.0)
 
 
 # ---------------------------------------------------------------- runs

@@ -50,6 +50,8 @@ def test_static_shapes_are_those_of_the_command_line() -> None:
     split = spec_of("1p3d last", TIMING)
     assert [(pool.size, pool.worker.scheduling) for pool in split.pools] == [(1, "slack"), (3, "decode_first")]
     assert split.router.local_prefill == "never"
+    assert spec_of("2x1-gather", TIMING).router.decodes == "gather"
+    assert spec_of("2x1-elastic", TIMING).router.decodes == "spread"
     with pytest.raises(ConfigError, match="shape: 'best' is none"):
         spec_of("best", TIMING)
 
@@ -82,16 +84,18 @@ class StubRuns:
 
     def run(self, point: Point, *, is_static: bool) -> Seen:
         self.points.append(point)
-        assert is_static == (point.shape != "2x1-slack:1024")
+        assert is_static == (not point.shape.startswith(("2x1-slack", "2x1-elastic", "2x1-gather")))
         is_good = point.rate_per_s <= self.most.get(point.shape, 0.0)
         num_counted = point.number - point.number // 10 or len(day_requests(point.rate_per_s, point.seed)[0])
         ttft_s = 0.5 if is_good else 60.0
         return Seen(*(array("f", [value]) * num_counted for value in (ttft_s, 0.010, 0.050)))
 
 
-def column(most: Mapping[str, float], workload: str = "varied") -> tuple[StubRuns, list[dict[str, Any]]]:
+def column(
+    most: Mapping[str, float], workload: str = "varied", automatic: tuple[str, ...] = ("{n}x1-slack:1024",)
+) -> tuple[StubRuns, list[dict[str, Any]]]:
     runs = StubRuns(most)
-    settings = Settings(num_requests=40, num_seeds=1)
+    settings = Settings(automatic=automatic, num_requests=40, num_seeds=1)
     return runs, Column(cast(Runs, runs), settings, 2, workload).rows(1.0, [0.020])
 
 
@@ -117,6 +121,18 @@ def test_a_cell_that_no_static_shape_serves_is_left_out() -> None:
     assert summary([row]) == {"day_over_best_single": None}
 
 
+def test_of_several_automatic_shapes_the_one_counts_that_other_requests_choose() -> None:
+    shapes = ("{n}x1-elastic", "{n}x1-gather")
+    runs, (row,) = column({"1p1d": 3.0, "2x1-elastic": 3.0, "2x1-gather": 4.0}, automatic=shapes)
+    assert row["over_best"] == pytest.approx(4 / 3, rel=0.03)
+    assert row["chosen"] == ["2x1-gather"]
+    counted = {point.shape for point in runs.points if point.seed == 1 and not point.shape.endswith(("d", "last"))}
+    assert "2x1-gather" in counted
+    compared = [point for point in runs.points if point.seed == 1001]
+    assert {point.shape for point in compared} == {"2x1-elastic", "2x1-gather"}
+    assert {point.number for point in compared} == {220}
+
+
 def test_prompts_of_one_length_are_one_part() -> None:
     _, (row,) = column({"1p1d": 3.0, "2x1-slack:1024": 3.0}, "512/64")
     assert row["attained_by_length"] == [1.0]
@@ -124,7 +140,7 @@ def test_prompts_of_one_length_are_one_part() -> None:
 
 def test_the_day_is_the_largest_multiple_of_one_shape() -> None:
     runs = StubRuns({"2x1-chunked:64": 0.8, "1p1d": 0.9, "2x1-chunked:64 last": 0.95, "2x1-slack:1024": 1.2})
-    row = day_row(cast(Runs, runs), Settings(num_seeds=1), 2)
+    row = day_row(cast(Runs, runs), Settings(automatic=("{n}x1-slack:1024",), num_seeds=1), 2)
     assert (row["best_shape"], row["best_last_shape"]) == ("1p1d", "2x1-chunked:64 last")
     assert row["over_best"] == pytest.approx(1.2 / 0.9, rel=0.03)
     assert summary([row]) == {"day_over_best_single": round(row["over_best"], 3)}
