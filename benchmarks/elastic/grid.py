@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import percentile
 from benchmarks.elastic.day import DAY, day_requests
-from benchmarks.elastic.runs import LAST, Brings, Point, Runs, Seen, first_come, hopeless_last
+from benchmarks.elastic.runs import LAST, TWIN, Brings, Point, Runs, Seen, first_come, hopeless_last
 from benchmarks.elastic.workloads import lengths
 from disagg.loadtests.verdict.goodput import Slo
 
@@ -246,11 +246,16 @@ DAY_LEAST = 0.2
 
 
 def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
-    """The largest multiples of the day that the automatic shape (of several: each alone) and the best single static
-    ones serve."""
+    """The largest multiples of the day that the automatic shape and the best single static ones serve. Of several
+    automatic shapes: the first one with a twin, and each alone beside it."""
     automatic = [name.format(n=workers) for name in settings.automatic]
+    if len(automatic) > 1:
+        automatic.append(automatic[0] + TWIN)
 
-    def multiple(shape: str, above: float = 0.0) -> float:
+    def index_of(times: float) -> int:
+        return max(0, math.floor(math.log(times / DAY_LEAST) / math.log(DAY_STEP)))
+
+    def multiple(shape: str, above: float = 0.0, guess: float = 0.7) -> float:
         def attainment(index: int) -> float:
             times = DAY_LEAST * DAY_STEP**index
             good: list[bool] = []
@@ -262,8 +267,8 @@ def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
                 good += map(meets, seen.ttfts_s, seen.tpots_s, limits)
             return sum(good) / len(good)
 
-        at_least = math.floor(math.log(above / DAY_LEAST) / math.log(DAY_STEP)) if above else 0
-        crossing = crossed(attainment, at_least or 40, at_least)
+        at_least = index_of(above) if above else 0
+        crossing = crossed(attainment, at_least or index_of(guess), at_least)
         return max(above, 0.0 if crossing is None else DAY_LEAST * DAY_STEP**crossing)
 
     def best(shapes: Sequence[str]) -> Found:
@@ -274,8 +279,10 @@ def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
         return found
 
     first, last = best(first_come(workers)), best(hopeless_last(workers))
-    by_shape = {shape: multiple(shape) for shape in automatic}
-    own = max(by_shape.values())
+    by_shape: dict[str, float] = {}
+    for shape in automatic:
+        by_shape[shape] = multiple(shape, guess=max([first.rate_per_s or 0.7, *by_shape.values()]))
+    own = by_shape[automatic[-1]]
     return {
         "workers": workers,
         "workload": DAY,

@@ -24,6 +24,8 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.twin.simulated import watch
+from disagg.simulator.twin.twin import Twin
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec
 from disagg.simulator.world.timing import LinearSteps, Timing
@@ -41,6 +43,8 @@ TIMING = Timing(
 BUDGETS = (16, 32, 64, 128, 256, 512)
 LAST = " last"
 """At the end of the name of a shape: prompts that cannot meet their TTFT target go last."""
+TWIN = " twin"
+"""At its end as well: a twin watches the cluster, and changes where answers decode."""
 VERSION = 1
 """Of the file: to be raised when workloads or what is kept of a run change."""
 
@@ -65,7 +69,7 @@ def spec_of(shape: str, timing: Timing) -> ClusterSpec:
     """The cluster of a shape as `disagg simulate` has it, with the fast engine. P:D splits compute no prompt on decode
     workers. Raises `ConfigError` for a name that is none."""
     is_last = shape.endswith(LAST)
-    name = shape.removesuffix(LAST)
+    name = shape.removesuffix(LAST).removesuffix(TWIN)
     if is_last:
         name = name.replace("chunked", "slack")
     config = parse_shape(name, ClusterConfig()).config
@@ -126,11 +130,17 @@ def seen_of(records: Sequence[RequestRecord]) -> Seen:
     return seen
 
 
-def simulate(spec: ClusterSpec, asked: list[UserRequest], how: Habits) -> list[RequestRecord]:
+def simulate(
+    spec: ClusterSpec, asked: list[UserRequest], how: Habits, *, has_twin: bool = False
+) -> list[RequestRecord]:
     """Records of a run of which nothing may be left."""
-    gc.disable()
+    cluster = SimulatedCluster(spec, asked, how)
+    if has_twin:
+        watch(cluster, Twin())
+    if not has_twin:  # whose replays leave clusters behind
+        gc.disable()
     try:
-        result = SimulatedCluster(spec, asked, how).run()
+        result = cluster.run()
     finally:
         gc.enable()
     assert not result.problems, result.problems
@@ -191,5 +201,5 @@ class Runs:
             limits = [point.slo] * len(asked)
         self.num_requests += len(asked)
         how = UNTOLD if point.workload == DAY else habits(point.workload)
-        records = simulate(spec, with_targets(asked, limits, point.brings), how)
+        records = simulate(spec, with_targets(asked, limits, point.brings), how, has_twin=point.shape.endswith(TWIN))
         return seen_of(records[point.number // 10 :])
