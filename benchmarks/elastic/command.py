@@ -135,7 +135,7 @@ def main() -> None:
         "--automatic", nargs="+", default=list(Settings.automatic), help="shapes; {n} is the number of workers"
     )
     parser.add_argument("--workers", type=positive, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="prompt/answer, varied, mooncake")
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), help="prompt/answer, varied, mooncake")
     parser.add_argument("--ttfts", type=float, nargs="+", default=list(TTFT_S), help="limits in seconds")
     parser.add_argument("--tpots", type=float, nargs="+", default=list(TPOT_S), help="limits in seconds")
     parser.add_argument("--requests", type=positive, default=Settings.num_requests, help="of a run, on two workers")
