@@ -26,6 +26,8 @@ LEAST_RATE = 0.05
 """For each worker; where less is served by any static shape, the cell is left out."""
 NUM_RATES = 190
 TWIN_REQUESTS, TWIN_FASTER, TWIN_SEED = 220, 1.15, 1000
+TWIN_STEPS = 4
+"""A twin chooses at every so many rates, for those up to the next."""
 QUARTERS = 4
 
 Row = dict[str, Any]
@@ -38,8 +40,8 @@ class Settings:
     """How a grid is measured."""
 
     automatic: tuple[str, ...] = ("{n}x1-elastic:1024", "{n}x1-gather:1024")
-    """The shape that is compared, for n workers; of several the one that a twin chooses at each rate: whose requests
-    meet their limits more often in `TWIN_REQUESTS` others at this rate and at `TWIN_FASTER` times that."""
+    """The shape that is compared, for n workers; of several the one that a twin chooses at about each rate: whose
+    requests meet their limits more often in `TWIN_REQUESTS` others at that rate and at `TWIN_FASTER` times that."""
     num_requests: int = 400
     """Of each run, for two workers; as many more for more workers."""
     num_seeds: int = 2
@@ -74,10 +76,13 @@ class Column:
     def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
         """Of one rate, for each seed."""
         settings, rate_per_s = self._settings, rate_at(index, self._workers)
-        number, seeds = settings.number(self._workers), range(1, settings.num_seeds + 1)
+        number, seeds = settings.number(self._workers), self._seeds()
         if shape != AUTOMATIC:
             return [self._run(shape, rate_per_s, seed, number, slo) for seed in seeds]
-        return [self._run(self._chosen(rate_per_s, seed, slo), rate_per_s, seed, number, slo) for seed in seeds]
+        return [self._run(self._chosen(index, seed, slo), rate_per_s, seed, number, slo) for seed in seeds]
+
+    def _seeds(self) -> range:
+        return range(1, self._settings.num_seeds + 1)
 
     def _run(self, shape: str, rate_per_s: float, seed: int, number: int, slo: Slo) -> Seen:
         is_static = shape not in self._automatic
@@ -86,14 +91,11 @@ class Column:
         point = Point(shape, self._workload, rate_per_s, seed, number, brings, part)
         return self._runs.run(point, is_static=is_static)
 
-    def _choices(self, rate_per_s: float, slo: Slo) -> list[str]:
-        seeds = range(1, self._settings.num_seeds + 1) if rate_per_s else ()
-        return [self._chosen(rate_per_s, seed, slo) for seed in seeds]
-
-    def _chosen(self, rate_per_s: float, seed: int, slo: Slo) -> str:
+    def _chosen(self, index: int, seed: int, slo: Slo) -> str:
         """Of the automatic shapes the one that a twin has set by then."""
         if len(self._automatic) == 1:
             return self._automatic[0]
+        rate_per_s = rate_at(index - index % TWIN_STEPS, self._workers)
         number = TWIN_REQUESTS * max(1, self._workers // 2)
 
         def num_good(shape: str) -> int:
@@ -161,7 +163,9 @@ class Column:
             "over_best": automatic / first.rate_per_s,
             "best_last": last.rate_per_s,
             "over_last": automatic / most,
-            "chosen": self._choices(automatic, slo),
+            "chosen": [self._chosen(max(0, math.floor(self._index(automatic))), seed, slo) for seed in self._seeds()]
+            if automatic
+            else [],
         }
         index = math.floor(self._index(first.rate_per_s))
         static = self._parts(self.seen(first.shape, index, slo), slo)

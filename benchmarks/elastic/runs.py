@@ -1,4 +1,4 @@
-"""One shape of a cluster under one load, in virtual time with the fast engine; what its requests saw, kept in a file.
+"""One shape of a cluster under one load, in virtual time; what its requests saw, kept in a file.
 
 A static shape does not depend on the limits (without targets the router minimises the time of all), so one run is
 scored for all of them; with hopeless prompts last it depends on the TTFT limit alone. What static shapes did is kept by
@@ -27,7 +27,7 @@ from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin
 from disagg.simulator.world.cluster import SimulatedCluster
-from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec
+from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec, EngineKind
 from disagg.simulator.world.timing import LinearSteps, Timing
 from disagg.simulator.world.users import Habits, UserRequest
 
@@ -66,7 +66,8 @@ def hopeless_last(workers: int) -> list[str]:
 
 
 def spec_of(shape: str, timing: Timing) -> ClusterSpec:
-    """The cluster of a shape as `disagg simulate` has it, with the fast engine. P:D splits compute no prompt on decode
+    """The cluster of a shape as `disagg simulate` has it, with the fast engine; elastic workers with the exact one,
+    because the fast one puts `gather` behind `spread` where TPOT is tight. P:D splits compute no prompt on decode
     workers. Raises `ConfigError` for a name that is none."""
     is_last = shape.endswith(LAST)
     name = shape.removesuffix(LAST).removesuffix(TWIN)
@@ -77,7 +78,8 @@ def spec_of(shape: str, timing: Timing) -> ClusterSpec:
         config = override(config, {"placement.local_prefill": "never"})
         if is_last:
             config = override(config, {"pools.prefill.scheduling": "slack"})
-    return cluster_spec(config, timing, "fast", sample_s=60.0)
+    engine: EngineKind = "exact" if config.mode == "elastic" else "fast"
+    return cluster_spec(config, timing, engine, sample_s=60.0)
 
 
 # ---------------------------------------------------------------- runs
