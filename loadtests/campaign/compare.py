@@ -5,24 +5,29 @@
                   and how many answers differ between the shapes
 
 Nothing about limits is known while it measures: the requests carry no targets and nothing is refused, so that each
-recording serves all limits.
+recording serves all limits. A subject that goes by targets, as mode elastic does, is measured for each pair of limits
+(`for_limits`), the other shapes once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from disagg.loadtests.campaign.points import Measurer
-from disagg.loadtests.campaign.shapes import DISAGGREGATED, Shape
+from disagg.loadtests.campaign.shapes import DISAGGREGATED, ELASTIC, Shape, with_targets
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, invalid_points, ratio, rows
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Turn, balanced_order
+
+STATIC = "best_static"
+"""As a kind of shapes: all whose workers keep their roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,12 @@ def _point(shape: Shape, scenario: Scenario, turn: Turn) -> Point:
     )
 
 
+def for_limits(shapes: Sequence[Shape], slo: Slo) -> list[Shape]:
+    """The shapes of a comparison within these limits alone: they are the targets of the subject's requests."""
+    subject, *others = shapes
+    return [with_targets(subject, slo), *others]
+
+
 def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> list[Recording]:
     """All points, measured or found; raises `LaunchError` at the first that cannot be."""
     found = []
@@ -101,8 +112,10 @@ def compare(
     kinds: dict[str, list[str]] = {}
     for shape in others:
         kinds.setdefault(shape.kind, []).append(shape.name)
-        if shape.kind != DISAGGREGATED:
+        if shape.kind not in (DISAGGREGATED, ELASTIC):
             kinds.setdefault("colocated", []).append(shape.name)
+        if subject.kind == ELASTIC != shape.kind:
+            kinds.setdefault(STATIC, []).append(shape.name)
     ratios = {
         kind: [_ratio(by_shape, subject.name, names, slo, min_attainment) for slo in slos]
         for kind, names in kinds.items()
@@ -207,6 +220,22 @@ def summary(comparison: Comparison, workload: str) -> dict[str, float]:
     found["differing_answers"] = round(comparison.difference.rate, 6)
     found["invalid_runs"] = len(comparison.invalid)
     return found
+
+
+def elastic_summary(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """The least and the median of the subject's served rates over those of the best static shape, and how many pairs of
+    limits these are. Bounds count as they are: a lower one makes the figure cautious, and of an upper one
+    `elastic_upper_bounds` tells."""
+    found = [value for each in comparisons for value in each.ratios.get(STATIC, ()) if value is not None]
+    if not found:
+        return {"elastic_limits": 0}
+    values = [each.value for each in found]
+    return {
+        "elastic_over_best_static_min": round(min(values), 4),
+        "elastic_over_best_static_median": round(median(values), 4),
+        "elastic_limits": len(values),
+        "elastic_upper_bounds": sum(each.relation == "<=" for each in found),
+    }
 
 
 def _slo_key(slo: Slo) -> str:

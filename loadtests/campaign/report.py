@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.cluster.system.provenance import commit, machine
-from disagg.loadtests.campaign.compare import Comparison, json_rows, point_rows, summary
+from disagg.loadtests.campaign.compare import Comparison, elastic_summary, json_rows, point_rows, summary
 from disagg.loadtests.campaign.sweep import SweepResult
 from disagg.loadtests.generator.recorder import GeneratorInfo
 from disagg.loadtests.records import RequestRecord
@@ -144,11 +144,16 @@ def comparison_html(comparison: Comparison, title: str, subject: str, min_attain
     )
 
 
-def write_comparison_json(path: Path, comparison: Comparison, workload: str, min_attainment: float) -> None:
+def write_comparison_json(path: Path, comparisons: Sequence[Comparison], workload: str, min_attainment: float) -> None:
     """Rows of two kinds, named by their key `kind`: recordings, and shapes against limits."""
-    recorded = [{"kind": "recording", **row} for row in point_rows(comparison)]
-    scored = [{"kind": "score", **row} for row in json_rows(comparison, min_attainment)]
-    write_json(path, [*recorded, *scored], summary(comparison, workload))
+    recorded: list[dict[str, Any]] = []
+    for each in comparisons:
+        recorded += [row for row in point_rows(each) if row not in recorded]
+    recorded = [{"kind": "recording", **row} for row in recorded]
+    scored = [{"kind": "score", **row} for each in comparisons for row in json_rows(each, min_attainment)]
+    figures = {name: value for each in reversed(comparisons) for name, value in summary(each, workload).items()}
+    figures["invalid_runs"] = sum(len(each.invalid) for each in comparisons)
+    write_json(path, [*recorded, *scored], figures | elastic_summary(comparisons))
 
 
 def _print_invalid(console: Console, invalid: Sequence[str]) -> None:

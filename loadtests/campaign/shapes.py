@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, load_config, override
+from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.errors import ConfigError
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
@@ -94,6 +95,13 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
         )
     always = {"gateway.host": "127.0.0.1", "gateway.port": 0, "placement.admission": False}
     return Shape(name=name, config=override(base, values | always))
+
+
+def with_targets(shape: Shape, targets: Slo) -> Shape:
+    """The same shape where these are the targets of all requests, as the cluster's default."""
+    limits = (("slo.ttft_ms", targets.ttft_s), ("slo.tpot_ms", targets.tpot_s))
+    in_ms = {name: None if limit_s is None else limit_s * 1e3 for name, limit_s in limits}
+    return replace(shape, config=override(shape.config, in_ms))
 
 
 def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:

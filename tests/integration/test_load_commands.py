@@ -88,7 +88,7 @@ def test_a_comparison_measures_each_shape_once_and_finds_the_same_answers(
         output = io.StringIO()
         console = Console(file=output, width=200)
         return commands.compare(
-            options, shapes, [30.0], 1, commands.slos_of(["-:5000"]), out, 1, console
+            options, shapes, [30.0], 1, commands.slos_of(["-:5000"]), out, 1, console, has_targets=False
         ), output.getvalue()
 
     compare()

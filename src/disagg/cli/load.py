@@ -196,6 +196,13 @@ def compare(
         list[str] | None,
         typer.Option("--slo", help="TTFT_MS:TPOT_MS to score for; by default a grid around the scenario's."),
     ] = None,
+    targets: Annotated[
+        bool,
+        typer.Option(
+            "--targets",
+            help="The subject's requests bring the limits as targets; it is measured for each pair of them.",
+        ),
+    ] = False,
     config: ConfigOption = None,
     model: ModelOption = None,
     requests: RequestsOption = 300,
@@ -215,5 +222,6 @@ def compare(
         out,
         attempts,
         console(),
+        has_targets=targets,
     )
     raise typer.Exit(status)

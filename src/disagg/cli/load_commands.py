@@ -172,29 +172,36 @@ def compare(
     directory: Path,
     attempts: int,
     console: Console,
+    *,
+    has_targets: bool,
 ) -> int:
-    """Measure all shapes, score them for all limits. In fp32 answers that differ are an error."""
+    """Measure all shapes, score them for all limits; with targets, the subject anew for each pair of limits. In fp32
+    answers that differ are an error."""
     scenario, slo = options.load()
-    try:
-        points = load_compare.plan_points(shapes, scenario, rates_per_s, repeats)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     measurer = _measurer(options, directory, attempts, console)
-    recordings = load_compare.measure_all(measurer, points)
     grid = [slo, *(other for other in slos or slo_grid(slo, TTFT_SCALES, TPOT_SCALES) if other != slo)]
-    comparison = load_compare.compare(recordings, shapes, grid, options.min_attainment)
-    subject = shapes[0].name
-    load_report.print_comparison(console, comparison, subject, options.min_attainment)
-    if options.html is not None:
-        page = load_report.comparison_html(comparison, options.name, subject, options.min_attainment)
-        load_report.write_html(options.html, page)
+    parts = [(load_compare.for_limits(shapes, each), [each]) for each in grid] if has_targets else [(shapes, grid)]
+    comparisons = []
+    for compared, limits in parts:
+        try:
+            points = load_compare.plan_points(compared, scenario, rates_per_s, repeats)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        recordings = load_compare.measure_all(measurer, points)
+        comparison = load_compare.compare(recordings, compared, limits, options.min_attainment)
+        load_report.print_comparison(console, comparison, shapes[0].name, options.min_attainment)
+        comparisons.append(comparison)
+        if options.html is not None:
+            page = load_report.comparison_html(comparison, options.name, shapes[0].name, options.min_attainment)
+            number = f"-{len(comparisons)}" if has_targets else ""
+            load_report.write_html(options.html.with_stem(options.html.stem + number), page)
     if options.json is not None:
-        load_report.write_comparison_json(options.json, comparison, options.name, options.min_attainment)
+        load_report.write_comparison_json(options.json, comparisons, options.name, options.min_attainment)
     is_exact = all(shape.config.model.dtype == "float32" for shape in shapes)
-    if is_exact and comparison.difference.num_different:
+    if is_exact and any(each.difference.num_different for each in comparisons):
         console.print("error: answers in float32 must be the same from every shape", style="red", highlight=False)
         return EXIT_MISSED
-    return EXIT_INVALID if comparison.invalid else EXIT_MET
+    return EXIT_INVALID if any(each.invalid for each in comparisons) else EXIT_MET
 
 
 def _measurer(options: Common, directory: Path, attempts: int, console: Console) -> Measurer:

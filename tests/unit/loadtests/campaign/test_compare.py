@@ -12,6 +12,8 @@ from disagg.loadtests.campaign.compare import (
     Difference,
     compare,
     difference,
+    elastic_summary,
+    for_limits,
     json_rows,
     plan_points,
     point_rows,
@@ -147,3 +149,31 @@ def test_answers_are_compared_with_the_first_to_the_same_request() -> None:
     assert found == Difference(num_compared=20, num_different=2)
     assert found.rate == 0.1
     assert difference([]).rate == 0.0
+
+
+def test_a_subject_that_goes_by_targets_is_another_point_for_each_pair_of_limits() -> None:
+    shapes = parse_shapes(["2x1-elastic", "1p1d", "2x1-chunked:64"], parse_config({"model": {"path": "fake"}}))
+    limits = [Slo(ttft_s=1.0, tpot_s=0.2), Slo(ttft_s=5.0)]
+    served = {"2x1-elastic": {limits[0]: 4.0, limits[1]: 2.0}}
+    comparisons, keys = [], set()
+    for slo in limits:
+        compared = for_limits(shapes, slo)
+        assert compared[1:] == shapes[1:]
+        assert (compared[0].name, compared[0].config.slo.ttft_ms) == ("2x1-elastic", (slo.ttft_s or 0) * 1e3)
+        points = plan_points(compared, SCENARIO, (1.0, 2.0, 4.0, 8.0), 1)
+        keys |= {point.key() for _, point in points}
+        recordings = []
+        for shape, point in points:
+            most = served.get(shape.name, {}).get(slo, 2.0)
+            ttft_s = 0.5 if (point.arrivals.rate_per_s or 0) <= most else 9.0
+            recordings.append(recorded(shape, point, ttft_s, {}))
+        comparisons.append(compare(recordings, compared, [slo], 0.9))
+    assert len(keys) == 4 * (2 + 2)  # the subject twice, the others once
+    assert [list(each.ratios) for each in comparisons] == 2 * [["disaggregated", "best_static", "chunked", "colocated"]]
+    assert elastic_summary(comparisons) == {
+        "elastic_over_best_static_min": 1.0,
+        "elastic_over_best_static_median": pytest.approx((1.0 + 4.4 / 2.2) / 2, abs=0.001),
+        "elastic_limits": 2,
+        "elastic_upper_bounds": 0,
+    }
+    assert elastic_summary([compare(all_recorded(), SHAPES, limits, 0.9)]) == {"elastic_limits": 0}
