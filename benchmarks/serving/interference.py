@@ -6,6 +6,9 @@ Some streams run; each second a long prompt with a short answer comes in. Measur
 the streams, in the client. Each shape is compared with itself at rest: the same streams, of the same lengths, with
 nothing else. Prompts always go through a prefill worker where there is one (`local_prefill: never`). On the two cores
 that the default shapes need, the client shares the first one with the gateway and the first worker.
+
+The streams of shape `elastic` (and of `slack`, its workers in mode colocated) have a TPOT target: `--target-over-idle`
+times their median gap at rest. It is kept by a stream whose mean gap is at most that.
 """
 
 from __future__ import annotations
@@ -37,8 +40,12 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "disaggregated": ("disaggregated", {}),
     "chunked": ("colocated", {"scheduling": "decode_first"}),
     "prefill_first": ("colocated", {"scheduling": "prefill_first"}),
+    "elastic": ("elastic", {}),
+    "slack": ("colocated", {"scheduling": "slack"}),
 }
 """Name -> mode and what is special about its colocated pool; each shape has two workers of one core."""
+WITH_TARGET = ("elastic", "slack")
+TPOT_METADATA = "x-slo-tpot-ms"
 STREAM_SEED = 1 << 41
 ARRIVAL_SEED = 1 << 42
 REPORTED = (50, 90, 99)
@@ -61,6 +68,15 @@ class Measurement:
     num_arrivals: int
     """Long prompts that were answered while the streams ran."""
     arrival_ttft_ms: tuple[float, ...]
+    mean_gaps_ms: tuple[float, ...] = ()
+    """Of each stream."""
+    target_ms: float | None = None
+    """What they should be."""
+
+    @property
+    def num_kept(self) -> int:
+        """Streams within their target."""
+        return 0 if self.target_ms is None else sum(gap <= self.target_ms for gap in self.mean_gaps_ms)
 
     @property
     def name(self) -> str:
@@ -76,7 +92,11 @@ def base_config(options: argparse.Namespace, shape: str) -> dict[str, Any]:
     return {
         **base,
         "placement": {**base.get("placement", {}), "local_prefill": "never", "admission": False},
-        "pools": {**pools, "colocated": {"size": 2, **pools.get("colocated", {}), **special}},
+        "pools": {
+            **pools,
+            "colocated": {"size": 2, **pools.get("colocated", {}), **special},
+            "workers": {"size": 2, **pools.get("workers", {})},
+        },
     }
 
 
@@ -85,9 +105,12 @@ def generate_request(model: pb.Model, seed: int, num_input: int, num_output: int
     return next(load.requests(model, load.Shape(input_tokens=num_input, output_tokens=num_output), seed, 1))
 
 
-async def read(stub: InferenceServiceStub, request: pb.GenerateRequest, times: list[float]) -> None:
+async def read(
+    stub: InferenceServiceStub, request: pb.GenerateRequest, times: list[float], tpot_ms: float | None = None
+) -> None:
     """Note when each token of an answer comes in, on `time.perf_counter`."""
-    async for response in stub.Generate(request):
+    metadata = () if tpot_ms is None else ((TPOT_METADATA, f"{tpot_ms:g}"),)
+    async for response in stub.Generate(request, metadata=metadata):
         times += [time.perf_counter()] * len(response.delta.token_ids)
 
 
@@ -106,7 +129,12 @@ async def arrive(stub: InferenceServiceStub, prompts: Iterator[pb.GenerateReques
 
 
 async def measure(
-    address: str, shape: str, repeat: int, with_arrivals: bool, options: argparse.Namespace
+    address: str,
+    shape: str,
+    repeat: int,
+    with_arrivals: bool,
+    options: argparse.Namespace,
+    target_ms: float | None = None,
 ) -> Measurement:
     """All streams from start to end, with or without arrivals, for `max_seconds` at most."""
     kind = 2 * repeat + with_arrivals
@@ -122,7 +150,7 @@ async def measure(
         prompts = load.requests(model, long, ARRIVAL_SEED + (kind << 20), 1 << 20)
         ttfts_ms: list[float] = []
         times: list[list[float]] = [[] for _ in streams]
-        running = [asyncio.create_task(read(stub, *pair)) for pair in zip(streams, times, strict=True)]
+        running = [asyncio.create_task(read(stub, *pair, target_ms)) for pair in zip(streams, times, strict=True)]
         arrivals = [asyncio.create_task(arrive(stub, prompts, ttfts_ms))] if with_arrivals else []
         ended, cut = await asyncio.wait(running, timeout=options.max_seconds)
         now = time.perf_counter()
@@ -131,19 +159,20 @@ async def measure(
         await asyncio.gather(*cut, *arrivals, return_exceptions=True)
         await asyncio.gather(*ended)  # raises what a stream has raised
         await asyncio.sleep(PAUSE_S)
-    gaps_ms = tuple(
-        (after - before) * 1e3
+    gaps_ms = [
+        [(after - before) * 1e3 for before, after in pairwise([*stream, now] if task in cut else stream)]
         for stream, task in zip(times, running, strict=True)
-        for before, after in pairwise([*stream, now] if task in cut else stream)
-    )
+    ]
     return Measurement(
         shape=shape,
         with_arrivals=with_arrivals,
         repeat=repeat,
-        gaps_ms=gaps_ms,
+        gaps_ms=tuple(gap for stream in gaps_ms for gap in stream),
         num_cut=len(cut),
         num_arrivals=len(ttfts_ms),
         arrival_ttft_ms=tuple(ttfts_ms),
+        mean_gaps_ms=tuple(sum(stream) / len(stream) for stream in gaps_ms if stream),
+        target_ms=target_ms,
     )
 
 
@@ -160,12 +189,16 @@ def measure_all(options: argparse.Namespace) -> list[Measurement]:
 async def measure_shape(address: str, shape: str, options: argparse.Namespace) -> list[Measurement]:
     """All measurements of one cluster, after a warm-up: rest, arrivals, arrivals, rest, ..."""
     await measure(address, shape, options.repeats, False, warm_up_options(options))
-    found = []
+    found: list[Measurement] = []
     for repeat in range(options.repeats):
         for with_arrivals in (False, True) if repeat % 2 == 0 else (True, False):
-            measured = await measure(address, shape, repeat, with_arrivals, options)
+            target_ms = None
+            if shape in WITH_TARGET and found:
+                target_ms = options.target_over_idle * percentile(gaps_of(found, shape, False), 50)
+            measured = await measure(address, shape, repeat, with_arrivals, options, target_ms)
             p99 = percentile(measured.gaps_ms, 99)
-            print(f"{measured.name}, repeat {repeat}: P99 {p99:.1f} ms", file=sys.stderr, flush=True)
+            kept = "" if target_ms is None else f", {measured.num_kept} streams within {target_ms:.1f} ms"
+            print(f"{measured.name}, repeat {repeat}: P99 {p99:.1f} ms{kept}", file=sys.stderr, flush=True)
             found.append(measured)
     return found
 
@@ -211,7 +244,8 @@ def gaps_of(measurements: Sequence[Measurement], shape: str, with_arrivals: bool
 
 
 def summary(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """`itl_p99_ms_<shape>`, `itl_p99_idle_ms_<shape>`, and their quotient `itl_p99_over_idle_<shape>`."""
+    """`itl_p99_ms_<shape>`, `itl_p99_idle_ms_<shape>`, and their quotient `itl_p99_over_idle_<shape>`;
+    `target_kept_<shape>`: the share of streams with arrivals within their target."""
     flat: dict[str, float] = {}
     for shape in dict.fromkeys(measured.shape for measured in measurements):
         busy = percentile(gaps_of(measurements, shape, True), 99)
@@ -219,6 +253,10 @@ def summary(measurements: Sequence[Measurement]) -> dict[str, float]:
         flat[f"itl_p99_ms_{shape}"] = round(busy, 3)
         flat[f"itl_p99_idle_ms_{shape}"] = round(idle, 3)
         flat[f"itl_p99_over_idle_{shape}"] = round(busy / idle, 3)
+        targeted = [each for each in measurements if each.shape == shape and each.with_arrivals and each.target_ms]
+        if targeted:
+            num_streams = sum(len(each.mean_gaps_ms) for each in targeted)
+            flat[f"target_kept_{shape}"] = round(sum(each.num_kept for each in targeted) / num_streams, 3)
     return flat
 
 
@@ -233,6 +271,9 @@ def row(measured: Measurement) -> dict[str, Any]:
         "arrivals": measured.num_arrivals,
         **{f"itl_p{percent}_ms": round(percentile(measured.gaps_ms, percent), 3) for percent in REPORTED},
         "itl_max_ms": round(max(measured.gaps_ms), 3),
+        "target_ms": measured.target_ms,
+        "streams_within_target": measured.num_kept,
+        "mean_gaps_ms": [round(gap, 3) for gap in measured.mean_gaps_ms],
         "arrival_ttft_ms": [round(ttft, 1) for ttft in measured.arrival_ttft_ms],
     }
 
@@ -263,7 +304,9 @@ def table(measurements: Sequence[Measurement]) -> tuple[tuple[str, ...], list[tu
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=["disaggregated", "chunked", "prefill_first"]
+    )
     parser.add_argument("--launcher", choices=LAUNCHERS, default="processes", help="what starts the processes")
     parser.add_argument("--config", type=Path, help="cluster configuration that all shapes share")
     parser.add_argument("--token-budget", type=positive, default=512, help="tokens of a step of a colocated worker")
@@ -273,6 +316,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=positive, default=60, help="streams that starve are cut then")
     parser.add_argument("--arrival-input-tokens", type=positive, default=2000)
     parser.add_argument("--arrival-output-tokens", type=positive, default=32)
+    parser.add_argument("--target-over-idle", type=float, default=1.5, help="of streams that have a TPOT target")
     parser.add_argument("--repeats", type=positive, default=2)
     parser.add_argument("--json", type=Path, help="write the report to this file")
     return parser.parse_args(argv)

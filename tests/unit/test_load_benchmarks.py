@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_each_shape_is_compared_with_itself_at_rest() -> None:
     }
 
 
+def test_streams_within_their_target_are_counted_over_all_repeats() -> None:
+    rest = measurement("elastic", False, 10.0)
+    busy = [
+        replace(measurement("elastic", True, 12.0), mean_gaps_ms=(15.0, gap_ms), target_ms=15.0)
+        for gap_ms in (14.0, 15.1)
+    ]
+    assert [each.num_kept for each in busy] == [2, 1]
+    assert interference.summary([rest, *busy])["target_kept_elastic"] == 0.75
+
+
 def test_the_table_has_a_line_for_rest_and_one_for_arrivals() -> None:
     columns, lines = interference.table(MEASURED)
     assert lines == [
@@ -66,6 +77,8 @@ def test_the_table_has_a_line_for_rest_and_one_for_arrivals() -> None:
         ("disaggregated", "disaggregated", None),
         ("chunked", "colocated", "decode_first"),
         ("prefill_first", "colocated", "prefill_first"),
+        ("slack", "colocated", "slack"),
+        ("elastic", "elastic", None),
     ],
 )
 def test_shapes_are_configurations_that_can_be(shape: str, mode: str, scheduling: str | None) -> None:
