@@ -36,13 +36,15 @@ class ServedShape:
 
     mode: str
     pool: Mapping[str, Any]
-    """Of the colocated pool, whose engines alone can do the same work."""
+    """Of the colocated pool, whose engines alone can do the same work, or of the elastic one."""
 
 
 SHAPES: Mapping[str, ServedShape] = {
     "colocated-2x1": ServedShape(mode="colocated", pool={"size": 2, "num_threads": 1}),
     "colocated-1x2": ServedShape(mode="colocated", pool={"size": 1, "num_threads": 2}),
     "1p1d": ServedShape(mode="disaggregated", pool={}),
+    "elastic-2x1": ServedShape(mode="elastic", pool={"size": 2, "num_threads": 1}),
+    "elastic-1x2": ServedShape(mode="elastic", pool={"size": 1, "num_threads": 2}),
 }
 
 
@@ -146,10 +148,11 @@ def our_parties(
     served = SHAPES[name]
     http_port = free_port()
     pools = base.get("pools", {})
+    pool = "workers" if served.mode == "elastic" else "colocated"
     config = {
         **base,
         "gateway": {**base.get("gateway", {}), "http_port": http_port},
-        "pools": {**pools, "colocated": {**pools.get("colocated", {}), **served.pool}},
+        "pools": {**pools, pool: {**pools.get(pool, {}), **served.pool}},
     }
     with ExitStack() as stack:
         grpc_address = stack.enter_context(launched(served.mode, config, launcher))

@@ -1,11 +1,13 @@
-"""What `benchmarks.serving --engine` and `--peer` run: our clusters, their bare engines and another server, in turns.
+"""What `benchmarks.serving --shapes`, `--engine` and `--peer` run: our clusters, their bare engines and another server,
+in turns.
 
     parties -> every concurrency and repeat, the order turned round from one repeat to the next -> ratios of each repeat
 
 `served_over_engine_c<N>`: the cluster by gRPC over its own engines, both on the same cores; the difference is what
 gateway, scheduling between processes and the client cost, which share the cores with the engines.
 `served_over_<peer>_c<N>`: the cluster by HTTP over the other server by HTTP. Of several shapes, the summary has the
-best one, and each shape's own as `<shape>_served_over_...`.
+best one, and each shape's own as `<shape>_served_over_...`. With shapes alone, the first is compared with each of the
+others, both by gRPC: `<first>_served_over_<other>_c<N>`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 from benchmarks.clients import load, load_http
 from benchmarks.common import print_table
-from benchmarks.serving.parties import SHAPES, WARM_UP_SEED, HttpParty, Party, our_parties
+from benchmarks.serving.parties import WARM_UP_SEED, HttpParty, Party, our_parties
 from benchmarks.serving.vllm import serving_vllm
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.models.catalog import resolve_model
@@ -97,9 +99,13 @@ def comparison_rows(runs: Sequence[load.Run]) -> list[dict[str, Any]]:
     """One for each shape, pair and concurrency."""
     modes = {run.mode for run in runs}
     peer = next((name for name in (PEER_VLLM, "peer") if name in modes), None)
+    shapes = list(dict.fromkeys(run.mode.split()[0] for run in runs if run.mode.endswith((" gRPC", " HTTP"))))
+    has_others = peer is not None or any(mode.endswith(" engine") for mode in modes)
     rows = []
-    for name in SHAPES:
+    for name in shapes:
         pairs = [(f"{name} gRPC", f"{name} engine", "engine"), (f"{name} HTTP", f"{name} engine", "engine_http")]
+        if not has_others and name == shapes[0]:
+            pairs = [(f"{name} gRPC", f"{other} gRPC", other) for other in shapes[1:]]
         if peer is not None:
             pairs += [(f"{name} HTTP", peer, peer), (f"{name} gRPC", peer, f"{peer}_grpc")]
         for ours, theirs, figure in pairs:

@@ -5,8 +5,9 @@ python -m benchmarks.serving --launch both --json FILE        and then a colocat
 python -m benchmarks.serving --address 127.0.0.1:8470         measures a cluster that runs already
 python -m benchmarks.serving --engine                         clusters in turns with their bare engines
 python -m benchmarks.serving --peer vllm                      and with vLLM, or with the server at http://HOST:PORT
+python -m benchmarks.serving --shapes elastic-2x1 1p1d        the first of our shapes over the others
 
-The last two start every shape of `--shapes` and measure all in both orders (side_by_side.py).
+The last three start every shape of `--shapes` and measure all in both orders (side_by_side.py).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     where.add_argument("--launch", choices=["disaggregated", "colocated", "both"], default="disaggregated")
     parser.add_argument("--engine", action="store_true", help="beside the bare engines, on the same cores")
     parser.add_argument("--peer", metavar="vllm|URL", help="beside another server that speaks OpenAI's API")
-    parser.add_argument("--shapes", choices=SHAPES, nargs="+", help="for --engine and --peer (default: all)")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", help="side by side; alone: the first over the others")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="ray", help="what starts the processes")
     parser.add_argument("--config", type=Path, help="cluster configuration for --launch")
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8, 32])
@@ -98,12 +99,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first prompt's seed: another one gives new prompts")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
-    options.side_by_side = bool(options.engine or options.peer)
+    options.side_by_side = bool(options.engine or options.peer or options.shapes)
     if options.side_by_side and options.address:
-        parser.error("--address: --engine and --peer start clusters of their own")
-    if options.shapes and not options.side_by_side:
-        parser.error("--shapes: only with --engine or --peer")
-    options.shapes = options.shapes or [*SHAPES]
+        parser.error("--address: --shapes, --engine and --peer start clusters of their own")
+    options.shapes = options.shapes or [name for name, shape in SHAPES.items() if shape.mode != "elastic"]
     options.repeats = options.repeats or (5 if options.side_by_side else 1)
     return options
 

@@ -12,7 +12,7 @@ from benchmarks.clients import load, load_http
 from benchmarks.clients.load import Run, Shape, Timing
 from benchmarks.clients.load_http import HttpCall
 from benchmarks.serving import side_by_side, throughput
-from benchmarks.serving.parties import SHAPES, Party, divided
+from benchmarks.serving.parties import Party, divided
 
 # ---------------------------------------------------------------- ratios
 
@@ -85,12 +85,24 @@ def test_work_is_divided_evenly() -> None:
 
 def test_command_line_of_a_comparison() -> None:
     options = throughput.parse_arguments(["--peer", "vllm"])
-    assert (options.side_by_side, options.repeats, options.shapes) == (True, 5, [*SHAPES])
+    assert (options.side_by_side, options.repeats) == (True, 5)
+    assert options.shapes == ["colocated-2x1", "colocated-1x2", "1p1d"]
     assert throughput.parse_arguments([]).repeats == 1
     assert throughput.parse_arguments(["--engine", "--repeats", "2", "--shapes", "1p1d"]).repeats == 2
-    for arguments in (["--engine", "--address", "x:1"], ["--shapes", "1p1d"]):
+    assert throughput.parse_arguments(["--shapes", "1p1d"]).side_by_side
+    for arguments in (["--engine", "--address", "x:1"], ["--shapes", "1p1d", "--address", "x:1"]):
         with pytest.raises(SystemExit, match="2"):
             throughput.parse_arguments(arguments)
+
+
+def test_shapes_alone_are_compared_with_the_first() -> None:
+    rates = {"elastic-2x1": 30.0, "1p1d": 40.0, "colocated-2x1": 20.0}
+    runs = [run(f"{name} {kind}", 8, 0, rate) for name, rate in rates.items() for kind in ("gRPC", "HTTP")]
+    found = side_by_side.summary(runs)
+    assert {name: value for name, value in found.items() if name.startswith("elastic-2x1_served")} == {
+        "elastic-2x1_served_over_1p1d_c8": 0.75,
+        "elastic-2x1_served_over_colocated-2x1_c8": 1.5,
+    }
 
 
 # ---------------------------------------------------------------- HTTP
