@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 from disagg.router.config import Decodes
 from disagg.simulator.twin.changes import find_change
 from disagg.simulator.twin.comparison import HYSTERESIS, Attained, Comparison, paired
-from disagg.simulator.twin.load import Arrival, Load
+from disagg.simulator.twin.load import Arrival, Load, mean_output
 from disagg.simulator.twin.replay import replay
 
 EVERY_S = 60.0
@@ -28,8 +28,8 @@ LEAST, ENOUGH, MOST = 40, 200, 600
 LEAD_IN = 50
 """Requests before these that are replayed and not counted."""
 MORE = 1.5
-MOST_PROMPT_TOKENS = 4_000_000
-"""Of all requests of a replay: of longer ones there are fewer."""
+MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 4_000_000, 500_000
+"""Of all requests of a replay: of longer ones there are fewer, but not fewer than `LEAST`."""
 SETTINGS: tuple[Decodes, ...] = get_args(Decodes)
 
 Replay = Callable[[Load, Sequence[Arrival], int, Decodes, float], list[tuple[int, bool]]]
@@ -57,6 +57,8 @@ class Twin:
         """The latest arrival of the last comparison."""
         self._num_compared = 0
         """Requests of the last comparison, of the present load."""
+        self._is_put_off = False
+        """Whether another setting was better, and the last change too recent."""
         self._cause = "first"
         """Why the next comparison is due at once; empty where it is not."""
         self._changed_s = -float("inf")
@@ -66,22 +68,24 @@ class Twin:
         self._workers: tuple[object, ...] = ()
 
     def look(self, load: Load) -> Comparison | None:
-        """To be called every few seconds; None where nothing is to be compared now."""
-        if load.decodes is None or not load.workers:
+        """To be called every few seconds; None where nothing is to be compared now. With one worker the settings do
+        the same."""
+        if load.decodes is None or len(load.workers) < 2:
             return None
         now = load.now_s
-        if self._decodes not in (None, load.decodes):  # somebody else changed it
+        if self._decodes not in (None, load.decodes):  # changed by another caller
             self._switched_s = now
         self._decodes = load.decodes
         self._notice(load)
         window = self._window(load.arrivals)
         number = window.num_targeted
-        cause = self._due(number, now)
+        cause = self._due(number, now, load.arrivals[-1].at_s if load.arrivals else None)
         if cause is None:
             return None
         comparison = self._compare(load, window, cause)
         self._compared_s, self._num_compared, self._cause = now, number, ""
         self._seen_s = load.arrivals[-1].at_s
+        self._is_put_off = not comparison.is_change and comparison.difference > comparison.needed
         if comparison.is_change:
             self._switched_s, self._decodes = now, comparison.chosen
         return comparison
@@ -102,10 +106,13 @@ class Twin:
 
     def _window(self, arrivals: Sequence[Arrival]) -> _Window:
         """The latest ones of the present load, and some before."""
-        first, num_tokens = len(arrivals), 0
+        first, num_prompt, num_output, mean = len(arrivals), 0, 0.0, mean_output(arrivals)
         while first > 0 and len(arrivals) - first < MOST + LEAD_IN:
-            num_tokens += arrivals[first - 1].prompt_tokens
-            if num_tokens > MOST_PROMPT_TOKENS:
+            each = arrivals[first - 1]
+            num_prompt += each.prompt_tokens
+            num_output += each.output_tokens if each.is_complete else max(each.output_tokens, mean)
+            is_long = num_prompt > MOST_PROMPT_TOKENS or num_output > MOST_OUTPUT_TOKENS
+            if is_long and len(arrivals) - first >= LEAST:
                 break
             first -= 1
         kept = arrivals[first:]
@@ -113,14 +120,16 @@ class Twin:
         start = max(0, num_lead - LEAD_IN)
         return _Window(kept[start:], num_lead - start)
 
-    def _due(self, number: int, now: float) -> str | None:
-        """Why settings are to be compared now."""
+    def _due(self, number: int, now: float, latest_s: float | None) -> str | None:
+        """Why settings are to be compared now. `latest_s`: when the latest request arrived."""
         if number < LEAST:
             return None
         if self._cause:
             return self._cause
         if self._num_compared < ENOUGH and number >= MORE * self._num_compared:
             return "more requests came"
+        if latest_s == self._seen_s and not self._is_put_off:
+            return None
         return f"{EVERY_S:.0f} s passed" if now - self._compared_s >= EVERY_S else None
 
     def _compare(self, load: Load, window: _Window, cause: str) -> Comparison:

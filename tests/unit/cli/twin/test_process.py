@@ -144,9 +144,9 @@ def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
         looks(FakeClient(pb.GetLoadResponse(policy="joint")), 1, monkeypatch)
 
 
-def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = pb.WorkerCapacity(
-        worker_id="w0",
+def capacity(name: str) -> pb.WorkerCapacity:
+    return pb.WorkerCapacity(
+        worker_id=name,
         kv_blocks=1000,
         block_size=16,
         max_num_seqs=64,
@@ -158,6 +158,10 @@ def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) ->
         prefill_token_ms=0.4,
         decode_ms=0.5,
     )
+
+
+def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [capacity("w0"), capacity("w1")]
     traces = [
         RequestTrace(
             request_id=RequestId(f"r{number}"),
@@ -171,7 +175,7 @@ def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) ->
         for number in range(40)
     ]
     response = pb.GetLoadResponse(
-        requests=map(recent_request, traces), workers=[worker], policy="elastic", decodes="spread", now_s=40.0
+        requests=map(recent_request, traces), workers=workers, policy="elastic", decodes="spread", now_s=40.0
     )
     client = FakeClient(response)
     pauses, shown = looks(client, 2, monkeypatch)

@@ -117,6 +117,25 @@ def test_long_prompts_are_fewer() -> None:
     assert replay.calls[0][2:] == (100, 0)
 
 
+def test_long_answers_are_fewer_and_one_that_runs_counts_with_the_mean() -> None:
+    replay = equal()
+    looked(Twin(replay), evenly(600, output_tokens=4_000), 599.0)
+    assert replay.calls[0][2:] == (125, 0)
+    replay.calls.clear()
+    answers = [*evenly(300, output_tokens=4_000), *evenly(100, start_s=300.0, output_tokens=1, is_complete=False)]
+    looked(Twin(replay), answers, 399.0)
+    assert replay.calls[0][2:] == (125, 0)
+
+
+def test_of_the_longest_requests_there_are_forty() -> None:
+    replay = equal()
+    looked(Twin(replay), evenly(100, output_tokens=30_000), 99.0)
+    assert replay.calls[0][2:] == (40, 0)
+    replay.calls.clear()
+    looked(Twin(replay), evenly(100, prompt_tokens=1_000_000), 99.0)
+    assert replay.calls[0][2:] == (40, 0)
+
+
 def test_requests_without_targets_are_replayed_and_not_counted() -> None:
     replay = equal()
     twin = Twin(replay)
@@ -138,12 +157,36 @@ def test_a_change_by_somebody_else_holds_for_a_minute() -> None:
 def test_other_workers_are_a_reason_to_compare_again() -> None:
     twin, arrivals = Twin(equal()), evenly(250)
     assert looked(twin, arrivals, 240.0).cause == "first"
-    one = load(arrivals, 249.0, workers=WORKERS[:1])
-    found = twin.look(one)
+    more = (*WORKERS, msgspec.structs.replace(WORKERS[0], worker_id="workers-2"))
+    found = twin.look(load(arrivals, 249.0, workers=more))
     assert found is not None
     assert found.cause == "the workers changed"
     slower = msgspec.structs.replace(WORKERS[0], steps=WORKERS[0].steps._replace(base_ms=9.0))
-    assert twin.look(load(arrivals, 250.0, workers=[slower])) is None
+    assert twin.look(load(arrivals, 250.0, workers=[slower, *more[1:]])) is None
+
+
+def test_with_one_worker_nothing_is_compared_and_a_restart_of_the_other_one_is_no_change() -> None:
+    twin, arrivals = Twin(equal()), evenly(250)
+    assert twin.look(load(arrivals, 230.0, workers=WORKERS[:1])) is None
+    assert looked(twin, arrivals, 240.0).cause == "first"
+    assert twin.look(load(arrivals, 245.0, workers=WORKERS[:1])) is None
+    assert twin.look(load(arrivals, 249.0)) is None
+
+
+def test_nothing_is_compared_again_while_no_request_comes() -> None:
+    twin, arrivals = Twin(equal()), evenly(250)
+    assert looked(twin, arrivals, 249.0).cause == "first"
+    assert twin.look(load(arrivals, 1000.0)) is None
+    assert looked(twin, [*arrivals, arrival(1001.0)], 1001.0).cause == "60 s passed"
+
+
+def test_a_change_that_was_put_off_is_made_when_no_request_comes_either() -> None:
+    replay = always("gather", every=2)
+    twin, arrivals = Twin(replay), evenly(60)
+    assert looked(twin, arrivals[:40], 40.0).chosen == "gather"
+    replay.meets = always("spread", every=2).meets
+    assert looked(twin, arrivals, 60.0, "gather").chosen == "gather"
+    assert looked(twin, arrivals, 120.0, "gather").chosen == "spread"
 
 
 def test_nothing_is_compared_without_the_setting_or_without_workers() -> None:
