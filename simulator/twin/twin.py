@@ -59,7 +59,7 @@ class Twin:
         """Requests of the last comparison, of the present load."""
         self._is_put_off = False
         """Whether another setting was better, and the last change too recent."""
-        self._cause = "first"
+        self._cause = "first comparison"
         """Why the next comparison is due at once; empty where it is not."""
         self._changed_s = -float("inf")
         """When the load changed."""

@@ -12,6 +12,7 @@ from disagg.client import AsyncClient, ShapeComparison
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, PlacementView, RequestTrace
+from disagg.router.gateway.rpc.shape import STALE
 from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 
@@ -69,15 +70,32 @@ async def test_where_answers_decode_is_set_logged_and_shown(folder: Path, caplog
         await client.set_decodes("gather", compared)
         assert router.cluster.placement.decodes == "gather"
         (line,) = [each for each in caplog.messages if each.startswith("answers decode")]
-        assert line.startswith("answers decode with gather from the next placement on (was spread since ")
-        assert "by configuration); set by a caller without a key: gather is better (60 s passed; " in line
+        assert line.startswith("answers decode with gather from the next placement on (was spread for ")
+        assert "set by configuration); set by a caller without a key: gather is better (60 s passed; " in line
         assert any(each.startswith("set decodes gather by ") for each in caplog.messages)
         shape = await client.shape()
         assert (shape.policy, shape.decodes) == ("elastic", "gather")
         assert [each.cause for each in shape.comparisons] == ["60 s passed", "first"]
         with pytest.raises(InvalidRequestError, match=r"^comparison\.cause"):
             await client.set_decodes("spread", ShapeComparison(cause="x" * 1000))
+        with pytest.raises(InvalidRequestError, match=r"^comparison\.present: it is gather by now, not spread") as stale:
+            await client.set_decodes("spread", compared)  # made before that change: it must not be undone
+        assert stale.value.field == STALE
         assert router.cluster.placement.decodes == "gather"
+        assert len((await client.shape()).comparisons) == 2
+
+
+async def test_the_shape_says_when_the_load_was_read_and_counts_requests_with_targets(folder: Path) -> None:
+    router = elastic()
+    for i, target in enumerate((2.0, None, 2.0)):
+        name = RequestId(f"r{i}")
+        router.traces[name] = RequestTrace(request_id=name, arrival=float(i), ttft_slo_s=target, is_probe=i == 2)
+    async with running(folder, router) as server, AsyncClient(server.address) as client:
+        assert (await client.shape()).load_read == 0
+        await client.load()
+        shape = await client.shape()
+        assert shape.load_read > 0
+        assert shape.targeted_requests == 1
 
 
 async def test_the_recent_load_has_no_probes_and_a_limit(folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_change_disturbs_no_request_and_a_twin_reports_what_it_compared() -> N
             process = ProcessRef.of(twin.pid)
             assert wait_until(lambda: len(client.shape().comparisons) == 2, LONG_S)
             latest = client.shape().comparisons[0]
-            assert latest.cause == "first"
+            assert latest.cause == "first comparison"
             assert latest.requests == 49
             assert os.getpriority(os.PRIO_PROCESS, twin.pid) == NICENESS
             assert [option.decodes for option in latest.options] == ["spread", "gather"]

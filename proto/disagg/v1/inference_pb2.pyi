@@ -604,18 +604,22 @@ class GetShapeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetShapeResponse(_message.Message):
-    __slots__ = ("policy", "decodes", "since", "changed_by", "comparisons")
+    __slots__ = ("policy", "decodes", "since", "changed_by", "comparisons", "load_read", "targeted_requests")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     CHANGED_BY_FIELD_NUMBER: _ClassVar[int]
     COMPARISONS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_READ_FIELD_NUMBER: _ClassVar[int]
+    TARGETED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     decodes: str
     since: float
     changed_by: str
     comparisons: _containers.RepeatedCompositeFieldContainer[ShapeComparison]
-    def __init__(self, policy: _Optional[str] = ..., decodes: _Optional[str] = ..., since: _Optional[float] = ..., changed_by: _Optional[str] = ..., comparisons: _Optional[_Iterable[_Union[ShapeComparison, _Mapping]]] = ...) -> None: ...
+    load_read: float
+    targeted_requests: int
+    def __init__(self, policy: _Optional[str] = ..., decodes: _Optional[str] = ..., since: _Optional[float] = ..., changed_by: _Optional[str] = ..., comparisons: _Optional[_Iterable[_Union[ShapeComparison, _Mapping]]] = ..., load_read: _Optional[float] = ..., targeted_requests: _Optional[int] = ...) -> None: ...
 
 class ShapeComparison(_message.Message):
     __slots__ = ("at", "cause", "requests", "present", "chosen", "options", "difference", "error", "needed", "reason")

@@ -403,7 +403,8 @@ class AdminServiceServicer(object):
 
     def SetDecodes(self, request, context):
         """SetDecodes sets where answers decode (policy `elastic`), from the next placement on; what runs stays where it is.
-        The gateway keeps the comparison that comes with it, for GetShape.
+        The gateway keeps the comparison that comes with it, for GetShape. A comparison whose `present` is not the setting
+        any more is refused, with INVALID_ARGUMENT and the field `comparison.present`, and sets nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -161,6 +161,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             limit = request.limit if request.HasField("limit") else DEFAULT_LOAD
             if limit > MAX_LISTED:
                 raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
+            self._shape.read_load(self._wall_clock())
             response = placement_facts(self._router.view())
             response.now_s = self._clock()
             for number, trace in enumerate(self._router.recent(limit)):
@@ -177,7 +178,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             before, after = self._router.view().placement.decodes, _decodes(request.decodes)
             if before is None:
                 raise InvalidRequestError("decodes", "the placement policy of this cluster has no such setting")
-            check(request.comparison)
+            check(request.comparison, before)
             now = self._wall_clock()
             if request.HasField("comparison"):
                 self._shape.note(request.comparison, now)
@@ -195,7 +196,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
         async with abort_on_error(context):
             self._rights.require_admin(context)
             placement = self._router.view().placement
-            return self._shape.answer(placement.policy, placement.decodes)
+            latest = self._router.recent(MAX_LISTED)
+            num_targeted = sum(
+                not trace.is_probe and (trace.ttft_slo_s is not None or trace.tpot_slo_s is not None)
+                for trace in latest
+            )
+            return self._shape.answer(placement.policy, placement.decodes, num_targeted)
 
     @override
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:

@@ -1,7 +1,6 @@
 """Where answers decode: since when, by whom, and what was compared lately. Pure.
 
-Whoever compares settings (a twin, see docs/elastic.md) sends what it found with what it sets, and the gateway keeps the
-latest of that for operators.
+A twin (docs/twin.md) sends a comparison with each setting, and the gateway keeps the latest ones for operators.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from disagg.v1 import inference_pb2 as pb
 MAX_KEPT = 20
 """Comparisons."""
 MAX_OPTIONS, MAX_RATES = 8, 8
+STALE = "comparison.present"
+"""The field of the error where the setting was changed while settings were compared."""
 MAX_CHARS = 200
 """Of a text in a comparison."""
 
@@ -27,11 +28,12 @@ class Shape:
     def __init__(self, started: float) -> None:
         self._since = started
         self._changed_by = ""
+        self._load_read = 0.0
         self._comparisons: deque[pb.ShapeComparison] = deque(maxlen=MAX_KEPT)
 
     def changed(self, before: Decodes, after: Decodes, by: str, why: str, now: float) -> str:
         """The setting was changed; the line for the log: who, what, since when, and what happens next."""
-        earlier = f"{before} since {now - self._since:.0f} s ago by {self._changed_by or 'configuration'}"
+        earlier = f"{before} for {now - self._since:.0f} s, set by {self._changed_by or 'configuration'}"
         self._since, self._changed_by = now, by
         return (
             f"answers decode with {after} from the next placement on (was {earlier}); set by {by}: "
@@ -45,19 +47,26 @@ class Shape:
         kept.at = now
         self._comparisons.appendleft(kept)
 
-    def answer(self, policy: str, decodes: Decodes | None) -> pb.GetShapeResponse:
-        """For operators."""
+    def read_load(self, now: float) -> None:
+        """The recent load was read, by a twin."""
+        self._load_read = now
+
+    def answer(self, policy: str, decodes: Decodes | None, num_targeted: int) -> pb.GetShapeResponse:
+        """For operators. `num_targeted`: of the latest requests, those that have targets."""
         return pb.GetShapeResponse(
             policy=policy,
             decodes=decodes or "",
             since=self._since,
             changed_by=self._changed_by,
             comparisons=self._comparisons,
+            load_read=self._load_read,
+            targeted_requests=num_targeted,
         )
 
 
-def check(comparison: pb.ShapeComparison) -> None:
-    """Raises `InvalidRequestError` for one that is too large, or has what is no number."""
+def check(comparison: pb.ShapeComparison, before: Decodes) -> None:
+    """Raises `InvalidRequestError` for one that is too large, has what is no number, or was made under another setting
+    than the present one, `before`. One without `present` has no such condition."""
     if len(comparison.options) > MAX_OPTIONS:
         raise InvalidRequestError("comparison.options", f"at most {MAX_OPTIONS}, not {len(comparison.options)}")
     for option in comparison.options:
@@ -71,6 +80,8 @@ def check(comparison: pb.ShapeComparison) -> None:
         _check_text("comparison.options.decodes", option.decodes)
     if not all(map(math.isfinite, _numbers(comparison))):
         raise InvalidRequestError("comparison", "every number must be finite")
+    if comparison.present and comparison.present != before:
+        raise InvalidRequestError(STALE, f"it is {before} by now, not {comparison.present}")
 
 
 def why(comparison: pb.ShapeComparison) -> str:

@@ -18,11 +18,13 @@ from rich.markup import escape
 from disagg.cli.address import UNREACHABLE
 from disagg.cli.operate import open_client
 from disagg.cli.twin.wire import load_from, message_of
-from disagg.client import Client
+from disagg.client import Client, RecentLoad
 from disagg.cluster.system.process_tools import StopFlag
-from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
+from disagg.router.gateway.rpc.shape import STALE
 from disagg.simulator.twin.comparison import Comparison
-from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, MOST, Twin
+from disagg.simulator.twin.load import Load
+from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, LEAST, MOST, Twin
 
 LOOK_S = 10.0
 """Between two looks."""
@@ -46,7 +48,7 @@ def run_twin(address: str, console: Console) -> None:
     stop = StopFlag(signal.SIGINT, signal.SIGTERM)
     try:
         with open_client(address) as client:
-            look_again_and_again(client, stop.wait, console)
+            look_again_and_again(client, stop.wait, console, address)
     finally:
         stop.close()
 
@@ -60,35 +62,67 @@ def be_modest() -> None:
         resource.setrlimit(limit, (allowed, hard))
 
 
-def look_again_and_again(client: Client, wait: Callable[[float], bool], console: Console) -> None:
-    """Until `wait`, which gets the seconds to the next look, says so. A gateway that does not answer is tried again,
-    less and less often. Raises as `run_twin`."""
+def look_again_and_again(client: Client, wait: Callable[[float], bool], console: Console, address: str) -> None:
+    """Until `wait`, which gets the seconds to the next look, returns True. A gateway that does not answer is tried
+    again, less and less often. Raises as `run_twin`."""
     twin, seen_s, pause_s = Twin(), -float("inf"), LOOK_S
+    answers: bool | None = None
     while True:
         try:
-            load = load_from(client.load(MOST + LEAD_IN))
+            response = client.load(MOST + LEAD_IN)
+            if not answers:
+                _show(console, _first_line(response, address))
+            answers = True
+            load = load_from(response)
             if load.now_s < seen_s:  # another machine's clock, or that of another start
                 twin = Twin()
             seen_s = load.now_s
-            if load.decodes is None:
-                raise ConfigError("this cluster has no setting for a twin: it is for mode elastic, policy elastic")
-            _bound_look()
-            gc.disable()  # a replay leaves no cycles, and has very many objects
-            try:
-                comparison = twin.look(load)
-            finally:
-                gc.enable()
-            if comparison is not None:
-                client.set_decodes(comparison.chosen, message_of(comparison))
-                if comparison.is_change:
-                    console.print(escape(line_of(comparison)), highlight=False, soft_wrap=True)
+            if (comparison := _compare(twin, load)) is not None and _send(client, comparison) and comparison.is_change:
+                _show(console, line_of(comparison))
             pause_s = LOOK_S
         except UnavailableError as error:
             if error.code != UNREACHABLE:
                 raise
+            if answers is not False:
+                _show(console, f"twin: no gateway answers at {address}; trying again until one does")
+            answers = False
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
         if wait(pause_s):
             return
+
+
+def _first_line(response: RecentLoad, address: str) -> str:
+    """For people. Raises `ConfigError` where the cluster has no such setting."""
+    if not response.decodes:
+        raise ConfigError("this cluster has no setting for a twin: it is for mode elastic, policy elastic")
+    return (
+        f"twin: reads the load of {address}; answers decode with {response.decodes}; comparisons begin with {LEAST} "
+        "requests that have targets"
+    )
+
+
+def _compare(twin: Twin, load: Load) -> Comparison | None:
+    _bound_look()
+    gc.disable()  # a replay leaves no cycles, and has very many objects
+    try:
+        return twin.look(load)
+    finally:
+        gc.enable()
+
+
+def _send(client: Client, comparison: Comparison) -> bool:
+    """Whether the gateway took it: not where the setting was changed meanwhile, which the next look finds."""
+    try:
+        client.set_decodes(comparison.chosen, message_of(comparison))
+    except InvalidRequestError as error:
+        if error.field != STALE:
+            raise
+        return False
+    return True
+
+
+def _show(console: Console, line: str) -> None:
+    console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def line_of(comparison: Comparison) -> str:

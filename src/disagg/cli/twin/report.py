@@ -17,6 +17,10 @@ from disagg.cli.address import reaching
 from disagg.cli.operate import open_client
 from disagg.client import Shape, ShapeComparison
 from disagg.cluster.system.terminal import table
+from disagg.simulator.twin.twin import LEAST
+
+SILENT_S = 300.0
+"""Without a look for so long there is no twin: one look takes at most some minutes."""
 
 
 def run_explain_shape(address: str, console: Console, *, as_json: bool) -> None:
@@ -43,7 +47,7 @@ def report(shape: Shape, now: float) -> Group:
         return Group(Text(f"policy {shape.policy}: it has no setting of where answers decode"))
     parts: list[RenderableType] = [_facts(shape, now)]
     if not shape.comparisons:
-        parts += [Text(), Text("Nothing was compared yet; a twin does that: disagg twin", style="dim")]
+        parts += [Text(), Text(_why_nothing(shape, now), style="dim")]
         return Group(*parts)
     latest, *earlier = shape.comparisons
     parts += [Text(), Text("Compared last", style="bold"), _figures(latest), *_verdict(latest, now)]
@@ -60,7 +64,19 @@ def _facts(shape: Shape, now: float) -> Table:
     made.add_row("answers decode", Text(_MEANING.get(shape.decodes, shape.decodes)))
     made.add_row("since", Text(f"{_ago(now - shape.since)}, {by}"))
     made.add_row("policy", Text(shape.policy))
+    made.add_row("twin", Text(f"read the load {_ago(now - shape.load_read)}" if shape.load_read else "none has run"))
     return made
+
+
+def _why_nothing(shape: Shape, now: float) -> str:
+    if not shape.load_read or now - shape.load_read > SILENT_S:
+        return "Nothing was compared yet, and no twin runs; start one with: disagg twin"
+    number = shape.targeted_requests
+    return (
+        f"Nothing was compared yet: {number} of the latest requests have targets, and comparisons begin with {LEAST} "
+        "requests that have some and two workers; targets come with requests (x-slo-ttft-ms, x-slo-tpot-ms) or from "
+        "the section slo"
+    )
 
 
 _MEANING = {
@@ -86,14 +102,14 @@ def _figures(comparison: ShapeComparison) -> Table:
 def _verdict(comparison: ShapeComparison, now: float) -> list[RenderableType]:
     difference, needed = comparison.difference, comparison.needed
     lines = [
-        f"share of {comparison.requests} requests that meet their targets, predicted {_ago(now - comparison.at)}, "
-        f"because {comparison.cause}; > was chosen",
+        f"share of {comparison.requests} requests that meet their targets, predicted {_ago(now - comparison.at)}; "
+        f"cause: {comparison.cause}; > was chosen",
         comparison.reason,
     ]
     if comparison.chosen == comparison.present:
         lines.append(
-            f"the other setting is {difference:+.1%} of the requests better than {comparison.present}; it is taken "
-            f"when that exceeds {needed:.1%} (error {comparison.error:.1%} + {needed - comparison.error:.0%})"
+            f"difference {difference:+.1%} of the requests; {comparison.present} is changed when that exceeds "
+            f"{needed:.1%} (error {comparison.error:.1%} + {needed - comparison.error:.0%})"
         )
     else:
         lines.append(
@@ -104,7 +120,7 @@ def _verdict(comparison: ShapeComparison, now: float) -> list[RenderableType]:
 
 
 def _lines(comparisons: list[ShapeComparison], now: float) -> Table:
-    made = table("when", "requests>", "difference>", "needed>", "", "because")
+    made = table("when", "requests>", "difference>", "needed>", "", "cause")
     for each in comparisons:
         change = f"{each.present} -> {each.chosen}" if each.chosen != each.present else each.chosen
         made.add_row(

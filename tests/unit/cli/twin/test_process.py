@@ -10,7 +10,7 @@ from rich.console import Console
 
 from disagg.cli.twin import command, process
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 from disagg.router.gateway.rpc.admin_answers import recent_request
@@ -96,12 +96,19 @@ def test_a_twin_is_for_auto_and_needs_an_admins_key_where_there_are_keys(monkeyp
 # ---------------------------------------------------------------- the loop
 
 
+READS = (
+    "twin: reads the load of 127.0.0.1:9; answers decode with spread; comparisons begin with 40 requests that have "
+    "targets"
+)
+
+
 class FakeClient:
     """Answers of a gateway, one after the other; the last one again and again."""
 
     def __init__(self, *answers: pb.GetLoadResponse | Exception) -> None:
         self.answers = list(answers)
         self.asked = 0
+        self.refuses: Exception | None = None
         self.told: list[tuple[str, pb.ShapeComparison]] = []
 
     def load(self, limit: int) -> pb.GetLoadResponse:
@@ -113,6 +120,8 @@ class FakeClient:
 
     def set_decodes(self, decodes: str, comparison: pb.ShapeComparison) -> None:
         self.told.append((decodes, comparison))
+        if self.refuses is not None:
+            raise self.refuses
 
 
 def looks(client: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], str]:
@@ -125,7 +134,7 @@ def looks(client: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[li
         pauses.append(pause_s)
         return len(pauses) == number
 
-    command.look_again_and_again(client, wait, Console(file=out, width=400))
+    command.look_again_and_again(client, wait, Console(file=out, width=400), "127.0.0.1:9")
     return pauses, out.getvalue()
 
 
@@ -133,8 +142,21 @@ def test_a_gateway_that_does_not_answer_is_asked_less_often(monkeypatch: pytest.
     gone = UnavailableError("no gateway", "unreachable")
     there = pb.GetLoadResponse(policy="elastic", decodes="spread")
     client = FakeClient(gone, gone, gone, gone, there)
-    assert looks(client, 6, monkeypatch) == ([20.0, 40.0, 60.0, 60.0, 10.0, 10.0], "")
+    pauses, shown = looks(client, 6, monkeypatch)
+    assert pauses == [20.0, 40.0, 60.0, 60.0, 10.0, 10.0]
+    assert shown.splitlines() == ["twin: no gateway answers at 127.0.0.1:9; trying again until one does", READS]
     assert client.told == []
+
+
+def test_a_gateway_that_went_and_came_back_has_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = UnavailableError("no gateway", "unreachable")
+    there = pb.GetLoadResponse(policy="elastic", decodes="spread")
+    _, shown = looks(FakeClient(there, there, gone, gone, there), 5, monkeypatch)
+    assert shown.splitlines() == [
+        READS,
+        "twin: no gateway answers at 127.0.0.1:9; trying again until one does",
+        READS,
+    ]
 
 
 def test_other_errors_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +182,7 @@ def capacity(name: str) -> pb.WorkerCapacity:
     )
 
 
-def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+def load_of_forty() -> pb.GetLoadResponse:
     workers = [capacity("w0"), capacity("w1")]
     traces = [
         RequestTrace(
@@ -174,12 +196,24 @@ def test_a_comparison_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) ->
         )
         for number in range(40)
     ]
-    response = pb.GetLoadResponse(
+    return pb.GetLoadResponse(
         requests=map(recent_request, traces), workers=workers, policy="elastic", decodes="spread", now_s=40.0
     )
-    client = FakeClient(response)
+
+
+def test_a_comparison_is_sent_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(load_of_forty())
     pauses, shown = looks(client, 2, monkeypatch)
-    assert (pauses, shown) == ([10.0, 10.0], "")
+    assert (pauses, shown) == ([10.0, 10.0], READS + "\n")
     ((decodes, comparison),) = client.told
     assert (decodes, comparison.requests, comparison.chosen) == ("spread", 40, "spread")
     assert [[each.attainment for each in option.predictions] for option in comparison.options] == [[1.0, 1.0]] * 2
+
+
+def test_a_comparison_that_came_too_late_does_not_end_it_and_other_refusals_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(load_of_forty())
+    client.refuses = InvalidRequestError("comparison.present", "it is gather by now, not spread")
+    assert looks(client, 2, monkeypatch) == ([10.0, 10.0], READS + "\n")
+    client.refuses = InvalidRequestError("comparison.options", "at most 8, not 9")
+    with pytest.raises(InvalidRequestError, match="at most 8"):
+        looks(client, 2, monkeypatch)

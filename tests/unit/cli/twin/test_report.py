@@ -37,6 +37,7 @@ def test_it_says_what_was_compared_and_what_would_change_the_setting() -> None:
         policy="elastic",
         decodes="spread",
         since=NOW - 7200,
+        load_read=NOW - 4,
         comparisons=[comparison(NOW - 30, "spread", 0.02), comparison(NOW - 90, "spread", -0.01)],
     )
     assert (
@@ -45,17 +46,18 @@ def test_it_says_what_was_compared_and_what_would_change_the_setting() -> None:
 answers decode  on all workers (spread)
 since           2 h ago, as configured
 policy          elastic
+twin            read the load 4 s ago
 
 Compared last
    setting  at 1.00 of the rate  at 1.15 of the rate
 >  spread                 90.0%                80.0%
    gather                 95.0%                85.0%
-share of 240 requests that meet their targets, predicted 30 s ago, because 60 s passed; > was chosen
+share of 240 requests that meet their targets, predicted 30 s ago; cause: 60 s passed; > was chosen
 as it is
-the other setting is +2.0% of the requests better than spread; it is taken when that exceeds 2.5% (error 1.5% + 1%)
+difference +2.0% of the requests; spread is changed when that exceeds 2.5% (error 1.5% + 1%)
 
 Before
-when       requests  difference  needed          because
+when       requests  difference  needed          cause
 2 min ago       240       -1.0%    2.5%  spread  60 s passed""".splitlines()
     )
 
@@ -81,5 +83,21 @@ def test_without_a_setting_or_a_comparison_it_says_so() -> None:
         "policy joint: it has no setting of where answers decode"
     )
     nothing = pb.GetShapeResponse(policy="elastic", decodes="spread", since=NOW)
-    assert "Nothing was compared yet; a twin does that: disagg twin" in text_of(report(nothing, NOW))
+    text = text_of(report(nothing, NOW))
+    assert "twin            none has run" in text
+    assert "Nothing was compared yet, and no twin runs; start one with: disagg twin" in text
     assert to_dict(nothing)["decodes"] == "spread"
+
+
+def test_a_twin_that_has_nothing_to_compare_is_told_from_one_that_does_not_run() -> None:
+    shape = pb.GetShapeResponse(
+        policy="elastic", decodes="spread", since=NOW, load_read=NOW - 299, targeted_requests=12
+    )
+    text = text_of(report(shape, NOW))
+    assert "twin            read the load 5 min ago" in text
+    assert (
+        "Nothing was compared yet: 12 of the latest requests have targets, and comparisons begin with 40 requests that "
+        "have some and two workers; targets come with requests (x-slo-ttft-ms, x-slo-tpot-ms) or from the section slo"
+    ) in " ".join(text.split())
+    shape.load_read = NOW - 301
+    assert "no twin runs" in text_of(report(shape, NOW))

@@ -76,7 +76,7 @@ def test_a_comparison_is_told_whole() -> None:
         reason="gather is better",
     )
     told = message_of(comparison)
-    check(told)
+    check(told, "spread")
     assert (told.cause, told.requests, told.present, told.chosen) == ("first", 40, "spread", "gather")
     assert [(each.decodes, [(p.rate_factor, p.attainment) for p in each.predictions]) for each in told.options] == [
         ("spread", [(1.0, 0.5), (1.15, 0.25)]),

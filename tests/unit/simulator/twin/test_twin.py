@@ -33,7 +33,12 @@ def test_forty_requests_are_compared_at_both_rates_and_the_better_setting_is_tak
     assert twin.look(load(evenly(39), 39.0)) is None
     found = twin.look(load(evenly(40), 40.0))
     assert found is not None
-    assert (found.cause, found.num_requests, found.present, found.chosen) == ("first", 40, "spread", "gather")
+    assert (found.cause, found.num_requests, found.present, found.chosen) == (
+        "first comparison",
+        40,
+        "spread",
+        "gather",
+    )
     assert replay.calls == [
         ("spread", 1.0, 40, 0),
         ("spread", 1.15, 40, 0),
@@ -142,7 +147,7 @@ def test_requests_without_targets_are_replayed_and_not_counted() -> None:
     plain = evenly(100, ttft_s=None, tpot_s=None)
     assert twin.look(load(plain, 100.0)) is None
     mixed = sorted([*plain, *evenly(40, start_s=0.5)], key=lambda each: each.at_s)
-    assert looked(twin, mixed, 200.0).cause == "first"
+    assert looked(twin, mixed, 200.0).cause == "first comparison"
     assert replay.calls[0][2] == 140
 
 
@@ -156,7 +161,7 @@ def test_a_change_by_somebody_else_holds_for_a_minute() -> None:
 
 def test_other_workers_are_a_reason_to_compare_again() -> None:
     twin, arrivals = Twin(equal()), evenly(250)
-    assert looked(twin, arrivals, 240.0).cause == "first"
+    assert looked(twin, arrivals, 240.0).cause == "first comparison"
     more = (*WORKERS, msgspec.structs.replace(WORKERS[0], worker_id="workers-2"))
     found = twin.look(load(arrivals, 249.0, workers=more))
     assert found is not None
@@ -168,14 +173,14 @@ def test_other_workers_are_a_reason_to_compare_again() -> None:
 def test_with_one_worker_nothing_is_compared_and_a_restart_of_the_other_one_is_no_change() -> None:
     twin, arrivals = Twin(equal()), evenly(250)
     assert twin.look(load(arrivals, 230.0, workers=WORKERS[:1])) is None
-    assert looked(twin, arrivals, 240.0).cause == "first"
+    assert looked(twin, arrivals, 240.0).cause == "first comparison"
     assert twin.look(load(arrivals, 245.0, workers=WORKERS[:1])) is None
     assert twin.look(load(arrivals, 249.0)) is None
 
 
 def test_nothing_is_compared_again_while_no_request_comes() -> None:
     twin, arrivals = Twin(equal()), evenly(250)
-    assert looked(twin, arrivals, 249.0).cause == "first"
+    assert looked(twin, arrivals, 249.0).cause == "first comparison"
     assert twin.look(load(arrivals, 1000.0)) is None
     assert looked(twin, [*arrivals, arrival(1001.0)], 1001.0).cause == "60 s passed"
 
