@@ -112,7 +112,8 @@ class ModelGroup:
         colocated = _candidates(self._colocated, demand, without, matched) if self._colocated else []
         if self._elastic:
             elastic = _candidates(self._elastic, demand, without, matched)
-            return Shortlist(prefills + elastic, decodes + elastic, colocated + elastic, local, (), partners)
+            colocated = [*colocated, *elastic, *(decodes if local else ())]
+            return Shortlist(prefills + elastic, decodes + elastic, colocated, False, (), partners)
         return Shortlist(prefills, decodes, colocated, local, (), partners)
 
     def _without(

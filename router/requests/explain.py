@@ -73,6 +73,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
             prefills, decodes, colocated = _unpack(flat, position + 3, counts)
             position += 3 + sum(counts) * _SIDE_FIELDS
             for prefill, decode in product(prefills, decodes):
+                if prefill.candidate.worker is decode.candidate.worker:
+                    continue  # An elastic worker: alone, below.
                 taken = prefill.candidate.worker is taken_prefill and decode.candidate.worker is taken_decode
                 if taken:
                     link_ms, setup_ms = self.choice.link_ms, self.choice.setup_ms

@@ -78,7 +78,9 @@ async def test_where_answers_decode_is_set_logged_and_shown(folder: Path, caplog
         assert [each.cause for each in shape.comparisons] == ["60 s passed", "first"]
         with pytest.raises(InvalidRequestError, match=r"^comparison\.cause"):
             await client.set_decodes("spread", ShapeComparison(cause="x" * 1000))
-        with pytest.raises(InvalidRequestError, match=r"^comparison\.present: it is gather by now, not spread") as stale:
+        with pytest.raises(
+            InvalidRequestError, match=r"^comparison\.present: it is gather by now, not spread"
+        ) as stale:
             await client.set_decodes("spread", compared)  # made before that change: it must not be undone
         assert stale.value.field == STALE
         assert router.cluster.placement.decodes == "gather"

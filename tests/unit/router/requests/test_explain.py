@@ -34,6 +34,14 @@ def test_workers_alone_are_options_too() -> None:
     assert sorted(options(it), key=str) == [("p0", "d0"), ("p0", "d1"), (None, "d0"), (None, "d1")]
 
 
+def test_each_elastic_worker_is_an_option_alone_once_and_no_pair_with_itself() -> None:
+    config = RouterConfig(policy="elastic", local_prefill="auto", watermark=0.0)
+    it = Placing("elastic", "w0", "w1", config=config)
+    assert sorted(options(it), key=str) == [("w0", "w1"), ("w1", "w0"), (None, "w0"), (None, "w1")]
+    it = Placing("elastic", "w0", "d0", config=config)
+    assert sorted(options(it), key=str) == [("w0", "d0"), (None, "d0"), (None, "w0")]
+
+
 def test_the_chosen_option_is_the_decision_word_for_word() -> None:
     it = Placing("joint", "p0", busy("p1", seqs=1, tokens=64), "d0", "d1")
     choice = it.choose()
