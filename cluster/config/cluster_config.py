@@ -184,6 +184,9 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     drain_timeout_s: Seconds = 300.0
     """How long a draining worker may take to finish its sequences; what still runs then continues elsewhere."""
+    twin: Literal["auto", "on", "off"] = "auto"
+    """Whether the controller keeps a twin running, as a process of lowest priority, where `placement.decodes` is auto.
+    `auto`: where its machine has two cores or more. `off`: `disagg twin` is started by hand."""
 
 
 class TransferSection(PairLimits, frozen=True, kw_only=True):
@@ -324,6 +327,22 @@ def active_pools(config: ClusterConfig) -> list[tuple[PoolName, PoolConfig]]:
     return [("prefill", config.pools.prefill), ("decode", config.pools.decode)]
 
 
+def unused_pools(config: ClusterConfig) -> tuple[str, ...]:
+    """A note where pools are configured that the mode does not use: no error, because `--elastic` and `--colocated` may
+    be given on top of a file."""
+    used = [name for name, _ in active_pools(config)]
+    default = PoolsConfig()
+    unused = [
+        f"pools.{name}"
+        for name in PoolsConfig.__struct_fields__
+        if name not in used and getattr(config.pools, name) != getattr(default, name)
+    ]
+    if not unused:
+        return ()
+    of_mode = " and ".join(f"pools.{name}" for name in used)
+    return (f"{', '.join(unused)}: not used in mode {config.mode}, which has {of_mode}",)
+
+
 def check(config: ClusterConfig) -> None:
     """Values that contradict each other; raises `ConfigError`."""
     model = config.model
@@ -334,8 +353,7 @@ def check(config: ClusterConfig) -> None:
         check_share_weights(model.share_weights, pool.device, pool.tp, "model.")
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
             raise ConfigError(
-                f"pools.{name}.scheduling: {pool.scheduling} is for workers with both roles (mode colocated); "
-                "choose decode_first or slack"
+                f"pools.{name}.scheduling: {pool.scheduling} is for mode colocated; choose decode_first or slack"
             )
         if pool.max_itl_ms is not None and pool.scheduling != "slack":
             raise ConfigError(f"pools.{name}.max_itl_ms: is for scheduling slack only, not {pool.scheduling}")
@@ -345,11 +363,13 @@ def check(config: ClusterConfig) -> None:
             f"pools.decode.device: all pools need the same kind of device; got {', '.join(sorted(devices))}"
         )
     placement = config.placement
-    if placement.decodes == "auto" and (config.mode != "elastic" or placement.policy not in ("auto", "elastic")):
+    if placement.decodes != "spread" and (config.mode != "elastic" or placement.policy not in ("auto", "elastic")):
         raise ConfigError(
-            f"placement.decodes: auto is for mode elastic and its policy; got mode {config.mode}, "
-            f"policy {placement.policy}"
+            f"placement.decodes: {placement.decodes} is for mode elastic with policy auto or elastic; got mode "
+            f"{config.mode}, policy {placement.policy}"
         )
+    if config.controller.twin == "on" and placement.decodes != "auto":
+        raise ConfigError(f"controller.twin: on is for placement.decodes auto, not {placement.decodes}")
     transfer = config.transfer
     if transfer.transport == "nccl" and "cpu" in devices:
         raise ConfigError(

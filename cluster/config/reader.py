@@ -100,6 +100,8 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
     if section is not None and (value is not None or type(None) not in get_args(hint)):
         return read_struct(section, value, path)
     choices = _choices(hint)
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices:
+        value = word  # YAML 1.1 has them as booleans where they are not quoted
     if path.endswith("_bytes") and isinstance(value, str) and value not in choices:
         try:
             value = parse_size(value)

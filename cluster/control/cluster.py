@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.config.cluster_config import ClusterConfig, unused_pools
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
+from disagg.cluster.hosts.twin import key_for, obstacle
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.messages import WorkerInfo
@@ -33,6 +35,13 @@ CHECK_STOP_INTERVAL_S = 0.05
 
 def never_stop() -> None:
     """The default: a start runs to its end."""
+
+
+def notes_of(config: ClusterConfig, twin_key: str, num_cores: int) -> tuple[str, ...]:
+    """What of a configuration has no effect. `twin_key`: see `TwinSettings`; `num_cores`: of the controller's
+    machine."""
+    twin = obstacle(config, twin_key, os.environ, num_cores)
+    return (*unused_pools(config), *([twin] if twin else []))
 
 
 class Cluster(ABC):
@@ -69,6 +78,17 @@ class Cluster(ABC):
     def warnings(self) -> tuple[str, ...]:
         """Dangers to show to the user before it starts."""
         return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know before it starts, and is no danger."""
+        plan = self._plan
+        return (*plan.cores.warnings, *notes_of(plan.config, self._twin_key, len(plan.available)))
+
+    @property
+    def _twin_key(self) -> str:
+        """The key of an admin that the controller gives to a twin; empty without."""
+        return key_for(self._plan.config, os.environ)
 
     def start(self, check_stop: CheckStop = never_stop) -> None:
         """Blocks until requests can be served; raises `LaunchError`, `ConfigError` or what `check_stop` raises, and

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import ClusterPlan
-from disagg.cluster.control.server import Controller
+from disagg.cluster.control.server import Companion, Controller
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
@@ -20,9 +20,11 @@ T = TypeVar("T")
 class ControllerThread:
     """Owner of the thread and its loop."""
 
-    def __init__(self, plan: ClusterPlan, launcher: Launcher, secret: ClusterSecret) -> None:
+    def __init__(
+        self, plan: ClusterPlan, launcher: Launcher, secret: ClusterSecret, companion: Companion | None = None
+    ) -> None:
         self._plan = plan
-        self._controller = Controller(plan, launcher, secret, port=plan.config.controller.port)
+        self._controller = Controller(plan, launcher, secret, port=plan.config.controller.port, companion=companion)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 

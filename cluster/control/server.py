@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -27,6 +27,7 @@ from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan
+from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
@@ -87,6 +88,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _WorkerKey = tuple[WorkerId, Incarnation]
 
 
+class Companion(Protocol):
+    """A process that the controller keeps running beside the cluster, such as a twin. Called on the launcher's thread;
+    raises nothing."""
+
+    def tick(self, now: float, address: str) -> None:
+        """Again and again: start it where that is due. `address`: of the gateway; empty while there is none."""
+        ...
+
+    def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
 class Controller:
     """Runs on one event loop, that of `start`. Owner of the core, its server and the launcher's thread.
 
@@ -96,6 +110,7 @@ class Controller:
         secret: of the cluster; calls without it are refused.
         host, port: where to listen; port 0 takes any.
         sizes: desired sizes that an earlier controller saved; the plan's without.
+        companion: a process beside the cluster, which its owner need not watch.
         on_scaled: called with the desired sizes whenever they change, on the launcher's thread, before the change is
             made.
     """
@@ -109,6 +124,7 @@ class Controller:
         port: int = 0,
         *,
         sizes: Mapping[PoolName, int] | None = None,
+        companion: Companion | None = None,
         on_scaled: Callable[[dict[PoolName, int]], None] | None = None,
     ) -> None:
         self._plan = plan
@@ -119,6 +135,7 @@ class Controller:
         self._port = port
         self._sizes = {**plan.sizes, **(sizes or {})}
         self._on_scaled = on_scaled
+        self._companion = companion
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
         self._core: ControlCore | None = None
@@ -168,6 +185,8 @@ class Controller:
             await asyncio.gather(self._poller, return_exceptions=True)
             self._poller = None
         await self._supervisor.stop()
+        if self._companion is not None:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._companion.stop)
         if self._launcher_thread is not None and self._core is not None:
             await self._launcher_thread.stop(self._core.worker_ids)
         if self._server is not None:
@@ -266,6 +285,11 @@ class Controller:
             if now_pending != pending:
                 pending = now_pending
                 self._handle(events.StartsPending(pending))
+            if self._companion is not None:
+                address = gateway_address(self._state)
+                await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._companion.tick, time.monotonic(), address
+                )
 
     # ------------------------------------------------------------ handlers
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 from typing_extensions import override
@@ -29,6 +29,7 @@ from disagg.cluster.control.cores import check_devices
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
+from disagg.cluster.hosts.twin import TwinProcess, twin_of
 from disagg.cluster.system.children import (
     LOG_TAIL_LINES,
     LaunchError,
@@ -36,6 +37,7 @@ from disagg.cluster.system.children import (
     describe_exit,
     end,
     last_lines,
+    open_log,
     spawn,
     with_log,
 )
@@ -87,11 +89,6 @@ def start_child(
     start = {"content": config, "controller": controller, "secret": secret}
     with open_log(log) as output:
         return Child(name, spawn(module, start, environment, output), log)
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """To add to; a new one is its owner's alone, because logs name who calls."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
@@ -216,6 +213,12 @@ class ProcessCluster(Cluster):
         self._log_dir = log_dir
         self._launcher: ProcessLauncher | None = None
         self._controller: ControllerThread | None = None
+        self._twin: TwinProcess | None = None
+
+    @property
+    def twin_pid(self) -> int | None:
+        """The process id of the twin, while one runs."""
+        return None if self._twin is None else self._twin.pid
 
     @property
     def killed(self) -> list[str]:
@@ -233,8 +236,13 @@ class ProcessCluster(Cluster):
 
         check_devices(self._plan.config, num_cuda_devices(os.environ))
         self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
-        self._controller = ControllerThread(self._plan, self._launcher, self.secret)
+        self._controller = ControllerThread(self._plan, self._launcher, self.secret, self._make_twin())
         self._controller.start()
+
+    def _make_twin(self) -> TwinProcess | None:
+        config, available = self._plan.config, self._plan.available
+        self._twin = twin_of(config, self._twin_key, os.environ, available, self._make_log_dir())
+        return self._twin
 
     def _make_log_dir(self) -> Path:
         if self._log_dir is None:

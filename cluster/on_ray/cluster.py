@@ -65,13 +65,23 @@ class RayCluster(Cluster):
     def warnings(self) -> tuple[str, ...]:
         return auth_warnings(os.environ) if self._is_private else ()
 
+    @property
+    @override
+    def _twin_key(self) -> str:
+        return super()._twin_key if self._is_private else ""
+
     def _open(self, check_stop: CheckStop) -> None:
         self._progress("ray", "starting")
         self._session.open()
         check_stop()
         self._progress("ray", "ready")
         cores = available_cores() if self._is_private else ()
-        settings = ControllerSettings(config=self._plan.config, cores=cores, is_private=self._is_private)
+        settings = ControllerSettings(
+            config=self._plan.config,
+            cores=cores,
+            is_private=self._is_private,
+            twin_key=self._twin_key,
+        )
         self._controller = create_controller(settings, detached=False)
         self._secret = ray_store.cluster_secret()
         self._controller_address = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address

@@ -12,6 +12,7 @@ import msgspec
 
 from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.control.server import Controller
+from disagg.cluster.hosts.twin import twin_of
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, record_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
@@ -78,6 +79,7 @@ class ControllerActor:
             ray_store.cluster_secret(),
             node_address() if settings.config.network.bind == "node" else LOOPBACK,
             settings.config.controller.port,
+            companion=twin_of(settings.config, settings.twin_key, os.environ, plan.available),
             sizes=ray_store.load(ray_store.SIZES, dict[PoolName, int]),
             on_scaled=functools.partial(ray_store.save, ray_store.SIZES),
         )

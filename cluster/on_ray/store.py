@@ -96,6 +96,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """As in `ProcessSettings`."""
     is_private: bool
     """Whether Ray is there for this cluster only, on one machine."""
+    twin_key: str = ""
+    """The key of an admin for the twin; only where Ray is private, because Ray keeps it."""
 
 
 class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):

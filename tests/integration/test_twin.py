@@ -1,4 +1,5 @@
-"""The setting of where answers decode, changed in a real cluster (fake model); and a twin beside it."""
+"""The setting of where answers decode, changed in a real cluster (fake model); and the twin that its controller keeps
+running."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import threading
 import pytest
 
 from disagg.cli.twin.command import NICENESS
-from disagg.cli.twin.process import TwinProcess
 from disagg.client import Client, Targets
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -18,13 +18,14 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb
 from tests.integration.test_processes import FAKE, wait_until
 
-ELASTIC = {**FAKE, "mode": "elastic", "placement": {"decodes": "auto"}}
+ELASTIC = {**FAKE, "mode": "elastic"}
+TWIN = {**ELASTIC, "placement": {"decodes": "auto"}, "controller": {"twin": "on"}}
 PROMPT = tuple(range(100, 180))
 NUM_TOKENS = 1000
 LONG_S = 120.0
 
 
-def test_a_change_disturbs_no_request_and_a_twin_reports_what_it_compared() -> None:
+def test_a_change_disturbs_no_request() -> None:
     with ProcessCluster(parse_config(ELASTIC)) as cluster, Client(cluster.address) as client:
         shape = client.shape()
         assert (shape.policy, shape.decodes, shape.changed_by, len(shape.comparisons)) == ("elastic", "spread", "", 0)
@@ -49,8 +50,6 @@ def test_a_change_disturbs_no_request_and_a_twin_reports_what_it_compared() -> N
             assert first_tokens.acquire(timeout=LONG_S)
         client.set_decodes("gather", pb.ShapeComparison(cause="by hand", present="spread", chosen="gather"))
         assert client.shape().decodes == "gather"
-        for number in range(45):
-            client.generate((*PROMPT, 50 + number), max_tokens=2, targets=Targets(ttft_ms=5000, tpot_ms=50))
         for thread in streams:
             while thread.is_alive():
                 client.set_decodes("spread")
@@ -63,24 +62,33 @@ def test_a_change_disturbs_no_request_and_a_twin_reports_what_it_compared() -> N
         with pytest.raises(InvalidRequestError, match=r"^decodes: must be spread or gather, not 'scatter'$"):
             client.set_decodes("scatter")
 
-        # A twin looks, compares these requests, and tells the gateway.
-        twin = TwinProcess(cluster.address, 0.0)
-        try:
-            twin.tick(0.0)
-            assert twin.pid is not None
-            process = ProcessRef.of(twin.pid)
-            assert wait_until(lambda: len(client.shape().comparisons) == 2, LONG_S)
-            latest = client.shape().comparisons[0]
-            assert latest.cause == "first comparison"
-            assert latest.requests == 49
-            assert os.getpriority(os.PRIO_PROCESS, twin.pid) == NICENESS
-            assert [option.decodes for option in latest.options] == ["spread", "gather"]
-            # Its death harms nothing.
-            process.kill()
-            assert wait_until(lambda: twin.tick(1.0) is not None, LONG_S)
-            assert client.generate(PROMPT, max_tokens=3, temperature=0.0).token_ids == tuple(fake_generate(PROMPT, 3))
-        finally:
-            twin.stop()
+
+def test_the_controller_keeps_a_twin_running_that_compares() -> None:
+    with ProcessCluster(parse_config(TWIN)) as cluster, Client(cluster.address) as client:
+        assert wait_until(lambda: client.shape().load_read > 0, LONG_S)
+        first = cluster.twin_pid
+        assert first is not None
+        assert os.getpriority(os.PRIO_PROCESS, first) == NICENESS
+        for number in range(45):
+            client.generate((*PROMPT, number), max_tokens=2, targets=Targets(ttft_ms=5000, tpot_ms=50))
+        assert wait_until(lambda: len(client.shape().comparisons) == 1, LONG_S)
+        (comparison,) = client.shape().comparisons
+        assert comparison.cause == "first comparison"
+        assert 40 <= comparison.requests <= 45
+        assert [option.decodes for option in comparison.options] == ["spread", "gather"]
+        # Its death harms nothing, and another one follows.
+        ProcessRef.of(first).kill()
+        assert client.generate(PROMPT, max_tokens=3, temperature=0.0).token_ids == tuple(fake_generate(PROMPT, 3))
+        assert wait_until(lambda: cluster.twin_pid not in (None, first), LONG_S)
+        last = cluster.twin_pid
+        assert last is not None
+        process = ProcessRef.of(last)
+    assert not process.is_alive()
+
+
+def test_without_auto_there_is_no_twin() -> None:
+    with ProcessCluster(parse_config(ELASTIC)) as cluster:
+        assert cluster.twin_pid is None
 
 
 def test_a_cluster_of_another_mode_has_no_such_setting() -> None:

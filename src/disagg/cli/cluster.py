@@ -27,13 +27,15 @@ def start(
     """Start controller and gateway on this node and the workers where Ray has room; changes the sizes of one that
     runs."""
     from disagg.cluster.config.cluster_config import load_config
+    from disagg.cluster.control.cluster import notes_of
     from disagg.cluster.on_ray import detached as ray_operate
+    from disagg.cluster.system.cores import available_cores
 
     settings = load_config(config)
     address = ray_operate.ray_address(settings, ray_address)
     ray_operate.run_start(settings, address, console(), timeout if wait else None)
-    if settings.placement.decodes == "auto":
-        console().print("placement.decodes is auto: keep its twin running on this node, by: disagg twin", style="dim")
+    for note in notes_of(settings, "", len(available_cores())):
+        console().print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(epilog=examples("disagg cluster stop"))

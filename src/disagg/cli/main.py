@@ -215,7 +215,7 @@ def top(
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg twin", "disagg twin --address 10.0.0.5:8470"))
 def twin(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Choose where answers decode in a cluster of mode elastic: replay what came lately, and set what is better.
-    `disagg up` starts one by itself with placement.decodes: auto. Ctrl-C ends it."""
+    With placement.decodes: auto the controller starts one by itself. Ctrl-C ends it."""
     from disagg.cli.twin.command import run_twin
 
     run_twin(address, console())

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cli.twin import process as twin_process
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, override
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
@@ -128,23 +127,9 @@ def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir:
 
     def serve(cluster: Cluster, stop: StopFlag) -> int:
         print_ready(console, cluster, config)
-        twin = _twin_of(cluster, config, console)
-        try:
-            return _watch(cluster, stop, console, twin)
-        finally:
-            if twin is not None:
-                twin.stop()
+        return _watch(cluster, stop, console)
 
     return with_cluster(config, launcher, console, log_dir, serve)
-
-
-def _twin_of(cluster: Cluster, config: ClusterConfig, console: Console) -> twin_process.TwinProcess | None:
-    if not twin_process.is_wanted(config):
-        return None
-    if note := twin_process.missing_key(config):
-        console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
-        return None
-    return twin_process.TwinProcess(cluster.address, time.monotonic())
 
 
 def with_cluster(
@@ -159,7 +144,7 @@ def with_cluster(
     cluster = make_cluster(config, launcher, display, log_dir)
     for warning in cluster.warnings:
         console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)
-    for note in cluster.plan.cores.warnings:
+    for note in cluster.notes:
         console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
     stop = StopFlag(*_stop_signals(), max_signals=MAX_CLEAN_STOP_SIGNALS)
     try:
@@ -179,9 +164,8 @@ def _stop_signals() -> list[signal.Signals]:
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
-def _watch(cluster: Cluster, stop: StopFlag, console: Console, twin: twin_process.TwinProcess | None = None) -> int:
-    """Print each change of a process until a signal stops it; the controller restarts what is lost, but for the twin,
-    which is this process's own."""
+def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
+    """Print each change of a process until a signal stops it; the controller restarts what is lost."""
     state = cluster.state()
     while not stop.wait(WATCH_INTERVAL_S):
         before, state = state, cluster.state()
@@ -189,8 +173,6 @@ def _watch(cluster: Cluster, stop: StopFlag, console: Console, twin: twin_proces
             colour = "red" if change.what in ("lost", "failed") else "green" if change.what == "ready" else "yellow"
             detail = f": {escape(change.detail)}" if change.detail else ""
             console.print(f"[{colour}]{change.what}[/{colour}] {change.name}{detail}", highlight=False, soft_wrap=True)
-        if twin is not None and (ended := twin.tick(time.monotonic())):
-            console.print(f"[red]lost[/red] {escape(ended)}", highlight=False, soft_wrap=True)
     console.print("stopping")
     return EXIT_OK
 

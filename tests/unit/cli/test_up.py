@@ -6,13 +6,11 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from rich.console import Console
 
 from disagg.cli import up
-from disagg.cli.twin import process as twin_process
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
 from disagg.cluster.control.cluster import CheckStop, never_stop
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
@@ -28,6 +26,7 @@ class StubCluster:
     """Does what it is told when asked to start, and counts stops."""
 
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: ClusterConfig, on_start: Callable[[], None]) -> None:
         self._plan = plan_cluster(config)
@@ -103,60 +102,12 @@ def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number:
     assert signal.getsignal(number) is before
 
 
-class FakeTwin:
-    """Ends once, in its second look."""
-
-    made: ClassVar[list[FakeTwin]] = []
-
-    def __init__(self, address: str, now: float) -> None:
-        self.address = address
-        self.num_looks = self.num_stops = 0
-        self.made.append(self)
-
-    def tick(self, now: float) -> str | None:
-        self.num_looks += 1
-        return "the twin ended (killed by SIGKILL)" if self.num_looks == 2 else None
-
-    def stop(self) -> None:
-        self.num_stops += 1
-
-
-def test_a_twin_is_started_where_one_is_to_choose_and_stopped_with_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin_process, "TwinProcess", FakeTwin)
-    monkeypatch.setattr(FakeTwin, "made", [])
+def test_notes_are_shown_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-
-    def look() -> None:
-        if not FakeTwin.made or FakeTwin.made[0].num_looks == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    run.cluster.look = look
-    assert run() == 0
-    assert FakeTwin.made == []
-    run.config = parse_config({"model": {"path": "fake"}, "mode": "elastic", "placement": {"decodes": "auto"}})
-    assert run() == 0
-    (twin,) = FakeTwin.made
-    assert (twin.address, twin.num_stops) == ("127.0.0.1:9", 1)
-    assert "\nlost the twin ended (killed by SIGKILL)\n" in run.out.getvalue()
-
-
-def test_without_an_admins_key_there_is_a_note_and_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin_process, "TwinProcess", FakeTwin)
-    monkeypatch.setattr(FakeTwin, "made", [])
-    monkeypatch.delenv("DISAGG_API_KEY", raising=False)
-    run = Run(monkeypatch)
-    run.config = parse_config(
-        {
-            "model": {"path": "fake"},
-            "mode": "elastic",
-            "placement": {"decodes": "auto"},
-            "gateway": {"api_keys": "keys.yaml"},
-        }
-    )
+    run.cluster.notes = ("placement.decodes: auto, and " + "x" * 300,)
     run.cluster.look = lambda: signal.raise_signal(signal.SIGTERM)
     assert run() == 0
-    assert FakeTwin.made == []
-    assert "note   placement.decodes: auto needs the key of an admin in DISAGG_API_KEY" in run.out.getvalue()
+    assert f"  note   {run.cluster.notes[0]}\n" in run.out.getvalue()
 
 
 def gateway_of(**keys: object) -> GatewaySection:

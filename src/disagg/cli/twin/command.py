@@ -15,8 +15,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 
-from disagg.cli.address import UNREACHABLE
-from disagg.cli.operate import open_client
+from disagg.cli.address import UNREACHABLE, check_address
 from disagg.cli.twin.wire import load_from, message_of
 from disagg.client import Client, RecentLoad
 from disagg.cluster.system.process_tools import StopFlag
@@ -37,8 +36,8 @@ LOOK_CPU_S = 120
 """Processor time of one look; beyond it the kernel ends the process."""
 
 
-def run_twin(address: str, console: Console) -> None:
-    """Until SIGINT or SIGTERM.
+def run_twin(address: str, console: Console, api_key: str | None = None) -> None:
+    """Until SIGINT or SIGTERM. `api_key`: of an admin; that of the environment without.
 
     Raises:
         ConfigError: if the cluster has no such setting.
@@ -47,7 +46,7 @@ def run_twin(address: str, console: Console) -> None:
     be_modest()
     stop = StopFlag(signal.SIGINT, signal.SIGTERM)
     try:
-        with open_client(address) as client:
+        with Client(check_address(address), api_key) as client:
             look_again_and_again(client, stop.wait, console, address)
     finally:
         stop.close()

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, load_config, override, parse_config
+from disagg.cluster.config.cluster_config import (
+    ClusterConfig,
+    PoolConfig,
+    load_config,
+    override,
+    parse_config,
+    unused_pools,
+)
 from disagg.cluster.config.reader import parse_size
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RecordingOptions
@@ -84,16 +91,29 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "placement: {decodes: auto}",
-            "placement.decodes: auto is for mode elastic and its policy; got mode disaggregated, policy auto",
+            "placement.decodes: auto is for mode elastic with policy auto or elastic; "
+            "got mode disaggregated, policy auto",
         ),
         (
             "{mode: elastic, placement: {decodes: auto, policy: joint}}",
-            "placement.decodes: auto is for mode elastic and its policy; got mode elastic, policy joint",
+            "placement.decodes: auto is for mode elastic with policy auto or elastic; got mode elastic, policy joint",
+        ),
+        (
+            "{mode: colocated, placement: {decodes: gather}}",
+            "placement.decodes: gather is for mode elastic with policy auto or elastic; "
+            "got mode colocated, policy auto",
+        ),
+        (
+            '{mode: elastic, controller: {twin: "on"}}',
+            "controller.twin: on is for placement.decodes auto, not spread",
+        ),
+        (
+            "{mode: elastic, pools: {workers: {scheduling: static}}}",
+            "pools.workers.scheduling: static is for mode colocated; choose decode_first or slack",
         ),
         (
             "pools: {decode: {scheduling: static}}",
-            "pools.decode.scheduling: static is for workers with both roles (mode colocated); "
-            "choose decode_first or slack",
+            "pools.decode.scheduling: static is for mode colocated; choose decode_first or slack",
         ),
         (
             "{mode: colocated, pools: {colocated: {max_itl_ms: 50}}}",
@@ -381,3 +401,21 @@ def test_a_key_that_is_written_twice(tmp_path: Path, text: str) -> None:
 )
 def test_the_name_that_requests_use(model: dict[str, str], name: str) -> None:
     assert parse_config({"model": model}).model.served_name == name
+
+
+def test_pools_that_the_mode_does_not_use_are_noted() -> None:
+    config = parse_config({"mode": "elastic", "pools": {"prefill": {"size": 2}, "decode": {"size": 3}}})
+    assert unused_pools(config) == ("pools.prefill, pools.decode: not used in mode elastic, which has pools.workers",)
+    config = parse_config({"pools": {"workers": {"size": 3}, "decode": {"size": 3}}})
+    assert unused_pools(config) == (
+        "pools.workers: not used in mode disaggregated, which has pools.prefill and pools.decode",
+    )
+    assert unused_pools(parse_config({"mode": "elastic", "pools": {"workers": {"size": 3}}})) == ()
+
+
+def test_on_and_off_need_no_quotes() -> None:
+    config = parse_config(yaml.safe_load("{network: {encryption: off}, controller: {twin: off}}"))
+    assert (config.network.encryption, config.controller.twin) == ("off", "off")
+    assert parse_config(yaml.safe_load("network: {encryption: on}")).network.encryption == "on"
+    with pytest.raises(ConfigError, match=r"^network\.bind: expected loopback \| node; got True$"):
+        parse_config(yaml.safe_load("network: {bind: on}"))

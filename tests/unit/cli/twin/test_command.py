@@ -1,4 +1,4 @@
-"""The twin as a child of `disagg up`, with processes that are none; and its loop, with a client that is none."""
+"""The twin's loop, with a client that is none."""
 
 from __future__ import annotations
 
@@ -8,93 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from disagg.cli.twin import command, process
-from disagg.cluster.config.cluster_config import parse_config
+from disagg.cli.twin import command
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 from disagg.router.gateway.rpc.admin_answers import recent_request
 from disagg.v1 import inference_pb2 as pb
-
-
-class Child:
-    """A process whose end is given."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.status: int | None = None
-
-    def poll(self) -> int | None:
-        return self.status
-
-
-@pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
-    started: list[Child] = []
-    ended: list[Child] = []
-
-    def spawn(module: str, message: object, environment: dict[str, str], output: object) -> Child:
-        assert module == "disagg.cli.twin.process"
-        assert message == process.TwinSettings(address="127.0.0.1:9")
-        started.append(Child(len(started) + 1))
-        return started[-1]
-
-    monkeypatch.setattr(process, "spawn", spawn)
-    monkeypatch.setattr(process, "end", lambda processes, timeout_s: ended.extend(processes))
-    return started
-
-
-def pid_of(twin: process.TwinProcess) -> int | None:
-    return twin.pid
-
-
-def test_a_twin_that_ends_is_started_again_later_and_later(children: list[Child]) -> None:
-    twin = process.TwinProcess("127.0.0.1:9", 0.0)
-    starts: list[int] = []
-    for now in range(100):
-        if children and len(starts) < 5:
-            children[-1].status = 1
-        before = len(children)
-        twin.tick(float(now))
-        if len(children) > before:
-            starts.append(now)
-    # It ends at once each time: pauses of 1, 2, 4, 8 s after the second in which that is seen.
-    assert starts == [0, 2, 5, 10, 19]
-
-
-def test_its_end_is_shown_and_one_that_ran_for_long_comes_back_soon(children: list[Child]) -> None:
-    twin = process.TwinProcess("127.0.0.1:9", 0.0)
-    assert twin.tick(0.0) is None
-    assert pid_of(twin) == 1
-    children[0].status = -9
-    assert twin.tick(200.0) == (
-        "the twin ended (killed by SIGKILL) and starts again in 0.5 s; until then the present setting of "
-        "placement.decodes stays"
-    )
-    assert pid_of(twin) is None
-    assert twin.tick(200.4) is None
-    assert len(children) == 1
-    twin.tick(200.5)
-    assert pid_of(twin) == 2
-    twin.stop()
-    twin.stop()
-    assert pid_of(twin) is None
-
-
-def test_a_twin_is_for_auto_and_needs_an_admins_key_where_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISAGG_API_KEY", raising=False)
-    auto = parse_config({"mode": "elastic", "placement": {"decodes": "auto"}})
-    assert process.is_wanted(auto)
-    assert not process.is_wanted(parse_config({"mode": "elastic"}))
-    assert process.missing_key(auto) == ""
-    keyed = parse_config({"mode": "elastic", "placement": {"decodes": "auto"}, "gateway": {"api_keys": "keys.yaml"}})
-    assert process.missing_key(keyed).startswith("placement.decodes: auto needs the key of an admin in DISAGG_API_KEY")
-    monkeypatch.setenv("DISAGG_API_KEY", "sk-x")
-    assert process.missing_key(keyed) == ""
-
-
-# ---------------------------------------------------------------- the loop
-
 
 READS = (
     "twin: reads the load of 127.0.0.1:9; answers decode with spread; comparisons begin with 40 requests that have "
