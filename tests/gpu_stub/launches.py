@@ -10,6 +10,7 @@ behind attention: torch computes those. One JSON object on standard output.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -72,9 +73,9 @@ class Found:
     steps: dict[str, dict[str, int]] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
     """Ops that fell back to torch."""
-    kernels: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """(registers, spilled bytes, bytes of shared memory) of a thread or program, the most of all variants of a kernel
-    that a dtype of KV was the first to need."""
+    kernels: dict[str, dict[str, tuple[int, int, int]]] = field(default_factory=dict)
+    """By "model, dtype of KV" (empty for the wide ops) and kernel, (registers, spilled bytes, bytes of shared memory)
+    of a thread or program: the most of all variants that it needs."""
     descriptors: int = 0
 
 
@@ -197,17 +198,28 @@ def launch_wide_ops(found: Found, launches: Launches, name: str) -> None:
         found.steps[f"{name}, {label}"] = launches.of(call)
 
 
-def note_resources(found: Found, kv_dtype: str) -> None:
-    """From now on add to `found` what each kernel uses that is compiled, or found in Triton's cache."""
+def note_resources(found: Found, name: str, kv_dtype: str = "") -> None:
+    """From now on add to `found` what each kernel uses that is launched. Those of other models are forgotten, so that
+    Triton compiles them, or finds them in its cache on disk, and calls its listener again."""
+    kernels = found.kernels.setdefault(f"{name}, {kv_dtype}", {})
 
     def compiled(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: object) -> None:
         cubin = next(path for path in metadata_group.values() if path.endswith(".cubin"))
-        usage = (*resources(Path(cubin).read_bytes()), int(metadata["shared"]))
-        name = f"{metadata['name']}, {kv_dtype}"
-        most = map(max, found.kernels.get(name, usage), usage)
-        found.kernels[name] = (next(most), next(most), next(most))
+        usage = (*resources_of(cubin), int(metadata["shared"]))
+        most = map(max, kernels.get(metadata["name"], usage), usage)
+        kernels[metadata["name"]] = (next(most), next(most), next(most))
 
     triton.knobs.compilation.listener = compiled
+    for module in [module for path, module in sys.modules.items() if path.startswith("disagg.kernels.triton.")]:
+        for each in vars(module).values():
+            if isinstance(each, triton.JITFunction):
+                each.device_caches.clear()
+
+
+@functools.cache
+def resources_of(cubin: str) -> tuple[int, int]:
+    """As `resources`, of a file."""
+    return resources(Path(cubin).read_bytes())
 
 
 class Declined(logging.Handler):
@@ -232,8 +244,9 @@ def main(folder: str, *names: str) -> None:
     logging.getLogger("disagg.kernels.dispatch").addHandler(Declined(found.declined))
     for name in names:
         for kv_dtype in KV_DTYPES:
-            note_resources(found, kv_dtype)
+            note_resources(found, name, kv_dtype)
             launch_model(found, launches, name, kv_dtype)
+        note_resources(found, name)
         launch_wide_ops(found, launches, name)
     found.descriptors = launches.descriptors
     json.dump(asdict(found), sys.stdout)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.gpu_stub.table import table
+
 LAYER = {"_rms_norm_kernel": 1, "_kernel": 1, "_add_rms_norm_kernel": 2, "_silu_mul_kernel": 1, "_embed_kernel": 1}
 """Of every step of one layer, with the embedding before it and the norm behind it; `_kernel` is that of
 `rope_write.py`."""
@@ -94,9 +96,16 @@ def test_prefill_fetches_keys_and_values_by_descriptors(found: dict[str, Any]) -
 
 
 def test_registers_and_spills(found: dict[str, Any]) -> None:
-    for name, (registers, spilled, shared) in found["kernels"].items():
-        kernel = name.partition(",")[0]
-        assert registers <= 255, name
-        assert spilled <= SPILLED.get(kernel, 0), name
-        assert shared <= 232448, name
-    assert found["kernels"]["_decode_kernel, bfloat16"][1] == 0
+    for where, kernels in found["kernels"].items():
+        for kernel, (registers, spilled, shared) in kernels.items():
+            assert registers <= 255, (where, kernel)
+            assert spilled <= SPILLED.get(kernel, 0), (where, kernel)
+            assert shared <= 232448, (where, kernel)
+    assert [found["kernels"][f"{name}, bfloat16"]["_decode_kernel"][1] for name in MODELS] == [0] * len(MODELS)
+
+
+def test_the_page_has_the_table_of_all_kernels(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = table(found)
+    with capsys.disabled():
+        print(f"\n{printed}")
+    assert printed in (Path(__file__).parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
