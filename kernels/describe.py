@@ -50,9 +50,10 @@ USUAL = AttentionSpec(
 """Llama 3 8B in the form that GPU pools have it."""
 
 
-def attention_refusals() -> dict[str, str | None]:
-    """Why a provider of attention cannot be used on the first GPU, by its name; None where it gives right results."""
-    return {kind.name: kind.takes(USUAL) or probe(kind.name, USUAL) for kind in PROVIDERS}
+def attention_refusals(has_gpu: bool) -> dict[str, str | None]:
+    """Why a provider of attention cannot be used on the first GPU, by its name; None where it gives right results.
+    Without a GPU none is tried."""
+    return {kind.name: kind.takes(USUAL) or (probe(kind.name, USUAL) if has_gpu else None) for kind in PROVIDERS}
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "num_cuda_devices": torch.cuda.device_count(),
         "triton_lacks": triton_lacks(),
-        "attention": attention_refusals() if torch.cuda.is_available() else {},
+        "attention": attention_refusals(torch.cuda.is_available()),
         "cpu_kernels": dispatch.describe(),
     }
     json.dump(found, sys.stdout)

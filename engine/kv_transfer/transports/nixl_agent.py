@@ -151,6 +151,13 @@ class NixlAgent:
 
     @property
     @_ours
+    def plugins(self) -> list[str]:
+        """Names of NIXL's backends that are there; only UCX is used."""
+        with self._lock:
+            return list(self._open.get_plugin_list())
+
+    @property
+    @_ours
     def metadata(self) -> bytes:
         """How the peer reaches this agent, and the memory that is registered so far."""
         with self._lock:

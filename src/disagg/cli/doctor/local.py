@@ -26,6 +26,7 @@ MIN_OPEN_FILES = 4096
 MIN_CORES = 2
 DESCRIBE_TIMEOUT_S = 540.0
 """The first time, the kernels are compiled; on a GPU each provider of attention may take `PROBE_S` besides."""
+NIXL_CHECK_S = 90.0
 RAY_TOKEN_FILE = "~/.ray/auth_token"
 
 
@@ -34,6 +35,7 @@ def local_findings() -> Iterator[Finding]:
     yield python_finding(sys.version_info[:3])
     yield from _engine()
     checks: tuple[Callable[[], Finding], ...] = (
+        _transports,
         lambda: cores_finding(len(available_cores())),
         _memory,
         lambda: files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
@@ -85,16 +87,33 @@ def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Findin
     return Finding("ok", "GPUs", f"{seen}, CUDA {described['cuda']}")
 
 
-def attention_finding(described: Mapping[str, Any]) -> Finding | None:
-    """Of the providers of attention on the first GPU: which one `auto` is, and why others cannot be used."""
+def attention_finding(described: Mapping[str, Any]) -> Finding:
+    """Of the providers of attention on the first GPU, or what is known of them without one: which one `auto` is, and
+    why others cannot be used."""
     refusals: dict[str, str | None] = described["attention"]
-    if not refusals:
-        return None
     auto, *others = refusals
     text = "; ".join(f"{name}: {refusals[name] or 'can be named in kernels.attention'}" for name in others)
+    if not described["num_cuda_devices"]:
+        known = refusals[auto] or "there is none to try it"
+        return Finding("ok", "attention", f"on CPU the kernels above; on a GPU auto is {auto} ({known}); {text}")
     if refusals[auto]:
         return Finding("FAIL", "attention", f"{auto}: {refusals[auto]}; {text}", "make gpu-check has the details")
     return Finding("ok", "attention", f"auto is {auto}; {text}")
+
+
+def transports_finding(checked: Mapping[str, Any]) -> Finding:
+    """Of NIXL, as `nixl_check` reports it, and of what `transfer.transport: auto` takes."""
+    auto = (
+        "auto on CPU is shm with network.bind: loopback (the fastest within a host) and gloo with node; on GPUs it is "
+        "NIXL where bytes come through when a pair is formed, else those"
+    )
+    if not checked["version"]:
+        return Finding("ok", "transports", f"NIXL is not installed; {auto}", "pip install 'disagg[nixl]', for GPUs")
+    if checked["error"]:
+        text = f"NIXL {checked['version']} moves nothing within this host: {checked['error']}; {auto}"
+        return Finding("warn", "transports", text, "transfer.transport: shm or gloo do without it")
+    plugins = ", ".join(checked["plugins"])
+    return Finding("ok", "transports", f"NIXL {checked['version']} works within this host (has {plugins}); {auto}")
 
 
 def cores_finding(num_cores: int) -> Finding:
@@ -165,8 +184,21 @@ def _engine() -> Iterator[Finding]:
     yield engine_finding(described)
     if (gpus := gpu_finding(num_cuda_devices(os.environ), described)) is not None:
         yield gpus
-    if (attention := attention_finding(described)) is not None:
-        yield attention
+    yield attention_finding(described)
+
+
+def _transports() -> Finding:
+    """In a process of its own: see `nixl_check`."""
+    command = [sys.executable, "-m", "disagg.engine.kv_transfer.transports.nixl_check"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NIXL_CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        why = f"its check did not end in {NIXL_CHECK_S:g} s"
+    else:
+        if not done.returncode:
+            return transports_finding(json.loads(done.stdout.splitlines()[-1]))
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return transports_finding({"version": "(installed)", "plugins": [], "error": why})
 
 
 def _memory() -> Finding:

@@ -81,13 +81,52 @@ def test_a_machine_without_gpus_hears_nothing_of_them(num_devices: int | None) -
     ],
 )
 def test_attention(refusals: dict[str, str | None], level: str, text: str) -> None:
-    found = doctor_local.attention_finding({"attention": refusals})
-    assert found is not None
+    found = doctor_local.attention_finding({"attention": refusals, "num_cuda_devices": 1})
     assert (found.level, found.text) == (level, text)
 
 
-def test_attention_of_a_machine_without_gpus() -> None:
-    assert doctor_local.attention_finding({"attention": {}}) is None
+@pytest.mark.parametrize(("refusal", "known"), [(None, "there is none to try it"), ("not here", "not here")])
+def test_attention_of_a_machine_without_gpus(refusal: str | None, known: str) -> None:
+    refusals = {"triton": refusal, "flashinfer": "it is not installed"}
+    found = doctor_local.attention_finding({"attention": refusals, "num_cuda_devices": 0})
+    assert found.level == "ok"
+    assert found.text.endswith(f"on a GPU auto is triton ({known}); flashinfer: it is not installed")
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "level", "text"),
+    [
+        ("1.5.1", "", "ok", "NIXL 1.5.1 works within this host (has POSIX, UCX); auto on CPU is shm"),
+        ("1.5.1", "no way", "warn", "NIXL 1.5.1 moves nothing within this host: no way; auto on CPU is shm"),
+        ("", "transport nixl needs the extra", "ok", "NIXL is not installed; auto on CPU is shm"),
+    ],
+)
+def test_transports(version: str, error: str, level: str, text: str) -> None:
+    found = doctor_local.transports_finding({"version": version, "plugins": ["POSIX", "UCX"], "error": error})
+    assert (found.level, found.name) == (level, "transports")
+    assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("done", "text"),
+    [
+        (subprocess.TimeoutExpired("check", 90.0), "its check did not end in 90 s"),
+        (subprocess.CompletedProcess([], -11, "", ""), "exit status -11"),
+        (subprocess.CompletedProcess([], 1, "", "Traceback\nOSError: no port\n"), "OSError: no port"),
+    ],
+)
+def test_a_check_of_nixl_that_crashes_or_hangs(
+    done: subprocess.CompletedProcess[str] | Exception, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = doctor_local._transports()
+    assert found.level == "warn"
+    assert f"moves nothing within this host: {text}; auto" in found.text
 
 
 def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
