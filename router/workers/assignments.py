@@ -19,6 +19,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -60,8 +61,10 @@ class Assignment(msgspec.Struct, gc=False):
     """KV blocks that are not in `blocks`, because other assignments hold them."""
 
 
-class AssignedLoad(msgspec.Struct, gc=False):
-    """All assignments of one worker and their sums."""
+@dataclass(slots=True, eq=False)
+class AssignedLoad:
+    """All assignments of one worker and their sums. Not a struct: to set an attribute of one takes several times as
+    long, and these change with every token."""
 
     tokens: int = 0
     pairs: int = 0
@@ -69,9 +72,9 @@ class AssignedLoad(msgspec.Struct, gc=False):
     context: int = 0
     num_prefills: int = 0
     """Assignments of prompts that are handed over to another worker."""
-    held: dict[BlockHash, int] = {}
+    held: dict[BlockHash, int] = field(default_factory=dict)
     """Mark -> assignments that have it."""
-    assignments: dict[AttemptKey, Assignment] = {}
+    assignments: dict[AttemptKey, Assignment] = field(default_factory=dict)
 
     @property
     def sequences(self) -> int:
