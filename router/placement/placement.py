@@ -278,7 +278,9 @@ def choose(policy: Policy, demand: Demand, shortlists: Sequence[Shortlist], draw
         colocated = _weigh_colocated(policy, demand, shortlist, best)
         num_options += len(prefills) * len(decodes) + len(colocated)
         weighed += (len(prefills), len(decodes), len(colocated))
-        weighed += chain.from_iterable(map(_WEIGHT_AND_CANDIDATE, chain(prefills, decodes, colocated)))
+        for _, _, _, _, weight, candidate in chain(prefills, decodes, colocated):
+            weighed.append(weight)
+            weighed.append(candidate)
     if not best.options:
         return None
     ties = best.ties() if len(best.options) > 1 else best.options
@@ -364,9 +366,10 @@ class _Best:
         """The options that count as equal to the best by what they do not have in common with it: a prediction that
         two options share is wrong for both by as much."""
         equal_up_to, least, found = self._equal_up_to, best[0], []
-        prompt, decode, computes, decodes = _parts(best)
+        prompt, decode = _part_costs(best)
+        computes, decodes = _workers_of(best)
         for option in options:
-            _, _, computes_other, decodes_other = _parts(option)
+            computes_other, decodes_other = _workers_of(option)
             differing = 0.0
             if computes is not computes_other:
                 differing += prompt
@@ -377,16 +380,21 @@ class _Best:
         return found
 
 
-def _parts(option: _Option) -> tuple[float, float, Worker, Worker]:
-    """The costs of the prompt (with its way to D) and of the answer, and the workers that compute each."""
+def _part_costs(option: _Option) -> tuple[float, float]:
+    """The costs of the prompt (with its way to D) and of the answer."""
     _, _, prefill, decode, link, setup = option
-    candidate = decode[5]
-    worker = candidate.worker
     if prefill is not None:
-        return prefill[1] + link + setup, decode[1], prefill[5].worker, worker
-    after = candidate.as_decode
+        return prefill[1] + link + setup, decode[1]
+    after = decode[5].as_decode
     decode_cost = 0.0 if after is None else after.cost
-    return decode[1] - decode_cost, decode_cost, worker, worker
+    return decode[1] - decode_cost, decode_cost
+
+
+def _workers_of(option: _Option) -> tuple[Worker, Worker]:
+    """The workers that compute the prompt and the answer."""
+    prefill, decode = option[2], option[3]
+    worker = decode[5].worker
+    return worker if prefill is None else prefill[5].worker, worker
 
 
 def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
@@ -485,4 +493,3 @@ def _sides(
 _MAX_MISSES = 1 << 30
 _MISSES_AND_COST = itemgetter(0, 1)
 _COST = itemgetter(0)
-_WEIGHT_AND_CANDIDATE = itemgetter(4, 5)
