@@ -33,12 +33,11 @@ misses its target takes a place from one that would have met its own."""
 
 
 def refusal(
-    request: RoutedRequest, fleet: Fleet, num_waiting: int, config: RouterConfig, now: float
+    request: RoutedRequest, num_prompt_tokens: int, fleet: Fleet, num_waiting: int, config: RouterConfig, now: float
 ) -> DisaggError | None:
     """The error if this request cannot be queued now, apart from limits of its tenant; None when it can."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
-    num_prompt_tokens = request.num_prompt_tokens
     limit = fleet.longest_sequence
     if num_prompt_tokens >= limit:
         role = fleet.missing_role()
@@ -47,7 +46,7 @@ def refusal(
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
-    return queue_refusal(num_waiting, config)
+    return queue_refusal(num_waiting, config) if num_waiting else None
 
 
 def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:

@@ -291,7 +291,7 @@ class Attempts:
         self._reuse.observe(cached_tokens / demand.num_tokens)
         self._num_started += 1
         marks = _begin_marks(record, prefill_id, decode, now)
-        spec = record.spec(key, self._gateway_id, self.answer_tokens, now)
+        spec = record.spec(key, self._gateway_id, demand.answer_tokens, now)
         pair_timeout_s = None if peer is None else pair_timeout(self._config.pair_timeout_s, demand, spec.timeout_s)
         record.attempt = attempt = Attempt(
             *(key, prefill_id, decode_id, live, marks),

@@ -193,7 +193,8 @@ class RouterCore:
             raise ValueError(f"request id {request.request_id} is in use")
         trace = new_trace(request, event.arrival, now, self._config)
         num_waiting = len(self._waiting)
-        dispatch, error = None, refusal(request, self._fleet, num_waiting, self._config, now)
+        dispatch = None
+        error = refusal(request, trace.num_prompt_tokens, self._fleet, num_waiting, self._config, now)
         if error is None:
             tenant = self._tenants.get(request.tenant, request.limits, now)
             record = new_record(request, trace, tenant, self._num_submitted, self._config)
@@ -202,7 +203,7 @@ class RouterCore:
             else:
                 if not tenant.is_unlimited:
                     error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
-                if error is None and self._config.admission:
+                if error is None and self._config.admission and trace.ttft_slo_s is not None:
                     error = predicted_miss(record, self._fleet, self._waiting.queue, self._attempts, self._config, now)
         if error is not None:
             if isinstance(error, LimitError):
