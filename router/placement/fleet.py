@@ -207,12 +207,14 @@ class Fleet:
 
     def open(self, worker: Worker, key: AttemptKey, assignment: Assignment, turn: int) -> None:
         """Assign an attempt that is placed now, as placement number `turn`."""
-        self.assignments.open(worker.worker_id, key, assignment)
+        worker_id = worker.worker_id
+        self.assignments.open(worker_id, key, assignment)
         worker.note_assigned(assignment.tokens, assignment.blocks)
         worker.last_turn = turn
         if self._openings:
             self._openings.clear()
-        self._changed(worker)
+        if self._bucket_of[worker_id].changed(worker):
+            self.num_openings += 1
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
         """The worker computed the attempt's prompt. Idempotent."""

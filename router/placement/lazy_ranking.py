@@ -81,7 +81,9 @@ class LazyRanking:
                 rank_of.pop(worker_id, None)
                 continue
             rank_of[worker_id] = rank
-            at = self._place(rank, worker)
+            at = bisect_left(ranks, rank)
+            if at < len(ranks) and ranks[at] == rank:
+                at = self._place(rank, worker)
             ranks.insert(at, rank)
             workers.insert(at, worker)
         self.changed.clear()
@@ -94,9 +96,7 @@ class LazyRanking:
         del self._ranks[at], self._workers[at]
 
     def _place(self, rank: float, worker: Worker) -> int:
-        """The position of a worker of that rank, present or not."""
+        """The position of a worker, present or not, among those of the same rank, of which there is one."""
         ranks = self._ranks
         at = bisect_left(ranks, rank)
-        if at == len(ranks) or ranks[at] != rank:
-            return at
         return bisect_left(self._workers, worker.position, at, bisect_right(ranks, rank, at), key=_position_of)
