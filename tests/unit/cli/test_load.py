@@ -32,7 +32,7 @@ def given(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> Common
     """What the command would have begun with."""
     seen: list[Common] = []
 
-    def take(options: Common, *_: Any) -> int:
+    def take(options: Common, *_: Any, **_named: Any) -> int:
         seen.append(options)
         return 0
 
@@ -83,7 +83,7 @@ def test_a_sigterm_leaves_by_way_of_the_clean_up(monkeypatch: pytest.MonkeyPatch
     """The generator and the clusters that were started must end too."""
     ended: list[str] = []
 
-    def take(*_: Any) -> int:
+    def take(*_: Any, **_named: Any) -> int:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             return 0
