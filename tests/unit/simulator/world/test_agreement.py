@@ -188,6 +188,8 @@ def test_decode_steps_are_jumped_over_while_no_prompt_fits(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("engine", ["exact", "fast"])
 def test_workers_with_both_roles_hand_over(engine: EngineKind) -> None:
-    result = run(engine, *SCENARIOS["elastic, long answers"])
-    assert result.placements["pair"] >= 5
-    assert result.kv_bytes_moved >= 5 * 400 * BYTES_PER_TOKEN
+    workload, rate_per_s, habits, spec = SCENARIOS["elastic, long answers"]
+    gather = {**spec, "router": RouterConfig(policy="elastic", decodes="gather")}
+    result = run(engine, workload, rate_per_s, habits, gather)
+    assert result.placements["pair"] >= 20
+    assert result.kv_bytes_moved >= 20 * 400 * BYTES_PER_TOKEN
