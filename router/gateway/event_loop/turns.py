@@ -2,11 +2,12 @@
 the rest).
 
     async with turns.of(tenant, num_bytes): ...        one large message at a time, tenant by tenant; what waits is
-    bounded await in_pieces(generator)                         other tasks run between two pieces, for twice the time of
-    a piece
+    bounded await in_pieces(generator)                         other tasks run between two pieces, for three times the
+    time of a piece
 
 A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
-without a rest would be in each of them, and the messages of the workers would come faster than they are read.
+without a rest would be in each of them, and the messages of the workers would come faster than they are read. All work
+of a tenant rests together: after a piece of one message none of another message of the tenant goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
 
+from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns, Work
 
 
@@ -73,15 +76,17 @@ T = TypeVar("T")
 
 SHORT_S: Final = 0.0005
 """After less than this nothing rests."""
-_RESTS: Final = 2
+_RESTS: Final = 3
 """As long as the piece took, each."""
 _MAX_REST_S: Final = 0.02
 """A piece may have taken long because the processor was not there."""
+_rest_until: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, float]] = WeakKeyDictionary()
+"""By tenant: the end of the rests of all its pieces so far."""
 
 
 async def in_pieces(work: Generator[None, None, T]) -> T:
-    """What `work` returns. Each piece, up to a `yield`, should take a millisecond at most; two thirds of the time
-    of the loop are left to others."""
+    """What `work` returns. Each piece, up to a `yield`, should take a millisecond at most; three quarters of the time
+    of the loop are left to other tenants, however many messages a tenant sends at a time."""
     while True:
         began = time.monotonic()
         try:
@@ -98,10 +103,15 @@ async def in_pieces(work: Generator[None, None, T]) -> T:
 
 
 async def rest_after(began: float) -> bool:
-    """Sleep for twice as long as the piece of work that began at `began` took, unless it was short. Returns whether it
-    slept."""
-    took_s = time.monotonic() - began
+    """Sleep for three times as long as the piece of work that began at `began` took, after the rests of the tenant's
+    other pieces, unless it was short. Returns whether it slept."""
+    now = time.monotonic()
+    took_s = now - began
     if took_s < SHORT_S:
         return False
-    await asyncio.sleep(min(_RESTS * took_s, _MAX_REST_S))
+    ends = _rest_until.setdefault(asyncio.get_running_loop(), {})
+    tenant = CALLER.get().tenant
+    until = max(now, ends.get(tenant, now)) + min(_RESTS * took_s, _MAX_REST_S)
+    ends[tenant] = until
+    await asyncio.sleep(until - now)
     return True
