@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from disagg.client import Client, ClusterState
+from disagg.cluster.hosts.twin import MODULE as TWIN_MODULE
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
@@ -122,6 +123,47 @@ def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
         assert [process for process in processes if process.is_alive()] == []
         assert cluster_command(nodes, "stop") == (0, "nothing was running\n")
         lose_the_owner(nodes, folder)
+
+
+def test_the_controller_keeps_a_twin_running(folder: Path) -> None:
+    settings = {
+        "mode": "elastic",
+        "pools": {"workers": {"size": 2}},
+        "placement": {"decodes": "auto"},
+        "controller": {"twin": "on"},
+    }
+    with ray_nodes(folder, {"HOME": str(folder)}, NODES) as nodes:
+        status, output = cluster_command(nodes, "start", "--config", write_config(folder, **settings), "--wait")
+        assert status == 0, output
+        with Client(gateway_address(output)) as client:
+            wait_for_twin(client, 0.0)
+            (twin,) = (ProcessRef.of(pid) for pid in twins(nodes))
+            (controller,) = (
+                ProcessRef.of(pid) for pid in mentioning("ray::ControllerActor") if parent_of(pid) in nodes.raylets
+            )
+            assert parent_of(twin.pid) == controller.pid
+            # The twin ends with its controller, and Ray's next controller starts another one.
+            controller.kill()
+            deadline = time.monotonic() + TIMEOUT_S
+            while twin.is_alive():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            wait_for_twin(client, time.time())
+            (twin,) = (ProcessRef.of(pid) for pid in twins(nodes))
+        assert cluster_command(nodes, "stop") == (0, "stopped\n")
+        assert not twin.is_alive()
+
+
+def wait_for_twin(client: Client, after_s: float) -> None:
+    """Until a twin has read the load after that time."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while client.shape().load_read <= after_s:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def twins(nodes: RayNodes) -> list[int]:
+    return [pid for pid in mentioning(TWIN_MODULE) if parent_of(parent_of(pid)) in nodes.raylets]
 
 
 def use(nodes: RayNodes, client: Client, folder: Path) -> None:
