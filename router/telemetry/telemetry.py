@@ -12,10 +12,11 @@ Owner: the router core.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 
 from disagg.proto.errors import LimitError, RequestCancelledError
-from disagg.router.api import RequestTrace
+from disagg.router.api import RUNNING, RequestTrace
 from disagg.router.statistics import Rates, RouterStats, SlidingWindowCounter, TenantUsage
 from disagg.router.telemetry.spans import durations_of
 from disagg.router.telemetry.traces import TraceRing
@@ -155,6 +156,13 @@ def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
     if answered:
         return {**{slo: slo not in missed for slo in had}, "both": not missed}
     return dict.fromkeys((*missed, "both"), False) if missed else {}
+
+
+def met_targets(trace: RequestTrace) -> bool | None:
+    """Whether a request met all of its targets; None while it runs, where it has none, and where its client left."""
+    if trace.outcome in (RUNNING, RequestCancelledError.code):
+        return None
+    return slos_met(trace, math.inf).get("both")
 
 
 def prediction_ratios(trace: RequestTrace) -> dict[str, float]:

@@ -49,6 +49,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     error: float
     """Standard error of the difference."""
     reason: str
+    measured: float | None = None
+    """The share of requests that met their targets in the cluster, of those that came and ended under the present
+    setting; None where there are none. Beside the predicted one it shows how far the simulator is off."""
+    num_measured: int = 0
 
     @property
     def needed(self) -> float:

@@ -14,7 +14,7 @@ from disagg.proto.step_times.step_model import DEFAULT_COEFFICIENTS, StepCoeffic
 from disagg.router.api import ClusterView, RequestTrace, WorkerView
 from disagg.router.config import Decodes
 from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
-from disagg.router.telemetry.telemetry import ANSWERED
+from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 
 MARK_BYTES = 8
 """Of a block hash that are kept as a mark."""
@@ -34,6 +34,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its target for the first token."""
     tpot_s: float | None = None
     """Its target for the mean time between tokens."""
+    is_met: bool | None = None
+    """Whether it met all of its targets; None where that is unknown."""
     marks: tuple[int, ...] = ()
     """Of its prompt, shortened; see `router/telemetry/prefix_marks.py`."""
 
@@ -103,6 +105,7 @@ def arrival_of(trace: RequestTrace) -> Arrival:
         most_output_tokens=trace.most_output_tokens,
         ttft_s=trace.ttft_slo_s,
         tpot_s=trace.tpot_slo_s,
+        is_met=met_targets(trace),
         marks=tuple(int.from_bytes(mark[:MARK_BYTES], "little") for mark in trace.prefix_marks),
     )
 

@@ -145,6 +145,8 @@ class Twin:
         best = max(found, key=lambda setting: found[setting][0])
         difference, error = found[best]
         chosen, reason = self._choose(present, best, difference, error, load.now_s)
+        counted = window.arrivals[window.num_lead :]
+        measured = [each.is_met for each in counted if each.at_s >= self._switched_s and each.is_met is not None]
         return Comparison(
             at_s=load.now_s,
             cause=cause,
@@ -157,6 +159,8 @@ class Twin:
             difference=difference,
             error=error,
             reason=reason,
+            measured=sum(measured) / len(measured) if measured else None,
+            num_measured=len(measured),
         )
 
     def _choose(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -126,7 +127,7 @@ def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
 
 
 def test_the_controller_keeps_a_twin_running(folder: Path) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "mode": "elastic",
         "pools": {"workers": {"size": 2}},
         "placement": {"decodes": "auto"},

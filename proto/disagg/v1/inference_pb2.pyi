@@ -532,7 +532,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RecentRequest, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerCapacity, _Mapping]]] = ..., policy: _Optional[str] = ..., decodes: _Optional[str] = ..., admission: bool = ..., link_latency_s: _Optional[float] = ..., link_byte_s: _Optional[float] = ..., now_s: _Optional[float] = ...) -> None: ...
 
 class RecentRequest(_message.Message):
-    __slots__ = ("arrival_s", "prompt_tokens", "completion_tokens", "is_complete", "max_tokens", "ttft_slo_s", "tpot_slo_s", "prefix_marks")
+    __slots__ = ("arrival_s", "prompt_tokens", "completion_tokens", "is_complete", "max_tokens", "ttft_slo_s", "tpot_slo_s", "prefix_marks", "met_targets")
     ARRIVAL_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -541,6 +541,7 @@ class RecentRequest(_message.Message):
     TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MARKS_FIELD_NUMBER: _ClassVar[int]
+    MET_TARGETS_FIELD_NUMBER: _ClassVar[int]
     arrival_s: float
     prompt_tokens: int
     completion_tokens: int
@@ -549,7 +550,8 @@ class RecentRequest(_message.Message):
     ttft_slo_s: float
     tpot_slo_s: float
     prefix_marks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., is_complete: bool = ..., max_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tpot_slo_s: _Optional[float] = ..., prefix_marks: _Optional[_Iterable[int]] = ...) -> None: ...
+    met_targets: bool
+    def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., is_complete: bool = ..., max_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tpot_slo_s: _Optional[float] = ..., prefix_marks: _Optional[_Iterable[int]] = ..., met_targets: bool = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
     __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms")
@@ -622,7 +624,7 @@ class GetShapeResponse(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., decodes: _Optional[str] = ..., since: _Optional[float] = ..., changed_by: _Optional[str] = ..., comparisons: _Optional[_Iterable[_Union[ShapeComparison, _Mapping]]] = ..., load_read: _Optional[float] = ..., targeted_requests: _Optional[int] = ...) -> None: ...
 
 class ShapeComparison(_message.Message):
-    __slots__ = ("at", "cause", "requests", "present", "chosen", "options", "difference", "error", "needed", "reason")
+    __slots__ = ("at", "cause", "requests", "present", "chosen", "options", "difference", "error", "needed", "reason", "measured", "measured_requests")
     AT_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -633,6 +635,8 @@ class ShapeComparison(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     at: float
     cause: str
     requests: int
@@ -643,7 +647,9 @@ class ShapeComparison(_message.Message):
     error: float
     needed: float
     reason: str
-    def __init__(self, at: _Optional[float] = ..., cause: _Optional[str] = ..., requests: _Optional[int] = ..., present: _Optional[str] = ..., chosen: _Optional[str] = ..., options: _Optional[_Iterable[_Union[ShapeOption, _Mapping]]] = ..., difference: _Optional[float] = ..., error: _Optional[float] = ..., needed: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    measured: float
+    measured_requests: int
+    def __init__(self, at: _Optional[float] = ..., cause: _Optional[str] = ..., requests: _Optional[int] = ..., present: _Optional[str] = ..., chosen: _Optional[str] = ..., options: _Optional[_Iterable[_Union[ShapeOption, _Mapping]]] = ..., difference: _Optional[float] = ..., error: _Optional[float] = ..., needed: _Optional[float] = ..., reason: _Optional[str] = ..., measured: _Optional[float] = ..., measured_requests: _Optional[int] = ...) -> None: ...
 
 class ShapeOption(_message.Message):
     __slots__ = ("decodes", "predictions")

@@ -9,7 +9,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
 from disagg.router.telemetry.spans import spans_of
-from disagg.router.telemetry.telemetry import ANSWERED
+from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 from disagg.v1 import inference_pb2 as pb
 
 _MARK_BYTES: Final = 8
@@ -91,7 +91,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
 
 def recent_request(trace: RequestTrace) -> pb.RecentRequest:
     """One request for a replay."""
-    return pb.RecentRequest(
+    found = pb.RecentRequest(
         arrival_s=trace.arrival,
         prompt_tokens=trace.num_prompt_tokens,
         completion_tokens=trace.num_output_tokens,
@@ -101,6 +101,9 @@ def recent_request(trace: RequestTrace) -> pb.RecentRequest:
         tpot_slo_s=trace.tpot_slo_s,
         prefix_marks=[int.from_bytes(mark[:_MARK_BYTES], "little") for mark in trace.prefix_marks],
     )
+    if (met := met_targets(trace)) is not None:
+        found.met_targets = met
+    return found
 
 
 def placement_facts(view: ClusterView) -> pb.GetLoadResponse:

@@ -102,7 +102,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _numbers(comparison: pb.ShapeComparison) -> Iterator[float]:
-    yield from (comparison.difference, comparison.error, comparison.needed)
+    yield from (comparison.difference, comparison.error, comparison.needed, comparison.measured)
     for option in comparison.options:
         for each in option.predictions:
             yield from (each.rate_factor, each.attainment)

@@ -106,6 +106,12 @@ def _verdict(comparison: ShapeComparison, now: float) -> list[RenderableType]:
         f"cause: {comparison.cause}; > was chosen",
         comparison.reason,
     ]
+    if comparison.HasField("measured"):
+        lines.insert(
+            1,
+            f"measured: {comparison.measured:.1%} of the {comparison.measured_requests} of them that came and ended "
+            f"under {comparison.present}",
+        )
     if comparison.chosen == comparison.present:
         lines.append(
             f"difference {difference:+.1%} of the requests; {comparison.present} is changed when that exceeds "

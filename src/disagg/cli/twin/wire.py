@@ -45,6 +45,8 @@ def message_of(comparison: Comparison) -> ShapeComparison:
         error=comparison.error,
         needed=comparison.needed,
         reason=comparison.reason,
+        measured=comparison.measured,
+        measured_requests=comparison.num_measured,
     )
 
 
@@ -63,6 +65,7 @@ def _arrival(request: RecentRequest) -> Arrival:
         most_output_tokens=request.max_tokens,
         ttft_s=request.ttft_slo_s if request.HasField("ttft_slo_s") else None,
         tpot_s=request.tpot_slo_s if request.HasField("tpot_slo_s") else None,
+        is_met=request.met_targets if request.HasField("met_targets") else None,
         marks=tuple(request.prefix_marks),
     )
     check_marks(arrival)

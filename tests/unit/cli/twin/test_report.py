@@ -38,7 +38,10 @@ def test_it_says_what_was_compared_and_what_would_change_the_setting() -> None:
         decodes="spread",
         since=NOW - 7200,
         load_read=NOW - 4,
-        comparisons=[comparison(NOW - 30, "spread", 0.02), comparison(NOW - 90, "spread", -0.01)],
+        comparisons=[
+            comparison(NOW - 30, "spread", 0.02, measured=0.875, measured_requests=200),
+            comparison(NOW - 90, "spread", -0.01),
+        ],
     )
     assert (
         text_of(report(shape, NOW)).splitlines()
@@ -53,6 +56,7 @@ Compared last
 >  spread                 90.0%                80.0%
    gather                 95.0%                85.0%
 share of 240 requests that meet their targets, predicted 30 s ago; cause: 60 s passed; > was chosen
+measured: 87.5% of the 200 of them that came and ended under spread
 as it is
 difference +2.0% of the requests; spread is changed when that exceeds 2.5% (error 1.5% + 1%)
 

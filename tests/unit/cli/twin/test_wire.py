@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from disagg.cli.twin.wire import load_from, message_of
@@ -47,6 +48,7 @@ def test_a_gateway_tells_what_its_router_sees() -> None:
     read = load_from(pb.GetLoadResponse.FromString(response.SerializeToString()))
     assert read == load_of(view, traces, 6.0)
     assert [each.marks for each in read.arrivals] == [(1, 2**64 - 1), ()]
+    assert [each.is_met for each in read.arrivals] == [False, None]
 
 
 def test_a_policy_without_the_setting_has_none() -> None:
@@ -74,10 +76,14 @@ def test_a_comparison_is_told_whole() -> None:
         difference=0.25,
         error=0.125,
         reason="gather is better",
+        measured=0.75,
+        num_measured=20,
     )
     told = message_of(comparison)
     check(told, "spread")
     assert (told.cause, told.requests, told.present, told.chosen) == ("first", 40, "spread", "gather")
+    assert (told.measured, told.measured_requests) == (0.75, 20)
+    assert not message_of(msgspec.structs.replace(comparison, measured=None)).HasField("measured")
     assert [(each.decodes, [(p.rate_factor, p.attainment) for p in each.predictions]) for each in told.options] == [
         ("spread", [(1.0, 0.5), (1.15, 0.25)]),
         ("gather", [(1.0, 0.75), (1.15, 0.5)]),

@@ -9,10 +9,11 @@ import pytest
 
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import PrefillDone, StepUpdate
-from disagg.router.api import ClusterView, RequestTrace, RoutedRequest
+from disagg.router.api import RUNNING, ClusterView, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import CancelRequest
 from disagg.router.telemetry.spans import spans_of
+from disagg.router.telemetry.telemetry import met_targets
 from disagg.router.telemetry.traces import TraceRing
 from tests.support.router import (
     Scenario,
@@ -440,3 +441,21 @@ def test_prefill_done_of_a_worker_alone_has_no_wait_for_room() -> None:
     it.update("d0", StepUpdate(prefilled=(done,)))
     (marks,) = trace_of(it, "r0").marks
     assert (marks.path, marks.alloc_wait_s, marks.queue_s, marks.computed) == ("colocated", None, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "first_at", "met"),
+    [
+        ("length", 1.5, True),
+        ("stop", 2.5, False),
+        (RUNNING, 1.5, None),
+        ("cancelled", 1.5, None),
+        ("slow_down", None, False),
+    ],
+)
+def test_whether_all_targets_were_met(outcome: str, first_at: float | None, met: bool | None) -> None:
+    stages = {} if first_at is None else {"first_token": first_at}
+    trace = RequestTrace(request_id=RequestId("r"), arrival=1.0, stages=stages, outcome=outcome, ttft_slo_s=1.0)
+    assert met_targets(trace) is met
+    trace.ttft_slo_s = None
+    assert met_targets(trace) is None

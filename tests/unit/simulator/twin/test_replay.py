@@ -108,7 +108,16 @@ def test_a_routers_views_are_a_load() -> None:
     assert found.workers[0] == capacity_of(workers[0])
     assert (found.decodes, found.admission, found.link_latency_s, found.link_byte_s) == ("gather", False, 0.001, 1e-9)
     assert found.arrivals == (
-        Arrival(at_s=4.0, prompt_tokens=20, output_tokens=7, most_output_tokens=9, ttft_s=1.0, tpot_s=0.02, marks=(1,)),
+        Arrival(
+            at_s=4.0,
+            prompt_tokens=20,
+            output_tokens=7,
+            most_output_tokens=9,
+            ttft_s=1.0,
+            tpot_s=0.02,
+            is_met=False,
+            marks=(1,),
+        ),
         Arrival(at_s=5.0, prompt_tokens=40, output_tokens=3, is_complete=False, most_output_tokens=0),
     )
     assert (info.worker_id, info.incarnation) == (WorkerId("w0"), Incarnation("1"))

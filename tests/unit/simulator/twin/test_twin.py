@@ -198,3 +198,21 @@ def test_nothing_is_compared_without_the_setting_or_without_workers() -> None:
     twin, arrivals = Twin(equal()), [arrival(float(index)) for index in range(100)]
     assert twin.look(load(arrivals, 100.0, None)) is None
     assert twin.look(load(arrivals, 100.0, workers=())) is None
+
+
+def test_what_was_measured_under_the_present_setting_stands_beside_the_prediction() -> None:
+    replay = always("gather", every=2)
+    twin = Twin(replay)
+    arrivals = [
+        *evenly(30, is_met=False),
+        *evenly(10, start_s=30.0, is_met=True),
+        *evenly(20, start_s=41.0, is_met=True),
+        *evenly(5, start_s=61.0, is_met=False),
+        *evenly(5, start_s=66.0, is_complete=False),
+    ]
+    found = looked(twin, arrivals, 40.0)
+    assert (found.chosen, found.measured, found.num_measured) == ("gather", 0.25, 40)
+    found = looked(twin, arrivals, 70.0, "gather")
+    assert (found.present, found.measured, found.num_measured) == ("gather", 0.8, 25)
+    found = looked(Twin(replay), evenly(40), 40.0)
+    assert (found.measured, found.num_measured) == (None, 0)
