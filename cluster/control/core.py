@@ -139,7 +139,7 @@ class ControlCore:
             return ControlRefused(field="sizes", message=f"name at least one pool of {', '.join(self._sizes)}")
         for name, size in request.sizes.items():
             if name not in self._sizes:
-                return ControlRefused(field=f"sizes.{name}", message=f"there are the pools {', '.join(self._sizes)}")
+                return ControlRefused(field=f"sizes.{name}", message=f"this cluster has {', '.join(self._sizes)}")
             if not 1 <= size <= MAX_POOL_SIZE:
                 return ControlRefused(
                     field=f"sizes.{name}", message=f"expected 1 to {MAX_POOL_SIZE} workers; got {size}"

@@ -246,7 +246,7 @@ def test_control_over_grpc(tmp_path: Path) -> None:
         assert isinstance(state, ControlState)
         assert state.is_settled
         refused = call_controller(address, ScaleRequest(sizes={"colocated": 3}), SECRET)
-        assert refused == ControlRefused(field="sizes.colocated", message="there are the pools prefill, decode")
+        assert refused == ControlRefused(field="sizes.colocated", message="this cluster has prefill, decode")
         assert isinstance(call_controller(address, DrainRequest(worker_id=WorkerId("x")), SECRET), ControlRefused)
         assert call_controller(address, ScaleRequest(sizes={"decode": 1}), SECRET) == state
 

@@ -185,15 +185,15 @@ def test_a_worker_can_be_replaced() -> None:
 
 def test_requests_that_cannot_be_followed_name_the_field() -> None:
     with ProcessCluster(parse_config(FAKE)) as cluster, Client(cluster.address) as client:
-        for sizes, field in (
-            ({"decode": 0}, "sizes.decode"),
-            ({"colocated": 1}, "sizes.colocated"),
-            ({"gpu": 1}, "sizes.pool"),
-            ({}, "sizes"),
+        for sizes, message in (
+            ({"decode": 0}, "sizes.decode: expected 1 to 1024 workers; got 0"),
+            ({"colocated": 1}, "sizes.colocated: this cluster has prefill, decode"),
+            ({"gpu": 1}, "sizes.pool: there is no pool 'gpu'; this cluster has prefill, decode"),
+            ({}, "sizes: name at least one pool of prefill, decode"),
         ):
             with pytest.raises(InvalidRequestError) as caught:
                 client.scale(sizes)
-            assert caught.value.field == field
+            assert str(caught.value) == message
         with pytest.raises(
             InvalidRequestError, match=r"^worker_id: there is no decode-7; there is prefill-0, decode-0$"
         ):

@@ -143,6 +143,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
             sizes: dict[PoolName, int] = {}
             for entry in request.sizes:
                 name = _pool_name(entry.pool)
+                if name is None:
+                    pools = [pool.name for pool in (await self._known()).pools] or get_args(PoolName)
+                    message = f"there is no pool {entry.pool[:MAX_CHARS]!r}; this cluster has {', '.join(pools)}"
+                    raise InvalidRequestError("sizes.pool", message)
                 if name in sizes:
                     raise InvalidRequestError(f"sizes.{name}", "it is named twice")
                 sizes[name] = entry.size
@@ -248,11 +252,8 @@ def _decodes(text: str) -> Decodes:
     raise InvalidRequestError("decodes", f"must be {' or '.join(get_args(Decodes))}, not {text[:MAX_CHARS]!r}")
 
 
-def _pool_name(text: str) -> PoolName:
-    for name in get_args(PoolName):
-        if name == text:
-            return name  # type: ignore[no-any-return]  # get_args is untyped
-    raise InvalidRequestError("sizes.pool", f"there is no pool {text!r}; there are {', '.join(get_args(PoolName))}")
+def _pool_name(text: str) -> PoolName | None:
+    return next((name for name in get_args(PoolName) if name == text), None)
 
 
 def _state(reply: ControlReply) -> ControlState:

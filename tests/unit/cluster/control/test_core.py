@@ -269,7 +269,7 @@ def test_a_draining_worker_whose_line_broke_drains_on() -> None:
     [
         (ScaleRequest(sizes={"decode": 0}), "sizes.decode", "expected 1 to 1024 workers; got 0"),
         (ScaleRequest(sizes={"decode": 1025}), "sizes.decode", "expected 1 to 1024 workers; got 1025"),
-        (ScaleRequest(sizes={"decode": 2, "colocated": 1}), "sizes.colocated", "there are the pools prefill, decode"),
+        (ScaleRequest(sizes={"decode": 2, "colocated": 1}), "sizes.colocated", "this cluster has prefill, decode"),
         (ScaleRequest(sizes={}), "sizes", "name at least one pool of prefill, decode"),
         (DrainRequest(worker_id=WorkerId("x")), "worker_id", "there is no x; there is prefill-0, decode-0, decode-1"),
         (
