@@ -46,6 +46,8 @@ from disagg.router.gateway.config import GatewayOptions, is_loopback
 
 Mode = Literal["disaggregated", "colocated", "elastic"]
 
+LEAST_TRACES = 40
+"""As many requests as a twin compares at least (`LEAST` in `simulator/twin/twin.py`)."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -367,6 +369,11 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(
             f"placement.decodes: {placement.decodes} is for mode elastic with policy auto or elastic; got mode "
             f"{config.mode}, policy {placement.policy}"
+        )
+    if placement.decodes == "auto" and config.metrics.num_traces < LEAST_TRACES:
+        raise ConfigError(
+            f"metrics.num_traces: placement.decodes auto compares settings on {LEAST_TRACES} requests or more; got "
+            f"{config.metrics.num_traces}"
         )
     if config.controller.twin == "on" and placement.decodes != "auto":
         raise ConfigError(f"controller.twin: on is for placement.decodes auto, not {placement.decodes}")

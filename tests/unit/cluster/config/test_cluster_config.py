@@ -108,6 +108,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "controller.twin: on is for placement.decodes auto, not spread",
         ),
         (
+            "{mode: elastic, placement: {decodes: auto}, metrics: {num_traces: 39}}",
+            "metrics.num_traces: placement.decodes auto compares settings on 40 requests or more; got 39",
+        ),
+        (
             "{mode: elastic, pools: {workers: {scheduling: static}}}",
             "pools.workers.scheduling: static is for mode colocated; choose decode_first or slack",
         ),

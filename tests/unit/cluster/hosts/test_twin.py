@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.config.cluster_config import LEAST_TRACES, ClusterConfig, parse_config
 from disagg.cluster.hosts import twin as hosts_twin
 from disagg.cluster.hosts.twin import MODULE, TwinProcess, TwinSettings, key_for, obstacle, twin_of
+from disagg.simulator.twin.twin import LEAST
 
 ADDRESS = "127.0.0.1:9"
 
@@ -169,5 +170,6 @@ def test_a_key_goes_only_to_a_twin_that_needs_one() -> None:
     assert "sk-x" not in repr(TwinSettings(address=ADDRESS, api_key="sk-x"))
 
 
-def test_the_module_that_is_named_exists() -> None:
+def test_what_is_known_of_it_without_import_is_so() -> None:
+    assert LEAST_TRACES == LEAST
     assert importlib.util.find_spec(MODULE) is not None
