@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from disagg.decode_worker.ordered_sender import OrderedSender
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.commands import Join, Release, Reserve, Scatter
+from disagg.engine.commands import Extend, Join, Release, Reserve, Scatter
 from disagg.engine.io.blocking import open_on_thread
 from disagg.engine.kv_transfer.commands import (
     ClosePair,
+    ExtendSequence,
     JoinSequence,
     ReceiveKv,
     ReceiveOver,
@@ -185,6 +186,8 @@ class PrefillLink(PairLink):
                     self._receive(command)
                 case ScatterChunk():
                     self._scatter(command)
+                case ExtendSequence(key, token_ids):
+                    self._context.post(Extend(key, token_ids))
                 case JoinSequence(key, token_id, logprobs):
                     self._context.post(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):

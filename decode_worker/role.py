@@ -35,7 +35,7 @@ from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdin
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import Dispatch, HandedOver, PeerRef, RoleName, SequenceSpec, TransferCount
+from disagg.proto.messages import Dispatch, HandedOver, Migrate, PeerRef, RoleName, SequenceSpec, TransferCount
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,12 @@ class DecodeRole:
     def connect(self, peer: PeerRef) -> None:
         """Nothing to do: prefill workers connect to it."""
 
+    def migrate(self, message: Migrate, gateway_id: GatewayId) -> None:
+        """Nothing to do: the prefill role sends."""
+
+    def cancel_migration(self, key: AttemptKey, gateway_id: GatewayId) -> None:
+        """Nothing to do."""
+
     def cancel(self, key: AttemptKey) -> None:
         """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers it."""
         if (link := self._link_of.get(key)) is not None:
@@ -211,7 +217,7 @@ class DecodeRole:
                 link.on_scattered(event.key, event.seq, event.ok)
                 self._link_of.copied(event.key)
             case _:
-                raise AssertionError(f"a decode worker got {event}")
+                """An event of the prefill role, which moves the attempt to another worker."""
 
     # ------------------------------------------------------------ links
 

@@ -74,7 +74,50 @@ class Scatter:
     """Ranks of the worker that it came from."""
 
 
-Command = Add | Reserve | Join | Release | Gather | Scatter
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Describe a sequence that decodes here, so that it can be offered to another worker. It goes on. Answer:
+    `Exported`."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take a sequence that decodes out of the batch after its current step, and keep its KV and its place. Answer:
+    `Held`."""
+
+    key: AttemptKey
+    num_known: int
+    """Tokens that the other worker knows: those of `Exported`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unhold:
+    """Put a held sequence back into the batch, or revoke a `Hold`. Idempotent. No answer."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A reserved sequence grew where it came from: append these tokens, and allocate the blocks of all of them. Answer:
+    only `Ended`, where that is impossible."""
+
+    key: AttemptKey
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End a sequence in any state. Answer: `Ended`, unless it is gone."""
+
+    key: AttemptKey
+    reason: EndReason
+    detail: str = ""
+
+
+Command = Add | Reserve | Join | Release | Gather | Scatter | Export | Hold | Unhold | Extend | End
 
 
 class TokenSampled(msgspec.Struct, frozen=True):
@@ -168,6 +211,41 @@ class Scattered:
     ok: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A sequence that decodes, as of now."""
+
+    key: AttemptKey
+    gateway_id: GatewayId
+    """Empty where the sequence is gone."""
+    spec: SequenceSpec | None
+    """With the tokens whose KV is computed: all but the last one. None where it does not decode here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A sequence is out of the batch; not `ok` where it does not decode any more."""
+
+    key: AttemptKey
+    ok: bool
+    token_ids: tuple[int, ...] = ()
+    """Behind those that the other worker knows; the KV of all of them is computed."""
+    token_id: int = -1
+    """The last token, of which nothing is computed."""
+    logprobs: TokenLogprobs | None = None
+    """Of the last token, where requested."""
+
+
 Event = (
-    TokenSampled | ChunkPlanned | PrefillComputed | Ended | Reserved | ReserveRefused | Joined | Gathered | Scattered
+    TokenSampled
+    | ChunkPlanned
+    | PrefillComputed
+    | Ended
+    | Reserved
+    | ReserveRefused
+    | Joined
+    | Gathered
+    | Scattered
+    | Exported
+    | Held
 )

@@ -293,13 +293,17 @@ def check_kv_stays_private(config: WorkerConfig) -> None:
             its transport leaves the host, and nothing allows that.
     """
     hands_over = len(config.roles) == 1 or config.is_elastic
-    if config.plaintext_kv or not hands_over or config.transport in ("shm", "local"):
-        return
-    if not ipaddress.ip_address(config.host).is_loopback:
+    if hands_over and not kv_stays_private(config):
         raise ConfigError(
             f"network.plaintext_kv: KV would leave {config.host} unencrypted by {config.transport}; set it to true if "
             "all machines of that network may read prompts, or transfer.transport to shm if all workers are on one host"
         )
+
+
+def kv_stays_private(config: WorkerConfig) -> bool:
+    """Whether the worker may send KV: none leaves the host unencrypted, or that is allowed."""
+    is_local = config.transport in ("shm", "local") or ipaddress.ip_address(config.host).is_loopback
+    return config.plaintext_kv or is_local
 
 
 def check_attention(attention: AttentionName, device: str, path: str = "") -> None:

@@ -3,6 +3,7 @@
 WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
 WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
 RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
+RUNNING ──> HELD ──> (ended), RUNNING    migration: it goes on on another worker, or here again if that fails
 RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks released, KV kept in host memory until there is room
 RUNNING ──> WAITING                      preemption without such memory: tokens kept, computed again
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 from disagg.engine.text_counts import TextCounts
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.messages import Sampling, SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
 
 
@@ -62,6 +63,10 @@ class Sequence:
     reserved_blocks: int = 0
     """Blocks reserved at admission and not allocated yet."""
     num_preemptions: int = 0
+    is_leaving: bool = False
+    """Held, or to be held after its current step, because it moves to another worker."""
+    last_logprobs: TokenLogprobs | None = None
+    """Of its last token, where requested."""
     text_counts: TextCounts | None = None
     """Of its ids, where they are penalized and one was sampled here."""
     queue_s: float | None = None
@@ -91,6 +96,16 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens without KV; 1 for a decoding sequence."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step computes its last token, and samples one behind it for this worker's own batch."""
+        return (
+            self.state is SequenceState.RUNNING
+            and not self.hold_after_prefill
+            and self.num_uncomputed_tokens == 1
+            and self.num_output_tokens > 0
+        )
 
     @property
     def num_uncomputed_prompt_tokens(self) -> int:

@@ -19,20 +19,23 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
-from disagg.engine.commands import Add, Gather, Release
+from disagg.engine.commands import Add, End, Gather, Held, Hold, Release, Unhold
 from disagg.engine.io.blocking import call_on_thread, open_on_thread
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
     Cause,
     ClosePair,
+    EndSequence,
     GatherChunk,
+    HoldSequence,
     ReleaseSequence,
     SendControl,
     SenderCommand,
     SendKv,
     SendOver,
     StartPrefill,
+    UnholdSequence,
 )
 from disagg.engine.kv_transfer.pair_half import TransitionError
 from disagg.engine.kv_transfer.sender import Sender
@@ -59,6 +62,8 @@ class _Waiting(NamedTuple):
     since: float
     timeout_s: float | None
     """For how long it may wait; None for as long as the pair takes."""
+    move: int = 0
+    """See `DecodeLink.offer`."""
 
     def is_too_long(self, now: float) -> bool:
         return self.timeout_s is not None and now - self.since >= self.timeout_s
@@ -190,7 +195,7 @@ class DecodeLink(PairLink):
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
-            self.offer(each.spec_now(now), None)
+            self.offer(each.spec_now(now), None, each.move)
         self._context.flush()
 
     async def _formed(self, form: Callable[[], PairTransport]) -> PairTransport:
@@ -215,8 +220,8 @@ class DecodeLink(PairLink):
     async def _shut_down(self, cause: Cause) -> None:
         self._callbacks.on_closed(self)
         waiting, self._waiting = self._waiting, {}
-        for key in waiting:
-            self._callbacks.on_over(SendOver(key, "refused", cause))
+        for key, each in waiting.items():
+            self._callbacks.on_over(SendOver(key, "refused", cause, stays=each.move > 0))
         if self._half is not None:
             self._carry_out(self._half.close(self._context.now(), cause))
         self._context.flush()
@@ -234,24 +239,25 @@ class DecodeLink(PairLink):
         self._carry_out(self._half.on_message(message, self._context.now()))
         self._context.flush()
 
-    def offer(self, spec: SequenceSpec, pair_timeout_s: float | None) -> None:
+    def offer(self, spec: SequenceSpec, pair_timeout_s: float | None, move: int = 0) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
-        `pair_timeout_s` the attempt is refused, while the pair is still being formed."""
+        `pair_timeout_s` the attempt is refused, while the pair is still being formed. `move`: the number of the move of
+        a sequence that decodes here; 0 for a prompt."""
         self.used_at = now = self._context.now()
         if self._half is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s
-            self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s)
+            self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s, move)
             return
         try:
-            commands = self._half.offer(spec, now)
-        except TransitionError as error:  # a gateway that uses a key again
-            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)))]
+            commands = self._half.offer(spec, now, move)
+        except TransitionError as error:  # a gateway that uses a key again, or a move that was given up a moment ago
+            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)), stays=move > 0)]
         self._carry_out(commands)
 
     def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
         """Give an attempt up; unknown ones are ignored."""
-        if self._waiting.pop(key, None) is not None:
-            self._callbacks.on_over(SendOver(key, "cancelled", cause))
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            self._callbacks.on_over(SendOver(key, "cancelled", cause, stays=waiting.move > 0))
         elif self._half is not None:
             self._carry_out(self._half.cancel(key, cause))
 
@@ -264,6 +270,11 @@ class DecodeLink(PairLink):
         """The engine computed the prompt and sampled its first token."""
         if self._half is not None:
             self._carry_out(self._half.on_prefill_computed(key, token_id, logprobs))
+
+    def on_held(self, held: Held) -> None:
+        """The engine took a running sequence out of the batch."""
+        if self._half is not None:
+            self._carry_out(self._half.on_held(held.key, held.ok, held.token_ids, held.token_id, held.logprobs))
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool, checksum: int) -> None:
         """The engine filled a staging slot."""
@@ -281,9 +292,9 @@ class DecodeLink(PairLink):
         for key in [key for key, waiting in self._waiting.items() if waiting.is_expired(now)]:
             self.cancel(key, DEADLINE)
         for key in [key for key, waiting in self._waiting.items() if waiting.is_too_long(now)]:
-            waited_s = now - self._waiting.pop(key).since
-            cause = self._lost(f"not formed after {waited_s:.1f} s")
-            self._callbacks.on_over(SendOver(key, "refused", cause))
+            waiting = self._waiting.pop(key)
+            cause = self._lost(f"not formed after {now - waiting.since:.1f} s")
+            self._callbacks.on_over(SendOver(key, "refused", cause, stays=waiting.move > 0))
 
     @override
     def holdings(self) -> dict[str, int]:
@@ -305,6 +316,12 @@ class DecodeLink(PairLink):
                     self._send_bytes(command)
                 case ReleaseSequence(key):
                     self._context.post(Release(key))
+                case HoldSequence(key, num_known):
+                    self._context.post(Hold(key, num_known))
+                case UnholdSequence(key):
+                    self._context.post(Unhold(key))
+                case EndSequence(key, moved, detail):
+                    self._context.post(End(key, "moved" if moved else "failed", detail))
                 case SendOver():
                     self._callbacks.on_over(command)
                 case ClosePair(cause):

@@ -3,6 +3,12 @@
     dispatch -> link to D (made on demand, or ahead of time by `Connect`) -> Offer -> Reserved -> engine Add
              -> KV chunks as they are computed -> token 0 to the gateway, Commit to D -> CommitAck -> engine Release
 
+It is also the sending side of sequences that move while they decode (`Migrate`), which the decode role of the same
+worker has; so workers that only decode have this role, too, and take no dispatches by it.
+
+    migrate  -> engine Export -> link to D -> Offer -> Reserved -> KV chunks -> engine Hold -> the last chunk, Commit
+             -> CommitAck -> engine End, which the decode role reports
+
 The protocol is the pure `Sender` of each link; the role routes attempts and engine events to the links.
 """
 
@@ -13,14 +19,15 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from disagg.engine.commands import ChunkPlanned, Ended, Event, Gathered, PrefillComputed
+from disagg.engine.commands import ChunkPlanned, Ended, Event, Export, Exported, Gathered, Held, PrefillComputed
+from disagg.engine.config import kv_stays_private
 from disagg.engine.kv_transfer.commands import Cause, SendOutcome, SendOver
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
 from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
-from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount
+from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,8 @@ class _Attempt:
     dispatched_at: float
     alloc_wait_s: float = 0.0
     """From the dispatch until the decode worker had reserved room."""
+    is_move: bool = False
+    """Whether it decodes here: the decode role has it, too."""
 
 
 @dataclass(slots=True)
@@ -73,6 +82,8 @@ class PrefillRole:
         self._link_of = LinkTable[DecodeLink]()
         self._attempts: dict[AttemptKey, _Attempt] = {}
         """Until each is over."""
+        self._migrations: dict[AttemptKey, Migrate] = {}
+        """Those whose sequence the engine has not described yet."""
         self._kv_bytes_sent = 0
         self._transfers: dict[tuple[WorkerId, str], _Transfers] = {}
         """By decode worker and transport."""
@@ -121,7 +132,7 @@ class PrefillRole:
 
     def takes(self, dispatch: Dispatch) -> bool:
         """Dispatches with a decode worker."""
-        return dispatch.decode_peer is not None
+        return dispatch.decode_peer is not None and "prefill" in self._context.config.roles
 
     def dispatch(self, dispatch: Dispatch) -> None:
         """Offer the attempt to its decode worker."""
@@ -138,35 +149,77 @@ class PrefillRole:
         self._attempts[spec.key] = _Attempt(spec.gateway_id, self._context.now())
         link.offer(spec, dispatch.pair_timeout_s)
 
+    def migrate(self, message: Migrate, gateway_id: GatewayId) -> None:
+        """Move an attempt of the decode role to another worker."""
+        key = AttemptKey(message.request_id, message.attempt)
+        if not kv_stays_private(self._context.config):
+            detail = "network.plaintext_kv: KV would leave this machine unencrypted"
+            self._context.outbox.migration_failed(gateway_id, key, detail, refused=False)
+        elif self.owns(key):
+            self._context.outbox.migration_failed(gateway_id, key, "another move is not over", refused=False)
+        else:
+            self._migrations[key] = message
+            self._context.post(Export(key))
+
+    def _on_exported(self, event: Exported) -> None:
+        message = self._migrations.pop(event.key, None)
+        if message is None:
+            return  # it was cancelled
+        if event.spec is None:
+            if event.gateway_id:
+                detail = "the sequence does not decode now"
+                self._context.outbox.migration_failed(event.gateway_id, event.key, detail, refused=False)
+            return
+        link = self._link_to(message.decode_peer)
+        self._link_of.add(event.key, link)
+        self._attempts[event.key] = _Attempt(event.gateway_id, self._context.now(), is_move=True)
+        link.offer(event.spec, message.pair_timeout_s, message.number)
+
     def cancel(self, key: AttemptKey) -> None:
-        """Give an attempt up; unknown ones are over already, because a cancel cannot overtake its dispatch on one
-        session."""
+        """Give an attempt up, or its move; unknown ones are over already, because a cancel cannot overtake its dispatch
+        on one session."""
+        self._migrations.pop(key, None)
         if (link := self._link_of.get(key)) is not None:
             link.cancel(key)
 
+    def cancel_migration(self, key: AttemptKey, gateway_id: GatewayId) -> None:
+        """Have an attempt stay here, if it is not committed yet."""
+        if self._migrations.pop(key, None) is not None:
+            self._context.outbox.migration_failed(gateway_id, key, "cancelled", refused=False)
+        elif (link := self._link_of.get(key)) is not None:
+            link.cancel(key)
+
     def owns(self, key: AttemptKey) -> bool:
-        """Whether a link holds the attempt, if only for a buffer that is still being filled."""
-        return key in self._link_of
+        """Whether a link holds the attempt, if only for a buffer that is still being filled, or will."""
+        return key in self._link_of or key in self._migrations
 
     def on_event(self, event: Event) -> None:
         """Pass an event on to the link, and to the gateway what concerns it."""
+        if isinstance(event, Exported):
+            self._on_exported(event)
+            return
         link = self._link_of.get(event.key)
-        assert link is not None, event
+        if link is None:
+            return  # a move that the engine has not answered yet
         match event:
             case ChunkPlanned():
                 link.on_chunk_planned(event.key, event.end)
             case PrefillComputed():
                 self._on_computed(event)
                 link.on_prefill_computed(event.key, event.token_id, event.logprobs)
+            case Held():
+                link.on_held(event)
             case Ended():
                 outbox, reason = self._context.outbox, event.reason
-                outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
+                attempt = self._attempts.get(event.key)
+                if attempt is None or not attempt.is_move:
+                    outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
                 link.cancel(event.key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
             case Gathered():
                 link.on_gathered(event.key, event.seq, event.ok, event.checksum)
                 self._link_of.copied(event.key)
             case _:
-                raise AssertionError(f"a prefill worker got {event}")
+                """An event of the decode role, which has the attempt, too."""
 
     def tick(self, now: float) -> None:
         """Heartbeats, leases and deadlines of all pairs."""
@@ -183,7 +236,11 @@ class PrefillRole:
 
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
-        own = {"prefill_attempts": len(self._attempts), "kv_bytes_sent": self._kv_bytes_sent}
+        own = {
+            "prefill_attempts": len(self._attempts),
+            "migrations": len(self._migrations),
+            "kv_bytes_sent": self._kv_bytes_sent,
+        }
         return total_holdings(own, self._all_links)
 
     def transfers(self) -> list[TransferCount]:
@@ -214,13 +271,18 @@ class PrefillRole:
         )
 
     def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
-        gateway_id = self._attempts.pop(over.key).gateway_id
+        attempt = self._attempts.pop(over.key)
+        gateway_id = attempt.gateway_id
         link = self._link_of.get(over.key)
         transport = self._context.config.transport if link is None else link.transport_name
         self._transfers.setdefault((decode_worker, transport), _Transfers()).note(over)
         match over.outcome, over.cause:
             case _, None:
                 self._kv_bytes_sent += over.kv_bytes
+            case outcome, cause if attempt.is_move:
+                if over.stays:  # else the engine ends it, which the decode role reports
+                    refused = outcome == "refused"
+                    self._context.outbox.migration_failed(gateway_id, over.key, cause.detail, refused=refused)
             case _, cause if cause.failure is Failure.DEADLINE:
                 self._context.outbox.end(gateway_id, over.key, "deadline", cause.detail)
             case ("refused" | "failed") as outcome, cause:

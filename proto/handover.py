@@ -1,6 +1,7 @@
 """The control messages of a hand-over, between a prefill worker (P) and a decode worker (D) on their pair's stream.
 
     P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, ChunkSum*, Commit    Abort, AbortAck  PairHeartbeat
+             of a sequence that moves          Offer, ChunkHeader*, Extend?, ChunkHeader*, Commit
     D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck    the same
 
 The bytes themselves travel beside it, over the pair's transport. P sends a payload only after `ClearToSend`, in full.
@@ -108,6 +109,8 @@ class Offer(Message, frozen=True, kw_only=True, tag=True):
     """P is about to start this attempt and wants D to take it. Carries all that D needs to decode it."""
 
     spec: SequenceSpec
+    move: int = 0
+    """Number of the move of a running sequence, see `Migrate`; 0 for a prompt. A later move is another offer."""
 
 
 class Reserved(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -150,6 +153,13 @@ class ChunkSum(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
     seq: int
     checksum: int
+
+
+class Extend(ReservationMessage, frozen=True, kw_only=True, tag=True):
+    """The sequence decoded on while its KV was copied, and was held now: these tokens follow the known ones. Their KV
+    comes too."""
+
+    token_ids: tuple[int, ...]
 
 
 class ClearToSend(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -200,7 +210,7 @@ class CloseWhenIdle(Message, frozen=True, kw_only=True, tag=True):
     """D has more pairs than it keeps: P closes this one, unless an attempt uses it."""
 
 
-SenderToReceiver = PairHello | Offer | ChunkHeader | ChunkSum | Commit | Abort | AbortAck | PairHeartbeat
+SenderToReceiver = PairHello | Offer | ChunkHeader | ChunkSum | Extend | Commit | Abort | AbortAck | PairHeartbeat
 ReceiverToSender = (
     PairWelcome
     | PairRefused

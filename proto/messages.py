@@ -20,10 +20,11 @@ from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, Requ
 from disagg.proto.token_ids import PackedTokenIds, check_packed, num_token_ids
 
 RoleName = Literal["prefill", "decode"]
-EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "failed", "invalid"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "moved", "failed", "invalid"]
 """`stop` and `length` are answers; `refused` means nothing was done and another worker may be used; `preempted` that
-the worker needed the sequence's memory, and it continues on another worker or later; `failed` is a fault; `invalid`
-that the request itself is the cause, so that it is not tried again: no token can be sampled with its settings."""
+the worker needed the sequence's memory, and it continues on another worker or later; `moved` that another worker has
+the sequence with its KV and goes on (see `Migrate`); `failed` is a fault; `invalid` that the request itself is the
+cause, so that it is not tried again: no token can be sampled with its settings."""
 
 MAX_FRAME_BYTES = 16 << 20
 
@@ -217,7 +218,28 @@ class Cancel(Message, frozen=True, kw_only=True, tag=True):
     attempt: int
 
 
-GatewayToWorker = Dispatch | Connect | Cancel
+class Migrate(Message, frozen=True, kw_only=True, tag=True):
+    """Move this attempt, which decodes here, to another worker, with its KV; it keeps its key. Answered with `End`
+    (`moved`) once that worker has it, or with `MigrationFailed` where it stays. One that ends before need not be
+    answered."""
+
+    request_id: RequestId
+    attempt: int
+    number: int
+    """Counts the moves of this attempt that were tried, from 1."""
+    decode_peer: PeerRef
+    pair_timeout_s: float | None = None
+    """As in `Dispatch`."""
+
+
+class CancelMigration(Message, frozen=True, kw_only=True, tag=True):
+    """The attempt shall stay, if that is still possible. Answered like `Migrate`."""
+
+    request_id: RequestId
+    attempt: int
+
+
+GatewayToWorker = Dispatch | Connect | Cancel | Migrate | CancelMigration
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -283,6 +305,16 @@ class End(Message, frozen=True, kw_only=True):
     """It is the pair with the decode worker that failed or is not there, not the computing."""
 
 
+class MigrationFailed(Message, frozen=True, kw_only=True):
+    """The attempt did not move and goes on where it was; nothing of it is on the other worker for long."""
+
+    request_id: RequestId
+    attempt: int
+    refused: bool
+    """The other worker had no room for it, or the pair was not formed: no fault."""
+    detail: str
+
+
 class StepUpdate(Message, frozen=True, kw_only=True, tag=True):
     """Everything that one step (or event) of a worker has for one gateway."""
 
@@ -290,6 +322,7 @@ class StepUpdate(Message, frozen=True, kw_only=True, tag=True):
     prefilled: tuple[PrefillDone, ...] = ()
     handed_over: tuple[HandedOver, ...] = ()
     ends: tuple[End, ...] = ()
+    migrations_failed: tuple[MigrationFailed, ...] = ()
 
 
 class SessionHello(Message, frozen=True, kw_only=True, tag=True):

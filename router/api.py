@@ -154,8 +154,20 @@ class Placement(Protocol):
 RUNNING = "running"
 """The outcome of a request that has none yet."""
 
+MAX_MOVES = 16
+"""Of an attempt, that are kept in its trace."""
 Path = Literal["pd", "local", "colocated"]
 """Which workers compute an answer: a pair; a decode worker alone; a worker with both roles."""
+
+
+class MoveMarks(msgspec.Struct, gc=False):
+    """A move of an attempt from one worker to another while it decoded."""
+
+    source: WorkerId
+    target: WorkerId
+    began: float
+    ended: float | None = None
+    """When it had arrived, or was given up."""
 
 
 class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
@@ -180,6 +192,11 @@ class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
     """From the first chunk until all KV was in place."""
     decode_queue_s: float | None = None
     """From the hand-over until the first decode step."""
+    moves: tuple[MoveMarks, ...] = ()
+
+    def note_move(self, source: WorkerId, target: WorkerId, now: float) -> None:
+        """The attempt begins to move."""
+        self.moves = (*self.moves[-MAX_MOVES + 1 :], MoveMarks(source, target, now))
 
 
 class RequestTrace(msgspec.Struct, kw_only=True, gc=False):

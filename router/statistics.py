@@ -23,6 +23,7 @@ SPAN_STAGES = (
     "kv_transfer_exposed",
     "decode_queue",
     "decode",
+    "migration",
     "detokenize",
 )
 """The stages of a request, see `telemetry/spans.py`."""
@@ -193,5 +194,10 @@ class RouterStats:
     """Decisions of the router, by reason."""
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
     """By the name of the tenant."""
+    migrations: Counter[str] = field(default_factory=Counter)
+    """Moves of running sequences, by outcome: `moved`, `refused`, `failed`, or `ended` where the sequence did
+    before."""
+    migration_pause: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
+    """Of sequences that moved: from the last token of one worker to the first of the other."""
     num_decodes_changes: int = 0
     """How often it was changed where answers decode (`RouterConfig.decodes`)."""

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Collection
 
 import msgspec
 
@@ -33,7 +34,10 @@ from disagg.proto.messages import RoleName
 
 logger = logging.getLogger(__name__)
 
-ROLE_FACTORIES: dict[RoleName, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole}
+
+def role_factories(roles: Collection[RoleName]) -> list[RoleFactory]:
+    """Each worker can send KV: one that only decodes does so when a sequence moves to another worker."""
+    return [PrefillRole, DecodeRole] if "decode" in roles else [PrefillRole]
 
 
 class WorkerHost:
@@ -47,7 +51,7 @@ class WorkerHost:
         self._resolve = resolve
         self._secret = secret
         failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
-        roles = [ROLE_FACTORIES[role] for role in config.roles]
+        roles = role_factories(config.roles)
         self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
         self.crashed = self._worker.crashed
         self.rejected = threading.Event()

@@ -3,6 +3,7 @@
     colocated   Add ──> TokenSampled* ──> Ended
     prefill     Add(hold) ──> (ChunkPlanned, Gather ──> Gathered)*, TokenSampled, PrefillComputed ──> Release
     decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
+    moving      Export ──> Exported, TokenSampled* ──> Hold ──> Held ──> End ──> Ended; see `migration.py`
 
 Every live sequence ends in exactly one way: with `Ended`, or without an event by `Release`. After either nothing of it
 is held here.
@@ -34,10 +35,16 @@ from disagg.engine.commands import (
     Add,
     ChunkPlanned,
     Command,
+    End,
     Ended,
     Event,
+    Export,
+    Exported,
+    Extend,
     Gather,
     Gathered,
+    Held,
+    Hold,
     Join,
     Joined,
     Release,
@@ -46,10 +53,11 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scatter,
     Scattered,
-    TokenSampled,
+    Unhold,
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
+from disagg.engine.core.migration import exported_spec, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
@@ -65,7 +73,7 @@ from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, Step
 _log = logging.getLogger(__name__)
 
 _NO_GATEWAY = GatewayId("")
-"""In the `Ended` of a sequence that is not known any more."""
+"""In events about a sequence that is not known any more."""
 
 
 class EngineCore:
@@ -106,6 +114,8 @@ class EngineCore:
         self._copying: deque[tuple[Copying, Scattered]] = deque()
         """Copies that were queued behind a step under way, with their answers, after which the peer fills the buffer
         again. None outlasts the call that finishes the last such step."""
+        self._to_hold: dict[AttemptKey, int] = {}
+        """`Hold`s whose sequences are in a step, and what their peers know of them."""
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
@@ -167,6 +177,21 @@ class EngineCore:
                 events = self._gather(command)
             case Release():
                 events = self._release(command)
+            case Export(key):
+                sequence = self._scheduler.sequences.get(key)
+                if sequence is None:
+                    events = [Exported(key, _NO_GATEWAY, None)]
+                else:
+                    events = [Exported(key, sequence.spec.gateway_id, exported_spec(sequence, now))]
+            case Hold():
+                events = self._hold(command)
+            case Unhold(key):
+                events = self._unhold(key)
+            case Extend():
+                events = self._extend(command)
+            case End(key, reason, detail):
+                sequence = self._scheduler.sequences.get(key)
+                events = [] if sequence is None else [self._scheduler.end(sequence, reason, detail)]
         self._forget_ended(events)
         return events
 
@@ -275,6 +300,47 @@ class EngineCore:
             self._forget(command.key)
         return []
 
+    def _hold(self, command: Hold) -> list[Event]:
+        sequence = self._scheduler.sequences.get(command.key)
+        if sequence is None:
+            return [Held(command.key, ok=False)]
+        sequence.is_leaving = True
+        self._to_hold[command.key] = command.num_known
+        return self._hold_due()
+
+    def _hold_due(self) -> list[Event]:
+        """Hold the sequences whose step is over."""
+        events: list[Event] = []
+        for key, num_known in list(self._to_hold.items()):
+            sequence = self._scheduler.sequences.get(key)
+            if sequence is not None and self._is_in_step(sequence):
+                continue
+            del self._to_hold[key]
+            events.append(Held(key, ok=False) if sequence is None else self._scheduler.hold(sequence, num_known))
+        return events
+
+    def _is_in_step(self, sequence: Sequence) -> bool:
+        return self._steps.computes(sequence) or any(e.sequence is sequence for e in self.planned.entries)
+
+    def _unhold(self, key: AttemptKey) -> list[Event]:
+        self._to_hold.pop(key, None)
+        if (sequence := self._scheduler.sequences.get(key)) is not None:
+            self._scheduler.unhold(sequence)
+        return []
+
+    def _extend(self, command: Extend) -> list[Event]:
+        sequence = self._scheduler.sequences.get(command.key)
+        if sequence is None or sequence.state is not SequenceState.RESERVED:
+            return []
+        why_not = extend(
+            sequence,
+            command.token_ids,
+            self._scheduler.kv_cache,
+            vocab_size=self._runner.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+        return [] if why_not is None else [self._scheduler.end(sequence, "failed", why_not)]
+
     # ------------------------------------------------------------ steps
 
     def step(self, now: float) -> list[Event]:
@@ -304,6 +370,7 @@ class EngineCore:
         events = self._steps.run(self.planned, self._planned_at)
         self.planned = StepPlan()
         events += self._copied(wait=not self._steps.is_under_way)
+        events += self._hold_due() if self._to_hold else []
         self._forget_ended(events)
         return events
 
@@ -312,12 +379,12 @@ class EngineCore:
         """How many steps from the planned one on are like it, see `steps.num_alike`."""
         return num_alike(self._scheduler, self.planned)
 
-    def run_alike(self, rows: Iterable[Seq[int]]) -> list[TokenSampled]:
+    def run_alike(self, rows: Iterable[Seq[int]]) -> list[Event]:
         """Instead of `run_step`: take in the planned step and others like it, `num_alike` at most, that were computed
         together. `rows`: of each step the tokens of its decodes."""
-        events = self._steps.run_alike(self.planned, rows)
+        events: list[Event] = [*self._steps.run_alike(self.planned, rows)]
         self.planned = StepPlan()
-        return events
+        return events + self._hold_due()
 
     def observe(self, step: StepSample) -> None:
         """The step that `run_step` finished was measured."""
@@ -424,6 +491,8 @@ class EngineCore:
         reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
+        if not self._to_hold.keys() <= sequences.keys():
+            problems.append("a sequence that ended is still to be held")
         if reserved != self._landed.keys():
             problems.append("landed ranges are kept for other sequences than the reserved ones")
         if with_deadline != len(self._deadlines):
@@ -454,3 +523,4 @@ class EngineCore:
     def _forget(self, key: AttemptKey) -> None:
         self._deadlines.discard(key)
         self._landed.pop(key, None)
+        self._to_hold.pop(key, None)

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 
 from disagg.engine.commands import Event, TokenSampled
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import End, EndReason, HandedOver, PrefillDone, StepUpdate, TokenLogprobs, TokenOut
+from disagg.proto.messages import (
+    End,
+    EndReason,
+    HandedOver,
+    MigrationFailed,
+    PrefillDone,
+    StepUpdate,
+    TokenLogprobs,
+    TokenOut,
+)
 
 
 @dataclass(slots=True)
@@ -19,6 +28,7 @@ class _Pending:
     prefilled: list[PrefillDone] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    migrations_failed: list[MigrationFailed] = field(default_factory=list)
 
     def to_update(self) -> StepUpdate:
         tokens = tuple(
@@ -30,6 +40,7 @@ class _Pending:
             prefilled=tuple(self.prefilled),
             handed_over=tuple(self.handed_over),
             ends=tuple(self.ends),
+            migrations_failed=tuple(self.migrations_failed),
         )
 
 
@@ -97,6 +108,11 @@ class Outbox:
             in_transfer=in_transfer,
         )
         self._for(gateway_id).ends.append(message)
+
+    def migration_failed(self, gateway_id: GatewayId, key: AttemptKey, detail: str, *, refused: bool) -> None:
+        """The attempt stays on this worker."""
+        message = MigrationFailed(request_id=key.request_id, attempt=key.attempt, refused=refused, detail=detail)
+        self._for(gateway_id).migrations_failed.append(message)
 
     def flush(self) -> dict[GatewayId, StepUpdate]:
         """One update for each gateway with something to send; the outbox is empty afterwards."""

@@ -55,6 +55,7 @@ def _check_counts(scheduler: Scheduler) -> list[str]:
         "waiting or suspended": (len(in_queue), len(scheduler.waiting)),
         "running": (len(by_state[SequenceState.RUNNING]), len(scheduler.running)),
         "reserved": (len(by_state[SequenceState.RESERVED]), scheduler.num_reserved),
+        "held and leaving": (sum(s.is_leaving for s in by_state[SequenceState.HELD]), scheduler.num_leaving),
         "ended": (len(by_state[SequenceState.ENDED]), 0),
     }
     problems = [
@@ -86,6 +87,6 @@ def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> list[str]:
         full = table[: sequence.num_computed_tokens // blocks.block_size]
         if not all(map(blocks.prefix.is_published, full)):
             problems.append(f"{key} has computed a full block that is not published")
-    if state is SequenceState.HELD and sequence.reserved_blocks:
+    if state is SequenceState.HELD and sequence.reserved_blocks and not sequence.is_leaving:
         problems.append(f"{key} is computed and still has blocks reserved")
     return problems

@@ -65,7 +65,7 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
     planned: list[ScheduledSequence] = []
     for sequence in scheduler.running.values():
         num_pending = int(sequence in pending)
-        if num_pending and is_full(sequence, scheduler.max_model_len, num_pending):
+        if sequence.is_leaving or (num_pending and is_full(sequence, scheduler.max_model_len, num_pending)):
             continue
         if sequence.num_uncomputed_tokens != 1 or not _needs_ids_only(sequence):
             return NOTHING
@@ -134,6 +134,10 @@ class Steps:
     def is_under_way(self) -> bool:
         """Whether a step was queued whose tokens are not known yet."""
         return self._under_way is not None
+
+    def computes(self, sequence: Sequence) -> bool:
+        """Whether the step under way computes a token of it."""
+        return self._under_way is not None and any(e.sequence is sequence for e in self._under_way.plan.entries)
 
     def plan(self) -> StepPlan:
         """What to compute next. Empty where that is nothing, or where the step under way must be finished first."""

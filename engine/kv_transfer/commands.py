@@ -1,7 +1,7 @@
 """What a half of the hand-over has its worker do: frozen data, to be carried out in the order given.
 
-Order matters in three places. Commands for the engine (`StartPrefill`, `GatherChunk`, `ReserveBlocks`, `ScatterChunk`,
-`JoinSequence`, `ReleaseSequence`) go into one queue, so that a release runs after everything that was queued before it.
+Order matters in three places. Commands for the engine (all but `SendControl`, `SendKv`, `ReceiveKv`, the reports and
+`ClosePair`) go into one queue, so that a release runs after everything that was queued before it.
 `SendKv` and `ReceiveKv` go to the transport in order. `ReceiveKv` is started before the `SendControl(ClearToSend)` that
 follows it.
 """
@@ -48,6 +48,31 @@ class StartPrefill:
     """P: run the prompt and hold it afterwards; D has room for it."""
 
     spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSequence:
+    """P: take a running sequence out of the batch; D knows its first `num_known` tokens, and most of their KV is there.
+    Answer: `Sender.on_held`."""
+
+    key: AttemptKey
+    num_known: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnholdSequence:
+    """P: a running sequence stays here, and decodes on if it was held. No answer."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class EndSequence:
+    """P: a running sequence is over here. `moved`: D goes on with it; else it is unknown whether D does. No answer."""
+
+    key: AttemptKey
+    moved: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +127,14 @@ class ScatterChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendSequence:
+    """D: append tokens to the reserved sequence, and allocate its blocks. No answer."""
+
+    key: AttemptKey
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class JoinSequence:
     """D: all KV is in place; append `token_id`, which P sampled, and decode on. No answer is needed."""
 
@@ -130,6 +163,8 @@ class SendOver:
     """Bytes of KV announced to D."""
     cached_tokens: int = 0
     """Leading tokens that D had."""
+    stays: bool = False
+    """Whether it is a running sequence that goes on here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +192,26 @@ class ClosePair:
     cause: Cause
 
 
-SenderCommand = SendControl | StartPrefill | GatherChunk | SendKv | ReleaseSequence | SendOver | ClosePair
+SenderCommand = (
+    SendControl
+    | StartPrefill
+    | GatherChunk
+    | SendKv
+    | ReleaseSequence
+    | HoldSequence
+    | UnholdSequence
+    | EndSequence
+    | SendOver
+    | ClosePair
+)
 ReceiverCommand = (
-    SendControl | ReserveBlocks | ReceiveKv | ScatterChunk | JoinSequence | ReleaseSequence | ReceiveOver | ClosePair
+    SendControl
+    | ReserveBlocks
+    | ReceiveKv
+    | ScatterChunk
+    | ExtendSequence
+    | JoinSequence
+    | ReleaseSequence
+    | ReceiveOver
+    | ClosePair
 )

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.engine.kv_transfer.commands import ReceiveKv, ScatterChunk
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
-from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Reserved
+from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Extend, Reserved
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec
+from disagg.proto.token_ids import num_token_ids
 
 
 class ReceiveState(enum.Enum):
@@ -40,6 +41,7 @@ class ReceiveEvent(enum.Enum):
     RESERVED = "reserved"
     REFUSED = "refused"
     HEADER = "ChunkHeader"
+    EXTEND = "Extend"
     COMMIT = "Commit"
     JOIN = "join"
     JOINED = "joined"
@@ -53,6 +55,7 @@ RECEIVE_TABLE: Table[ReceiveState, ReceiveEvent] = Table(
         (_S.RESERVING, _E.REFUSED): _S.OVER,
         (_S.RESERVING, _E.GIVE_UP): _S.OVER,
         (_S.RECEIVING, _E.HEADER): _S.RECEIVING,
+        (_S.RECEIVING, _E.EXTEND): _S.RECEIVING,
         (_S.RECEIVING, _E.COMMIT): _S.RECEIVING,
         (_S.RECEIVING, _E.JOIN): _S.JOINING,
         (_S.RECEIVING, _E.GIVE_UP): _S.OVER,
@@ -103,6 +106,10 @@ class ReceiveAttempt:
 
     spec: SequenceSpec
     generation: int
+    move: int = 0
+    """Number of the move of a running sequence, from its offer."""
+    num_known_tokens: int = field(init=False)
+    """Tokens whose KV must be here in the end."""
     state: ReceiveState = ReceiveState.RESERVING
     cached_tokens: int = 0
     next_token: int = 0
@@ -116,6 +123,9 @@ class ReceiveAttempt:
     began_at: float | None = None
     """When its first chunk was announced."""
     commit: Commit | None = None
+
+    def __post_init__(self) -> None:
+        self.num_known_tokens = self.spec.num_known_tokens
 
     @property
     def key(self) -> AttemptKey:
@@ -140,6 +150,11 @@ class ReceiveAttempt:
     def live(self) -> bool:
         """Whether the hand-over can still succeed."""
         return self.state is not ReceiveState.OVER
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and answer that there can be."""
+        return num_token_ids(self.spec.prompt_token_ids) + self.spec.sampling.max_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -211,8 +226,8 @@ def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: 
         raise PeerError(f"{where} was announced where chunk {attempt.next_seq} was due")
     if header.start_token != attempt.next_token:
         raise PeerError(f"{where} starts at token {header.start_token}, not {attempt.next_token}")
-    if num_tokens < 1 or header.end_token > attempt.spec.num_known_tokens:
-        raise PeerError(f"{where} ends at token {header.end_token} of {attempt.spec.num_known_tokens}")
+    if num_tokens < 1 or header.end_token > attempt.num_known_tokens:
+        raise PeerError(f"{where} ends at token {header.end_token} of {attempt.num_known_tokens}")
     if header.nbytes != num_tokens * bytes_per_token or header.nbytes > max_chunk_bytes:
         raise PeerError(f"{where} has {header.nbytes} bytes for {num_tokens} tokens")
 
@@ -234,13 +249,27 @@ def check_commit(attempt: ReceiveAttempt, commit: Commit) -> None:
     Raises:
         PeerError: if it does not.
     """
-    num_known = attempt.spec.num_known_tokens
+    num_known = attempt.num_known_tokens
     if attempt.commit is not None:
         raise PeerError(f"a second Commit of {attempt.key}")
     if commit.num_chunks != attempt.next_seq or attempt.next_token != num_known:
         raise PeerError(f"Commit of {attempt.key} after {attempt.next_token} of {num_known} tokens")
     if commit.token_id < 0:
         raise PeerError(f"Commit of {attempt.key} with token {commit.token_id}")
+
+
+def check_extension(attempt: ReceiveAttempt, extension: Extend) -> None:
+    """Only a running sequence grows, and only before its commit.
+
+    Raises:
+        PeerError: if it is not that, or the tokens cannot be any.
+    """
+    if attempt.move == 0 or attempt.commit is not None:
+        raise PeerError(f"Extend of {attempt.key}, which does not grow")
+    if not extension.token_ids or min(extension.token_ids) < 0:
+        raise PeerError(f"Extend of {attempt.key} by {len(extension.token_ids)} tokens that are none")
+    if attempt.num_known_tokens + len(extension.token_ids) > attempt.most_tokens:
+        raise PeerError(f"Extend of {attempt.key} beyond its {attempt.most_tokens} tokens")
 
 
 class ReceiveWindow(ChunkWindow[ReceivedChunk]):

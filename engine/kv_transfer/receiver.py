@@ -20,6 +20,7 @@ from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
     Cause,
+    ExtendSequence,
     JoinSequence,
     ReceiveOutcome,
     ReceiveOver,
@@ -39,6 +40,7 @@ from disagg.engine.kv_transfer.receive_window import (
     ReceiveWindow,
     check_checksum,
     check_commit,
+    check_extension,
 )
 from disagg.proto.handover import (
     Abort,
@@ -46,6 +48,7 @@ from disagg.proto.handover import (
     ChunkHeader,
     ChunkSum,
     Commit,
+    Extend,
     Failure,
     Offer,
     PairHeartbeat,
@@ -102,6 +105,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
         self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
+        self._last_moves: dict[AttemptKey, int] = {}
+        """Of the keys in `_ended`, and of some that were."""
         self._last_generation = 0
 
     # ------------------------------------------------------------ inputs of this worker
@@ -207,6 +212,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
                 self._on_header(message)
             case ChunkSum():
                 self._on_checksum(message, out)
+            case Extend():
+                self._on_extend(message, out)
             case Commit():
                 self._on_commit(message, out)
             case Abort():
@@ -222,14 +229,14 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             self.counters["stale"] += 1
         elif key in self._cancelled_early:
             self._cancelled_early.discard(key)
-            self._ended.add(key, self._clock.now)
+            self._remember(key, message.move)
             out.append(abort(key, CANCELLED))
-        elif key in self._ended or self._window.has_any_of(key):
+        elif self._is_over(key, message.move) or self._window.has_any_of(key):
             self.counters["stale"] += 1
             out.append(SendControl(Refused(request_id=key.request_id, attempt=key.attempt, reason=ATTEMPT_IS_OVER)))
         else:
             self._last_generation += 1
-            self._attempts[key] = ReceiveAttempt(message.spec, self._last_generation)
+            self._attempts[key] = ReceiveAttempt(message.spec, self._last_generation, message.move)
             out.append(ReserveBlocks(message.spec))
 
     def _on_header(self, header: ChunkHeader) -> None:
@@ -248,6 +255,18 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         chunk.announced = message.checksum
         if chunk.arrived is not None:
             self._verify(chunk, out)
+
+    def _on_extend(self, message: Extend, out: Commands) -> None:
+        attempt = self._current(message)
+        if attempt is None:
+            return
+        attempt.state = RECEIVE_TABLE.next_from_peer(attempt.state, ReceiveEvent.EXTEND)
+        check_extension(attempt, message)
+        num_tokens = len(message.token_ids)
+        attempt.num_known_tokens += num_tokens
+        attempt.num_unverified_tokens += num_tokens
+        attempt.num_missing_tokens += num_tokens
+        out.append(ExtendSequence(attempt.key, message.token_ids))
 
     def _on_commit(self, commit: Commit, out: Commands) -> None:
         attempt = self._current(commit)
@@ -332,7 +351,17 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
 
     def _forget(self, attempt: ReceiveAttempt) -> None:
         del self._attempts[attempt.key]
-        self._ended.add(attempt.key, self._clock.now)
+        self._remember(attempt.key, attempt.move)
+
+    def _remember(self, key: AttemptKey, move: int) -> None:
+        self._ended.add(key, self._clock.now)
+        self._last_moves[key] = move
+
+    def _is_over(self, key: AttemptKey, move: int) -> bool:
+        """Whether this offer, or a later move of the sequence, ended here lately."""
+        if len(self._last_moves) > 2 * len(self._ended) + 64:
+            self._last_moves = {known: last for known, last in self._last_moves.items() if known in self._ended}
+        return key in self._ended and move <= self._last_moves[key]
 
     def _report(self, attempt: ReceiveAttempt, outcome: ReceiveOutcome, cause: Cause | None, out: Commands) -> None:
         kv_bytes, cached = attempt.kv_bytes, attempt.cached_tokens

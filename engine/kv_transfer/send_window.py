@@ -17,6 +17,9 @@ A chunk, which outlasts its attempt if D has cleared it, because D has posted th
 The last chunk of a prompt is announced while its tokens are computed (ANNOUNCED_EARLY), so that D's receive is posted
 by then.
 
+A sequence that moves while it decodes is an attempt, too. Its KV is cut as if its prompt were being computed; when what
+is worth a payload has arrived, it is held, and then its last tokens are known and it is complete.
+
 A payload has whole tokens and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
 step left at least half of a full one; what is smaller waits for the next step, because a lone small message costs
 milliseconds. When the prompt is computed, the rest goes out whatever its size.
@@ -27,7 +30,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disagg.engine.kv_transfer.commands import GatherChunk, SendKv
@@ -145,6 +148,13 @@ class SendAttempt:
     deadline: float | None
     generation: int = 0
     cached_tokens: int = 0
+    num_known_tokens: int = field(init=False)
+    """Tokens whose KV must be on D in the end."""
+    move: int = 0
+    """Number of the move where it is a running sequence; 0 for a prompt."""
+    is_growing: bool = False
+    """It is a running sequence that was not held yet: it has more tokens than are known here."""
+    is_hold_ordered: bool = False
     num_planned: int = 0
     """The engine computes, or has computed, the tokens before this one."""
     next_token: int = 0
@@ -159,8 +169,14 @@ class SendAttempt:
     kv_bytes: int = 0
     started: bool = False
     """Whether the engine runs or holds it: `StartPrefill` was issued, `ReleaseSequence` was not."""
+    is_committed: bool = False
+    """Whether `Commit` was sent: D may have it."""
     waiting_since: float = 0.0
     """When the offer, commit or abort was sent that D must answer next."""
+
+    def __post_init__(self) -> None:
+        self.num_known_tokens = self.spec.num_known_tokens
+        self.is_growing = self.move > 0
 
     @property
     def key(self) -> AttemptKey:
@@ -168,14 +184,14 @@ class SendAttempt:
         return self.spec.key
 
     @property
-    def num_known_tokens(self) -> int:
-        """Tokens whose KV must be on D in the end."""
-        return self.spec.num_known_tokens
-
-    @property
     def complete(self) -> bool:
         """Whether the engine computes the end of the prompt, or has."""
-        return self.num_planned == self.num_known_tokens
+        return self.num_planned == self.num_known_tokens and not self.is_growing
+
+    @property
+    def stays(self) -> bool:
+        """Whether it goes on here where the hand-over fails: a running sequence that D cannot have."""
+        return self.move > 0 and not self.is_committed
 
     @property
     def urgency(self) -> tuple[bool, float]:
@@ -198,6 +214,7 @@ class SendAttempt:
         return (
             self.state is SendState.PREFILLING
             and self.token_id is not None
+            and not self.is_growing
             and self.next_token == self.num_known_tokens
             and self.num_unannounced == 0
         )
@@ -240,7 +257,7 @@ class SentChunk:
     @property
     def is_last(self) -> bool:
         """Whether the prompt ends here."""
-        return self.end == self.attempt.num_known_tokens
+        return self.end == self.attempt.num_known_tokens and not self.attempt.is_growing
 
     @property
     def header(self) -> ChunkHeader:

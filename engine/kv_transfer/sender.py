@@ -5,6 +5,9 @@ staging slot, announced to D with its checksum, and sent when D clears it. The e
 for, is announced while it is computed, and its checksum follows. When all chunks are announced and token 0 is known,
 `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
 
+A running sequence is handed over in the same way (`move`). It decodes on while D reserves and most of its KV is copied;
+then it is held for what is left. Until `Commit` is sent it can go on here, and does so where the hand-over fails.
+
 The blocks of a sequence are kept until then, or until the attempt is given up, and never released while a gather from
 them is to come. A staging slot is held from `GatherChunk` until the bytes left, or until D can no longer clear them: it
 acknowledged our abort, or aborted itself (its stream is ordered, so nothing of the attempt follows). A chunk that D
@@ -21,12 +24,15 @@ from disagg.engine.kv_transfer.commands import (
     PAIR_CLOSED,
     STUCK,
     Cause,
+    EndSequence,
+    HoldSequence,
     ReleaseSequence,
     SendControl,
     SenderCommand,
     SendOutcome,
     SendOver,
     StartPrefill,
+    UnholdSequence,
 )
 from disagg.engine.kv_transfer.pair_half import PairHalf, PeerError, TransitionError, abort, abort_ack
 from disagg.engine.kv_transfer.send_window import SEND_TABLE, SendAttempt, SendEvent, SendState, SendWindow
@@ -36,6 +42,7 @@ from disagg.proto.handover import (
     ChunkDone,
     ClearToSend,
     CommitAck,
+    Extend,
     Failure,
     Offer,
     PairHeartbeat,
@@ -95,20 +102,23 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
 
     # ------------------------------------------------------------ inputs of this worker
 
-    def offer(self, spec: SequenceSpec, now: float) -> Commands:
-        """Offer this attempt to D.
+    def offer(self, spec: SequenceSpec, now: float, move: int = 0) -> Commands:
+        """Offer this attempt to D: a prompt, or move number `move` of a sequence that decodes here, with the tokens
+        whose KV is computed.
 
         Raises:
             TransitionError: if the attempt was offered before and something of it is still here.
         """
         self._clock.advance(now)
         if self.closed:
-            return [SendOver(spec.key, "failed", PAIR_CLOSED)]
+            return [SendOver(spec.key, "failed", PAIR_CLOSED, stays=move > 0)]
         if spec.key in self._attempts or self._window.has_any_of(spec.key):
             raise TransitionError(f"{spec.key} was offered before")
         deadline = None if spec.timeout_s is None else now + spec.timeout_s
-        self._attempts[spec.key] = SendAttempt(spec, SendState.OFFERED, deadline, waiting_since=self._clock.now)
-        return [SendControl(Offer(spec=spec))]
+        self._attempts[spec.key] = SendAttempt(
+            spec, SendState.OFFERED, deadline, move=move, waiting_since=self._clock.now
+        )
+        return [SendControl(Offer(spec=spec, move=move))]
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> Commands:
         """P's engine computes tokens before `end` now; gathers of them are done when they are computed."""
@@ -121,6 +131,31 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
             return []
         attempt.token_id, attempt.logprobs = token_id, logprobs
         return self._move(attempt, attempt.num_known_tokens)
+
+    def on_held(
+        self,
+        key: AttemptKey,
+        ok: bool,
+        token_ids: tuple[int, ...] = (),
+        token_id: int = -1,
+        logprobs: TokenLogprobs | None = None,
+    ) -> Commands:
+        """A running sequence is out of the batch: it has `token_ids` more tokens than D knows, and `token_id` behind
+        them. Not `ok` if it does not decode any more."""
+        attempt, out = self._attempts.get(key), Commands()
+        if attempt is None or not attempt.live:
+            return out
+        if not ok:
+            self._give_up(attempt, "failed", KV_GONE, out)
+            return out
+        attempt.is_growing = False
+        attempt.token_id, attempt.logprobs = token_id, logprobs
+        if token_ids:
+            attempt.num_known_tokens += len(token_ids)
+            request_id, number = key
+            message = Extend(request_id=request_id, attempt=number, generation=attempt.generation, token_ids=token_ids)
+            out.append(SendControl(message))
+        return out + self._move(attempt, attempt.num_known_tokens)
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Commands:
         """The copy into the slot is done; not `ok` if the sequence is gone.
@@ -208,7 +243,11 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         attempt.generation = message.generation
         attempt.cached_tokens = attempt.next_token = message.cached_tokens
         attempt.started = True
-        out.append(StartPrefill(attempt.spec))
+        if attempt.move:
+            attempt.num_planned = attempt.num_known_tokens
+            self._moving[attempt.key] = attempt
+        else:
+            out.append(StartPrefill(attempt.spec))
 
     def _on_refused(self, message: Refused, out: Commands) -> None:
         attempt = self._attempts.get(message.key)
@@ -246,6 +285,9 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         if attempt.state is SendState.OVER:
             self._report(attempt, "handed_over", None, out)
             self._forget(attempt)
+            if attempt.move:
+                attempt.started = False
+                out.append(EndSequence(attempt.key, moved=True))
             self._release(attempt, out)
 
     def _on_abort(self, message: Abort, out: Commands) -> None:
@@ -291,8 +333,12 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         while (chunk := self._window.pop_announceable(self._clock.now)) is not None:
             out.append(SendControl(chunk.header))
         for attempt in in_order:
+            if attempt.is_growing and not attempt.is_hold_ordered and not self._window.has_any_of(attempt.key):
+                attempt.is_hold_ordered = True
+                out.append(HoldSequence(attempt.key, attempt.num_known_tokens))
             if attempt.can_commit:
                 attempt.state = SEND_TABLE.next(attempt.state, SendEvent.COMMIT)
+                attempt.is_committed = True
                 attempt.waiting_since = self._clock.now
                 out.append(SendControl(attempt.commit))
 
@@ -316,10 +362,16 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         """Let the engine drop the sequence, once, when no gather from it is to come."""
         if attempt.started and attempt.num_gathering == 0:
             attempt.started = False
-            out.append(ReleaseSequence(attempt.key))
+            if attempt.stays:
+                out.append(UnholdSequence(attempt.key))
+            elif attempt.move:
+                out.append(EndSequence(attempt.key, moved=False, detail="the move to another worker failed at its end"))
+            else:
+                out.append(ReleaseSequence(attempt.key))
 
     def _report(self, attempt: SendAttempt, outcome: SendOutcome, cause: Cause | None, out: Commands) -> None:
-        out.append(SendOver(attempt.key, outcome, cause, attempt.kv_bytes, attempt.cached_tokens))
+        stays = attempt.stays and outcome != "handed_over"
+        out.append(SendOver(attempt.key, outcome, cause, attempt.kv_bytes, attempt.cached_tokens, stays))
 
     def _end_all(self, cause: Cause, out: Commands) -> None:
         for attempt in self._attempts.values():

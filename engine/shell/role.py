@@ -16,8 +16,8 @@ from disagg.engine.parallel.interfaces import Followers
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.parts import WorkerParts
 from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Dispatch, PeerRef, RoleName, TransferCount, WorkerInfo
+from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount, WorkerInfo
 
 
 class RoleContext(Protocol):
@@ -90,6 +90,14 @@ class Role(Protocol):
         """A decode worker joined; a role that hands over to it prepares for that."""
         ...
 
+    def migrate(self, message: Migrate, gateway_id: GatewayId) -> None:
+        """Move an attempt that decodes on this worker to another one; for the role that sends."""
+        ...
+
+    def cancel_migration(self, key: AttemptKey, gateway_id: GatewayId) -> None:
+        """Have it stay here, if that is still possible."""
+        ...
+
     def cancel(self, key: AttemptKey) -> None:
         """Stop an attempt in whatever phase it is; also one that this role does not have (yet)."""
         ...
@@ -99,7 +107,8 @@ class Role(Protocol):
         ...
 
     def on_event(self, event: Event) -> None:
-        """An engine event about one of this role's attempts."""
+        """An engine event about one of this role's attempts, which another role may have, too: a sequence that moves.
+        One that only concerns the other role is ignored."""
         ...
 
     def transfers(self) -> list[TransferCount]:

@@ -68,8 +68,8 @@ class ServedWorker(Protocol):
         """What gateways get of this worker."""
         ...
 
-    def on_message(self, message: GatewayToWorker) -> None:
-        """A dispatch or a cancel from a gateway."""
+    def on_message(self, message: GatewayToWorker, gateway_id: GatewayId) -> None:
+        """A message of a gateway."""
         ...
 
     def on_gateway_lost(self, gateway_id: GatewayId) -> None:
@@ -260,7 +260,7 @@ class WorkerService:
             async for frame in requests:
                 if session.closed:  # What an earlier session still had on the wire was given up with it.
                     return
-                self._worker.on_message(self._from_gateway.decode(frame))
+                self._worker.on_message(self._from_gateway.decode(frame), gateway_id)
         except msgspec.MsgspecError as error:
             logger.warning("gateway %s: a bad frame, closing its session: %s", gateway_id, error)
         except grpc.RpcError as error:

@@ -45,9 +45,11 @@ from disagg.proto.messages import (
     AuditReport,
     BlocksSnapshot,
     Cancel,
+    CancelMigration,
     Connect,
     Dispatch,
     GatewayToWorker,
+    Migrate,
     TransferCount,
     WorkerInfo,
 )
@@ -327,15 +329,13 @@ class Worker:
         return any(role.owns(key) for role in self._roles)
 
     def _route(self, event: Event) -> None:
-        for role in self._roles:
-            if role.owns(event.key):
-                role.on_event(event)
-                return
+        for role in [role for role in self._roles if role.owns(event.key)]:
+            role.on_event(event)
 
     # ------------------------------------------------------------ gateway side, called by the service
 
-    def on_message(self, message: GatewayToWorker) -> None:
-        """A dispatch or a cancel from a gateway."""
+    def on_message(self, message: GatewayToWorker, gateway_id: GatewayId) -> None:
+        """A message of a gateway."""
         if self._stop_event is not None and self._stop_event.is_set():
             return  # The roles end all attempts, and the session ends.
         match message:
@@ -345,6 +345,12 @@ class Worker:
             case Connect():
                 for role in self._roles:
                     role.connect(message.decode_peer)
+            case Migrate():
+                for role in self._roles:
+                    role.migrate(message, gateway_id)
+            case CancelMigration():
+                for role in self._roles:
+                    role.cancel_migration(AttemptKey(message.request_id, message.attempt), gateway_id)
             case Dispatch():
                 self._dispatch(message)
         self.flush()

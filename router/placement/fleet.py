@@ -369,6 +369,11 @@ class Fleet:
         """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
         return self._bucket_of[worker_id].candidate(demand, self._workers[worker_id])
 
+    def targets(self, demand: Demand, source: Worker) -> list[Candidate]:
+        """A few workers with room for a sequence that decodes on `source`, to which it could move."""
+        excluded = self._excluded_now
+        return self._group(source.info).targets(demand, source, excluded.colocated | excluded.decodes)
+
     def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
         """Of the workers that could decode a request of that length, the one that has a decode place and the blocks for
         it soonest, with answers of `output_tokens` tokens; of those about as soon the one with the least share of its

@@ -183,7 +183,7 @@ class TokenHider:
 
     def _hide_update(self, update: StepUpdate) -> StepUpdate:
         tokens = tuple([self._hide_tokens(each) for each in update.tokens])
-        return StepUpdate(tokens=tokens, prefilled=update.prefilled, handed_over=update.handed_over, ends=update.ends)
+        return msgspec.structs.replace(update, tokens=tokens)
 
     def _hide_tokens(self, out: TokenOut) -> TokenOut:
         stop_ids = self._stop_ids.get(out.request_id, ())

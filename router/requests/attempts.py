@@ -23,6 +23,7 @@ from disagg.router.api import AttemptMarks, Path
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import (
+    Candidate,
     Choice,
     Demand,
     Draw,
@@ -228,6 +229,21 @@ class Attempts:
         later too."""
         attempt = record.running
         return self._fleet.refused(attempt.decode, attempt.key)
+
+    def refused_by(self, attempt: Attempt, worker_id: WorkerId) -> None:
+        """The worker to which it was to move has no room."""
+        self._fleet.refused(worker_id, attempt.key)
+
+    def open_target(self, record: RequestRecord, target: Candidate, demand: Demand, now: float) -> None:
+        """Assign an attempt that decodes to the worker to which it moves, too."""
+        attempt, worker = record.running, target.worker
+        assignment = decode_assignment(demand, target, computes_prompt=False)
+        assignment.num_before = len(record.output.released)
+        assignment.first_at = record.trace.stages.get("first_token") or math.inf
+        self._fleet.open(worker, attempt.key, assignment, self._num_started)
+        self._fleet.pairs.used(attempt.decode, worker.worker_id, now)
+        self._num_started += 1
+        attempt.live.append(worker.worker_id)
 
     def leave(self, attempt: Attempt, worker_id: WorkerId) -> None:
         """The worker is done with the attempt; close its assignment."""

@@ -151,6 +151,20 @@ class ConnectPair(msgspec.Struct, frozen=True, gc=False):
     decode_peer: messages.PeerRef
 
 
+class Migrate(msgspec.Struct, frozen=True, gc=False):
+    """Have the worker move an attempt to another one."""
+
+    worker_id: WorkerId
+    message: messages.Migrate
+
+
+class CancelMigration(msgspec.Struct, frozen=True, gc=False):
+    """Have the worker keep an attempt that it was to move."""
+
+    worker_id: WorkerId
+    key: AttemptKey
+
+
 class Emit(msgspec.Struct, frozen=True, gc=False):
     """The next output tokens, in index order."""
 
@@ -185,4 +199,6 @@ class WorkerIsDrained(msgspec.Struct, frozen=True, gc=False):
     incarnation: Incarnation
 
 
-Command = Dispatch | CancelOn | ConnectPair | Emit | Finish | Fail | WatchAgain | WorkerIsDrained
+Command = (
+    Dispatch | CancelOn | ConnectPair | Migrate | CancelMigration | Emit | Finish | Fail | WatchAgain | WorkerIsDrained
+)

@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId, WorkerId
-from disagg.proto.messages import SequenceSpec, Targets
+from disagg.proto.messages import End, SequenceSpec, Targets
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
@@ -41,6 +41,19 @@ HashBlocks = Callable[[BlockHash, PackedTokenIds], list[BlockHash]]
 _NO_WORKERS: Mapping[WorkerId, float] = MappingProxyType({})
 
 
+class Move(msgspec.Struct, gc=False):
+    """A move of an attempt, which decodes, to another worker; see `migrations.py`."""
+
+    source: WorkerId
+    target: WorkerId
+    has_arrived: bool = False
+    """The target has it."""
+    has_left: bool = False
+    """The source is done with it."""
+    last_end: End | None = None
+    """Of the target, where it came before the last tokens of the source."""
+
+
 class Attempt(msgspec.Struct, gc=False):
     """One attempt: its workers, and which of them are not done."""
 
@@ -63,6 +76,14 @@ class Attempt(msgspec.Struct, gc=False):
     """Seconds that it may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
     """Known tokens that were cached on the worker which computes the prompt; None until it reported that."""
+    move: Move | None = None
+    """Of the move that is not over."""
+    num_moves: int = 0
+    """Moves that were begun."""
+    move_after: float = 0.0
+    """It is not moved before this time."""
+    awaited: WorkerId | None = None
+    """The worker that it moved to, until its first token from there is released."""
 
     def note_cached(self, num_tokens: int) -> None:
         """The worker that computes the prompt had this many of its tokens cached. Of two reports the larger counts."""

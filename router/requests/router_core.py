@@ -17,6 +17,7 @@ Owner of all state below: this object. When no request is in it, `holdings()` is
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -31,7 +32,15 @@ from disagg.proto.errors import (
     UnsamplableError,
 )
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import End, HandedOver, PrefillDone, TokenOut, WorkerInfo, WorkerReport
+from disagg.proto.messages import (
+    End,
+    HandedOver,
+    MigrationFailed,
+    PrefillDone,
+    TokenOut,
+    WorkerInfo,
+    WorkerReport,
+)
 from disagg.router.api import CallDemand, ClusterView, PlacementView, RequestTrace
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.fleet import Fleet
@@ -43,6 +52,7 @@ from disagg.router.requests.admission import predicted_miss, queue_refusal, refu
 from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg, note_answer, note_prefilled
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.inspection import cluster_view, integrity_problems
+from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED, Retries
 from disagg.router.requests.timers import Timers
@@ -90,6 +100,7 @@ class RouterCore:
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
         self._retries = Retries(config)
         self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
+        self._migrations = Migrations(config, self._requests, self._fleet, policy, self._attempts, self._telemetry)
         self._cancel_on_return: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0
@@ -130,6 +141,8 @@ class RouterCore:
             self._wake(now)
         if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
+        if now >= self._migrations.next_wakeup():
+            self._out += self._migrations.look(now)
         if fleet.to_drain:
             self._out += [events.WorkerIsDrained(*drained) for drained in fleet.newly_drained()]
         out, self._out = self._out, []
@@ -148,7 +161,9 @@ class RouterCore:
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing is due."""
-        return self._fleet.breakers.next_of(self._timers.earliest())
+        due = self._fleet.breakers.next_of(self._timers.earliest())
+        look_at = self._migrations.next_wakeup()
+        return due if look_at == math.inf else look_at if due is None else min(due, look_at)
 
     def room_refusal(self) -> OverloadedError | None:
         """The error if every request is refused now, whatever its prompt."""
@@ -254,6 +269,7 @@ class RouterCore:
         if incarnation == info.incarnation:
             self._out.extend(events.CancelOn(info.worker_id, key) for key in keys)
         self._waiting.workers_changed(now)
+        self._migrations.changed()
 
     def _on_worker_lost(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> None:
         if not self._is_present(worker_id, incarnation):
@@ -285,7 +301,10 @@ class RouterCore:
         for key in keys:
             record = self._requests[key.request_id]
             self._attempts.leave(record.running, worker_id)
-            self._fault(record, f"worker {worker_id} {why}", code, now)
+            if (stay := self._migrations.lost_target(record.running, worker_id)) is not None:
+                self._out.append(stay)
+            else:
+                self._fault(record, f"worker {worker_id} {why}", code, now)
         return keys
 
     def _on_worker_changed(
@@ -300,6 +319,7 @@ class RouterCore:
                 case events.ResumeWorker():
                     self._fleet.resume(event.worker_id)
             self._waiting.workers_changed(now)
+            self._migrations.changed()
 
     def _on_set_decodes(self, decodes: Decodes) -> None:
         if self._policy.decodes in (None, decodes):
@@ -323,6 +343,8 @@ class RouterCore:
             self._on_prefilled(worker_id, prefilled, now)
         for handed_over in update.handed_over:
             self._on_handed_over(worker_id, handed_over, now)
+        for stayed in update.migrations_failed:
+            self._on_migration_failed(worker_id, stayed, now)
         for end in update.ends:
             self._on_end(worker_id, end, now)
 
@@ -332,7 +354,9 @@ class RouterCore:
         self.counters["stale_incarnation"] += 1
         return False
 
-    def _find(self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | End) -> RequestRecord | None:
+    def _find(
+        self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | MigrationFailed | End
+    ) -> RequestRecord | None:
         """The request of a worker's message, if it is for the current attempt and from one of its workers."""
         record = self._requests.get(message.request_id)
         if record is None:
@@ -341,7 +365,7 @@ class RouterCore:
         attempt = record.attempt
         if attempt is None or attempt.key.attempt != message.attempt:
             self.counters["stale_attempt"] += 1
-        elif worker_id != attempt.decode and worker_id != attempt.prefill:
+        elif worker_id != attempt.decode and worker_id != attempt.prefill and worker_id not in attempt.live:
             self.counters["wrong_worker"] += 1
         else:
             return record
@@ -356,6 +380,9 @@ class RouterCore:
             self._attempts.computed(attempt, worker_id, now)
         released = record.output.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
         if released.token_ids:
+            if attempt.awaited == worker_id:
+                attempt.awaited = None
+                self._telemetry.moved(record.trace, now)
             self._attempts.grew(attempt, len(released.token_ids), now)
             self._telemetry.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
@@ -375,12 +402,27 @@ class RouterCore:
         if record is None:
             return
         attempt = record.running
-        if attempt.prefill is None or worker_id != attempt.decode:
+        move = attempt.move
+        if move is not None and worker_id == move.target and worker_id in attempt.live and not move.has_arrived:
+            self._migrations.arrived(record, move, message, now)
+        elif attempt.prefill is None or worker_id != attempt.decode:
             self.counters["wrong_worker"] += 1
         elif worker_id not in attempt.live or attempt.state is AttemptState.DECODING:
             self.counters["late_hand_over"] += 1
         else:
             self._attempts.handed_over(record, message, now)
+
+    def _on_migration_failed(self, worker_id: WorkerId, message: MigrationFailed, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        move = record.running.move
+        if move is None or worker_id != move.source or move.has_left:
+            self.counters["wrong_worker"] += 1
+        elif move.has_arrived:  # It is on both, which no worker does.
+            self._fault(record, f"{worker_id} and {move.target} have it: {message.detail}", "decode_failed", now)
+        else:
+            self._migrations.stayed(record, message, now)
 
     def _on_end(self, worker_id: WorkerId, end: End, now: float) -> None:
         record = self._find(worker_id, end)
@@ -390,15 +432,22 @@ class RouterCore:
         if worker_id not in attempt.live:
             self.counters["late_end"] += 1
             return
+        if self._migrations.awaits_tokens(attempt, end, worker_id, has_gap=record.output.has_gap):
+            return
         self._attempts.leave(attempt, worker_id)
+        move = attempt.move
+        if move is not None and worker_id == move.target and not move.has_arrived:
+            return  # It never came there; the source says the rest.
         match end.reason:
+            case "moved":
+                self._on_moved(record, worker_id, now)
             case "stop" | "length":
                 self._on_answer(record, worker_id, end, end.reason, now)
             case "deadline":
                 self._fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
             case "refused" | "preempted":
                 self._refused(record, worker_id, end, now)
-            case "cancelled" if worker_id == attempt.decode and attempt.live:
+            case "cancelled" if worker_id == attempt.decode and attempt.live and move is None:
                 # P gave the reservation up, and reports the reason itself.
                 self.counters["decode_leg_cancelled"] += 1
             case "invalid":
@@ -407,6 +456,18 @@ class RouterCore:
                 self._lost_attempt(record, UnsamplableError("sampling", end.detail), now)
             case "failed" | "cancelled":
                 self._failed(record, worker_id, end, now)
+
+    def _on_moved(self, record: RequestRecord, worker_id: WorkerId, now: float) -> None:
+        """The worker has handed the sequence over, and has sent all that it had of it."""
+        attempt, move = record.running, record.running.move
+        if move is None or worker_id != move.source:
+            self._fault(record, f"{worker_id} moved it to nowhere", "decode_failed", now)
+        elif move.target not in attempt.live:
+            self._fault(record, f"worker {move.target} was lost", "worker_lost", now)
+        else:
+            self._migrations.left(attempt, move)
+            if move.last_end is not None:
+                self._on_end(move.target, move.last_end, now)
 
     def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
         """A worker's stream has all tokens of its answer before the end, so that a gap is a fault of that worker."""
@@ -485,6 +546,7 @@ class RouterCore:
         self._close(record, error.code if num_answered is None else "stop", now, num_answered)
 
     def _end_attempt(self, record: RequestRecord, now: float) -> None:
+        self._migrations.attempt_ends(record.running, now)
         self._out.extend(self._attempts.end(record, now))
         self._tenants.stopped(record.tenant, now)
 

@@ -26,6 +26,7 @@ from disagg.router.config import Decodes, RecordingOptions, RouterConfig
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
+    CancelMigration,
     CancelOn,
     CancelRequest,
     Command,
@@ -38,6 +39,7 @@ from disagg.router.requests.events import (
     Finish,
     FromWorker,
     LimitsChanged,
+    Migrate,
     ResumeWorker,
     SetDecodes,
     Submit,
@@ -324,6 +326,10 @@ class RouterServer(Router):
                 self._links[worker_id].send(message)
             case CancelOn(worker_id=worker_id, key=key):
                 self._links[worker_id].send(wire.cancel(key))
+            case Migrate(worker_id=worker_id, message=migrate):
+                self._links[worker_id].send(migrate)
+            case CancelMigration(worker_id=worker_id, key=key):
+                self._links[worker_id].send(wire.cancel_migration(key))
             case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
                 self._links[prefill_id].send(wire.connect(peer))
             case Finish(request_id=request_id, completion=completion):

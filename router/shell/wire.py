@@ -14,8 +14,10 @@ from disagg.proto.ids import AttemptKey, WorkerId
 from disagg.proto.messages import (
     AuditReport,
     Cancel,
+    CancelMigration,
     Connect,
     Dispatch,
+    Migrate,
     PeerRef,
     SessionHello,
     StepUpdate,
@@ -25,7 +27,7 @@ from disagg.proto.messages import (
     decoder,
 )
 
-Outgoing = Dispatch | Connect | Cancel
+Outgoing = Dispatch | Connect | Cancel | Migrate | CancelMigration
 
 _session: Final[msgspec.msgpack.Decoder[StepUpdate | SessionHello]] = msgspec.msgpack.Decoder(WorkerToGateway)
 _report: Final = decoder(WorkerReport)
@@ -35,6 +37,11 @@ _audit: Final = decoder(AuditReport)
 def cancel(key: AttemptKey) -> Cancel:
     """The frame that stops an attempt."""
     return Cancel(request_id=key.request_id, attempt=key.attempt)
+
+
+def cancel_migration(key: AttemptKey) -> CancelMigration:
+    """The frame that has an attempt stay where it is."""
+    return CancelMigration(request_id=key.request_id, attempt=key.attempt)
 
 
 def connect(peer: PeerRef) -> Connect:

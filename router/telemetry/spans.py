@@ -10,6 +10,7 @@
     kv_transfer_exposed  from the end of prefill until then                        pairs only: what a stream sees
     decode_queue    until the first decode step
     decode          until the end
+    migration       from the decision to move until it has arrived, on the worker that it moves to; overlaps decode
     detokenize      not a span of time but a sum of many; drawn as if it were the last thing
 
 Workers measure durations, the gateway points in time; so the duration of a worker begins at a point in time of the
@@ -67,6 +68,7 @@ def _parts_of(trace: RequestTrace) -> list[_Part]:
             _add_pair(marks, parts)
         else:
             _add_alone(marks, parts)
+        parts += [("migration", move.target, move.began, move.ended) for move in marks.moves]
         waiting_since = marks.ended
     if waiting_since is not None and (end is None or end > waiting_since):
         parts.append(("route", None, waiting_since, end))

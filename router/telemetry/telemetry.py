@@ -72,6 +72,11 @@ class Telemetry:
         if num_tokens > 1:
             stats.itl.observe(0.0, num_tokens - 1)
 
+    def moved(self, trace: RequestTrace, now: float) -> None:
+        """The first token came from the worker to which an answer moved; to be called before `tokens`."""
+        if trace.last_token_at is not None:
+            self.stats.migration_pause.observe(now - trace.last_token_at)
+
     def ended(
         self, trace: RequestTrace, outcome: str, now: float, *, cached_tokens: int = 0, num_answered: int | None = None
     ) -> None:

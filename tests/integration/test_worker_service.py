@@ -79,7 +79,7 @@ class PlayedWorker:
     def num_pending_prompt_tokens(self) -> int:
         return self.num_pending
 
-    def on_message(self, message: GatewayToWorker) -> None:
+    def on_message(self, message: GatewayToWorker, gateway_id: GatewayId) -> None:
         if self.fault is not None:
             raise self.fault
         self.messages.append(message)

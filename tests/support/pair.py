@@ -174,6 +174,8 @@ class WorkerPair:
         )
         self.sender, self.receiver = self._new_shells()
         self.specs: dict[AttemptKey, SequenceSpec] = {}
+        self.moves: dict[AttemptKey, SequenceSpec] = {}
+        """With what running sequences were offered."""
         self.p_overs: defaultdict[AttemptKey, list[SendOver]] = defaultdict(list)
         self.d_overs: defaultdict[AttemptKey, list[ReceiveOver]] = defaultdict(list)
         self.asked_for_blocks: Counter[AttemptKey] = Counter()
@@ -189,6 +191,14 @@ class WorkerPair:
     def offer(self, spec: SequenceSpec) -> AttemptKey:
         self.specs[spec.key] = spec
         self.sender.offer(spec)
+        return spec.key
+
+    def decode_on_p(self, spec: SequenceSpec, num_tokens: int) -> AttemptKey:
+        """Run a sequence on P alone until it has so many output tokens."""
+        self.specs[spec.key] = spec
+        self.p.commands.append(Add(spec))
+        while len(self.tokens[spec.key]) < num_tokens:
+            self.deliver(next(name for name in ("p_event", "p_command", "p_step") if name in self.ready()))
         return spec.key
 
     def cancel(self, key: AttemptKey, side: str) -> None:
@@ -321,6 +331,12 @@ class WorkerPair:
 
     def assert_at_rest(self) -> None:
         """Nothing is held anywhere, and every attempt that was offered was reported exactly once."""
+        self.assert_nothing_is_held()
+        assert {key: len(overs) for key, overs in self.p_overs.items()} == dict.fromkeys(self.specs, 1)
+        assert Counter(over.key for overs in self.d_overs.values() for over in overs) == self.asked_for_blocks
+
+    def assert_nothing_is_held(self) -> None:
+        """By either side."""
         held = {**self.sender.machine.holdings(), **self.receiver.machine.holdings()}
         assert not any(held.values()), held
         for side in (self.p, self.d):
@@ -333,8 +349,6 @@ class WorkerPair:
         assert num_found == num_corrupted or (was_given_up and num_found < num_corrupted)
         assert not self.sender.slots_in_use
         assert not self.receiver.slots_in_use
-        assert {key: len(overs) for key, overs in self.p_overs.items()} == dict.fromkeys(self.specs, 1)
-        assert Counter(over.key for overs in self.d_overs.values() for over in overs) == self.asked_for_blocks
 
     def outcome(self, key: AttemptKey) -> str:
         """The final outcome that P received."""

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 from disagg.engine.commands import (
     Add,
     ChunkPlanned,
+    End,
     Ended,
     Event,
+    Export,
+    Exported,
+    Extend,
     Gather,
     Gathered,
+    Held,
+    Hold,
     Join,
     PrefillComputed,
     Release,
@@ -27,11 +33,15 @@ from disagg.engine.commands import (
     Scatter,
     Scattered,
     TokenSampled,
+    Unhold,
 )
 from disagg.engine.kv_transfer.commands import (
     Cause,
     ClosePair,
+    EndSequence,
+    ExtendSequence,
     GatherChunk,
+    HoldSequence,
     JoinSequence,
     ReceiveKv,
     ReceiveOver,
@@ -44,7 +54,9 @@ from disagg.engine.kv_transfer.commands import (
     SendKv,
     SendOver,
     StartPrefill,
+    UnholdSequence,
 )
+from disagg.engine.kv_transfer.pair_half import TransitionError
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transports.transport import UNKEYED
@@ -70,6 +82,7 @@ class SenderShell:
         self._buffers: list[Buffer] = [pair.new_buffer(max_chunk_bytes) for _ in range(num_slots)]
         self._gathers: dict[Chunk, GatherChunk] = {}
         self._unfinished: set[tuple[Chunk, int]] = set()
+        self._to_move: dict[AttemptKey, int] = {}
 
     @property
     def num_unfinished_chunks(self) -> int:
@@ -84,13 +97,20 @@ class SenderShell:
     def offer(self, spec: SequenceSpec) -> None:
         self._carry_out(self.machine.offer(spec, self._pair.now))
 
+    def move(self, key: AttemptKey, number: int) -> None:
+        """Offer a sequence that P decodes, once its engine has described it."""
+        self._to_move[key] = number
+        self._pair.p.commands.append(Export(key))
+
     def cancel(self, key: AttemptKey) -> None:
+        self._to_move.pop(key, None)
         self._carry_out(self.machine.cancel(key))
 
     def tick(self) -> None:
         self._carry_out(self.machine.tick(self._pair.now))
 
     def close(self) -> None:
+        self._to_move.clear()
         self._carry_out(self.machine.close(self._pair.now))
 
     def on_message(self, message: ReceiverToSender) -> None:
@@ -108,6 +128,17 @@ class SenderShell:
                 self._carry_out(machine.on_prefill_computed(key, token_id, logprobs))
             case TokenSampled(key, _, index, token_id):
                 pair.note_token(key, index, token_id)
+            case Exported(key, _, spec):
+                number = self._to_move.pop(key, 0)
+                if number and spec is not None:
+                    try:
+                        commands = machine.offer(spec, pair.now, number)
+                    except TransitionError:
+                        return  # something of an earlier move is here still
+                    pair.moves[key] = spec
+                    self._carry_out(commands)
+            case Held(key, ok, token_ids, token_id, logprobs):
+                self._carry_out(machine.on_held(key, ok, token_ids, token_id, logprobs))
             case Gathered(key, seq, ok, digest):
                 gather = self._gathers.pop((key, seq))
                 assert self.slots_in_use.pop(gather.slot) == (key, seq)
@@ -136,6 +167,13 @@ class SenderShell:
                     assert slot not in self.slots_in_use, self.slots_in_use
                     self.slots_in_use[slot] = (key, seq)
                     self._send_bytes(command)
+                case HoldSequence(key, num_known):
+                    pair.p.commands.append(Hold(key, num_known))
+                case UnholdSequence(key):
+                    pair.p.commands.append(Unhold(key))
+                case EndSequence(key, moved, detail):
+                    assert not any(gathering == key for gathering, _ in self._gathers)
+                    pair.p.commands.append(End(key, "moved" if moved else "failed", detail))
                 case ReleaseSequence(key):
                     assert not any(gathering == key for gathering, _ in self._gathers)
                     pair.p.commands.append(Release(key))
@@ -182,6 +220,8 @@ class ReceiverShell:
         self._scatters: dict[Chunk, int] = {}
         self._verified: Counter[AttemptKey] = Counter()
         """Tokens whose scatter was ordered, or that were cached."""
+        self._grown: Counter[AttemptKey] = Counter()
+        """Tokens by which running sequences grew."""
         self._owned: set[AttemptKey] = set()
         """Committed attempts that the engine runs."""
 
@@ -232,6 +272,7 @@ class ReceiverShell:
                     if not pair.broken:
                         pair.to_p.append(message)  # type: ignore[arg-type]  # a receiver sends only its own kinds
                 case ReserveBlocks(spec):
+                    self._grown[spec.key] = 0
                     pair.asked_for_blocks[spec.key] += 1
                     pair.d.commands.append(Reserve(spec))
                 case ReceiveKv(key, seq, slot):
@@ -244,8 +285,12 @@ class ReceiverShell:
                     self._scatters[key, seq] = slot
                     self._verified[key] += end - start
                     pair.d.commands.append(Scatter(key, seq, start, end, self._buffers[slot][:nbytes]))
+                case ExtendSequence(key, token_ids):
+                    self._grown[key] += len(token_ids)
+                    pair.d.commands.append(Extend(key, token_ids))
                 case JoinSequence(key, token_id, logprobs):
-                    assert self._verified[key] == pair.specs[key].num_known_tokens
+                    offered = pair.moves.get(key, pair.specs[key])
+                    assert self._verified[key] == offered.num_known_tokens + self._grown[key]
                     self._owned.add(key)
                     pair.d.commands.append(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):

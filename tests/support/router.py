@@ -3,7 +3,7 @@
     dispatch p0 r0/0 -> d0      dispatch d0 r0/0 alone      cancel d0 r0/0
     emit r0 [7, 8]              emit r0 [7, 8] -0.5 -1.5    (the latter with logprobs)
     finish r0 stop 2 cached=0   fail r0 UnavailableError worker_lost             watch p0
-    drained d0 1
+    drained d0 1                move d0 r0/0 #1 -> d1       keep d0 r0/0
 
 Every step checks the core's integrity.
 """
@@ -22,6 +22,7 @@ from disagg.proto.messages import (
     KvEvent,
     KvLayout,
     Load,
+    MigrationFailed,
     PrefillDone,
     RoleName,
     Sampling,
@@ -35,6 +36,7 @@ from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import (
+    CancelMigration,
     CancelOn,
     CancelRequest,
     Command,
@@ -46,6 +48,7 @@ from disagg.router.requests.events import (
     Fail,
     Finish,
     FromWorker,
+    Migrate,
     ResumeWorker,
     Submit,
     Tick,
@@ -63,8 +66,10 @@ from disagg.router.workers.prefix_index import PrefixIndex
 FINGERPRINT = "model-a"
 ROOT = root_hash(FINGERPRINT)
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=64)
-PLAIN = RouterConfig(local_prefill="never", policy="least_loaded")
+PLAIN = RouterConfig(local_prefill="never", policy="least_loaded", migrations=0)
 """Transcripts of anything but placement use this, so that they do not depend on predicted times."""
+MOVING = RouterConfig(local_prefill="never", policy="least_loaded", migrations=2)
+"""The same where sequences move."""
 EMPTY = {"requests": 0, "queued": 0, "admitted": 0, "tokens": 0, "sequences": 0, "blocks": 0}
 """`holdings()` when nothing is in flight."""
 
@@ -191,6 +196,12 @@ def end_update(
     return StepUpdate(ends=(message,))
 
 
+def stayed_update(request_id: str, attempt: int, *, refused: bool = False, detail: str = "") -> StepUpdate:
+    """An attempt did not move."""
+    message = MigrationFailed(request_id=RequestId(request_id), attempt=attempt, refused=refused, detail=detail)
+    return StepUpdate(migrations_failed=(message,))
+
+
 def worker_report(
     worker_id: str,
     sequence: int,
@@ -288,6 +299,7 @@ class Scenario:
             prefilled=tuple(item for update in updates for item in update.prefilled),
             handed_over=tuple(item for update in updates for item in update.handed_over),
             ends=tuple(item for update in updates for item in update.ends),
+            migrations_failed=tuple(item for update in updates for item in update.migrations_failed),
         )
         return self.handle(FromWorker(WorkerId(worker_id), Incarnation(current), merged))
 
@@ -311,6 +323,11 @@ class Scenario:
                 self.dispatched[str(message.spec.key)] = command
                 peer = message.decode_peer
                 return f"dispatch {worker_id} {message.spec.key} " + (f"-> {peer.worker_id}" if peer else "alone")
+            case Migrate(worker_id=worker_id, message=migrate):
+                name = f"{migrate.request_id}/{migrate.attempt} #{migrate.number}"
+                return f"move {worker_id} {name} -> {migrate.decode_peer.worker_id}"
+            case CancelMigration(worker_id=worker_id, key=key):
+                return f"keep {worker_id} {key}"
             case CancelOn(worker_id=worker_id, key=key):
                 return f"cancel {worker_id} {key}"
             case ConnectPair(prefill_id=prefill_id, decode_peer=peer):

@@ -69,6 +69,10 @@ def command_text(command: Command) -> str:
             return f"dispatch attempt {message.spec.attempt} to {where}"
         case events.CancelOn(worker_id=worker_id, key=key):
             return f"cancel attempt {key.attempt} on {worker_id}"
+        case events.Migrate(worker_id=worker_id, message=migrate):
+            return f"move attempt {migrate.attempt} from {worker_id} to {migrate.decode_peer.worker_id}"
+        case events.CancelMigration(worker_id=worker_id, key=key):
+            return f"keep attempt {key.attempt} on {worker_id}"
         case events.ConnectPair(prefill_id=prefill_id, decode_peer=peer):
             return f"form the pair {prefill_id} -> {peer.worker_id}"
         case events.Emit(batch=batch):
@@ -99,6 +103,9 @@ def _results(update: StepUpdate, request_id: RequestId | None) -> Iterator[str]:
     for moved in update.handed_over:
         if request_id in (None, moved.request_id):
             yield f"has the KV, {format_bytes(moved.kv_bytes)} by {moved.transport}"
+    for stayed in update.migrations_failed:
+        if request_id in (None, stayed.request_id):
+            yield f"attempt {stayed.attempt} did not move: {stayed.detail}"
     for end in update.ends:
         if request_id in (None, end.request_id):
             yield f"ended attempt {end.attempt}: {end.reason}" + (f" ({end.detail})" if end.detail else "")

@@ -1,0 +1,217 @@
+"""Sequences that move to another worker while they decode, with their KV: which, where to, and how each move ends.
+Pure.
+
+    a worker drains ──> Migrate on it (S), at most `migrations` at a time; an assignment is opened on the target (D)
+      S: MigrationFailed        nothing was stopped, or it goes on: the assignment on D is closed, S keeps the attempt
+      D: HandedOver             D decodes from now on
+      S: End `moved`            behind all tokens of S; its assignment is closed
+      D is lost before that     CancelMigration; S keeps the attempt, or ends it as failed where D may have had it
+      S is lost                 the attempt is lost: an ordinary retry
+
+An attempt keeps its key when it moves: both workers send tokens of it, as P and D do, and the output buffer releases
+each once and in order. S stays a part of the attempt until it has said that it is done, because its tokens come on
+another stream than those of D.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from disagg.proto import messages
+from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import End, HandedOver, MigrationFailed
+from disagg.router.config import RouterConfig
+from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import Candidate, Demand, Policy
+from disagg.router.requests.attempts import Attempts
+from disagg.router.requests.events import CancelMigration, Command, Migrate
+from disagg.router.requests.record import Attempt, Move, RequestRecord
+from disagg.router.states import AttemptState
+from disagg.router.telemetry.telemetry import Telemetry
+from disagg.router.workers.worker import Worker
+
+LOOK_S = 0.05
+"""How often to look for room for what could not move."""
+FEWEST_LEFT = 8
+"""An answer that has at most so many tokens to come ends where it is: that takes no longer than to move it."""
+PAUSE_S = 0.1
+"""After a move that failed; doubles with each of the attempt, up to `MAX_PAUSE_S`."""
+MAX_PAUSE_S = 2.0
+
+
+class Migrations:
+    """The moves of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        requests: Mapping[RequestId, RequestRecord],
+        fleet: Fleet,
+        policy: Policy,
+        attempts: Attempts,
+        telemetry: Telemetry,
+    ) -> None:
+        self._most = config.migrations
+        self._pair_timeout_s = config.pair_timeout_s
+        self._requests = requests
+        self._fleet = fleet
+        self._policy = policy
+        self._attempts = attempts
+        self._telemetry = telemetry
+        self._num_moving: Counter[WorkerId] = Counter()
+        """By the worker that they leave."""
+        self._look_at = math.inf
+
+    @property
+    def num_moving(self) -> int:
+        """Moves that are not over."""
+        return self._num_moving.total()
+
+    def next_wakeup(self) -> float:
+        """When `look` is due; infinite where nothing has to move."""
+        return self._look_at
+
+    def changed(self) -> None:
+        """Workers changed, or a move is over: `look` is due."""
+        if self._fleet.to_drain:
+            self._look_at = -math.inf
+
+    # ---------------------------------------------------------------- which, and where to
+
+    def look(self, now: float) -> list[Command]:
+        """Begin the moves that are due: from workers that drain, to those with room."""
+        commands: list[Command] = []
+        self._look_at = math.inf
+        if not self._most:
+            return commands
+        for source in self._fleet.to_drain:
+            if source.is_suspected or not source.decodes:
+                continue
+            self._look_at = now + LOOK_S
+            for record in self._movable(source, now):
+                if self._num_moving[source.worker_id] >= self._most:
+                    break
+                demand = self._attempts.demand(record, now)
+                target = self._target(source, demand)
+                if target is not None:
+                    commands.append(self._start(record, source, target, demand, now))
+        return commands
+
+    def _movable(self, source: Worker, now: float) -> Iterator[RequestRecord]:
+        """What decodes there and would for a while, the longest first."""
+        records = [self._requests[key.request_id] for key in source.assigned.assignments]
+        found = [(_num_left(record), record) for record in records if _may_move(record, source.worker_id, now)]
+        found.sort(key=lambda each: (-each[0], each[1].arrival_order))
+        return (record for num_left, record in found if num_left > FEWEST_LEFT)
+
+    def _target(self, source: Worker, demand: Demand) -> Candidate | None:
+        """The worker with room where decoding it costs least."""
+        found = self._fleet.targets(demand, source)
+        weights = [self._policy.weigh_decode(demand, candidate) for candidate in found]
+        least = min(zip(weights, found, strict=True), key=lambda each: (each[0].num_misses, each[0].cost), default=None)
+        return None if least is None else least[1]
+
+    def _start(self, record: RequestRecord, source: Worker, target: Candidate, demand: Demand, now: float) -> Migrate:
+        attempt, worker = record.running, target.worker
+        self._attempts.open_target(record, target, demand, now)
+        attempt.num_moves += 1
+        attempt.move = Move(source=source.worker_id, target=worker.worker_id)
+        self._num_moving[source.worker_id] += 1
+        attempt.marks.note_move(source.worker_id, worker.worker_id, now)
+        message = messages.Migrate(
+            request_id=attempt.key.request_id,
+            attempt=attempt.key.attempt,
+            number=attempt.num_moves,
+            decode_peer=worker.peer,
+            pair_timeout_s=self._pair_timeout_s,
+        )
+        return Migrate(source.worker_id, message)
+
+    # ---------------------------------------------------------------- how they end
+
+    def arrived(self, record: RequestRecord, move: Move, message: HandedOver, now: float) -> None:
+        """The target owns the sequence."""
+        attempt, trace = record.running, record.trace
+        move.has_arrived = True
+        attempt.decode = attempt.awaited = move.target
+        if attempt.prefill is None:
+            attempt.prefill = move.source  # it computed the prompt, and another worker decodes now
+        trace.decode_worker, trace.transport = move.target, message.transport
+        trace.kv_bytes += message.kv_bytes
+        attempt.marks.moves[-1].ended = now
+        if move.has_left:
+            self._over(attempt, move, "moved")
+
+    def left(self, attempt: Attempt, move: Move) -> None:
+        """The source has sent all that it had of the sequence; its assignment is closed."""
+        move.has_left = True
+        if move.has_arrived:
+            self._over(attempt, move, "moved")
+
+    def stayed(self, record: RequestRecord, message: MigrationFailed, now: float) -> None:
+        """The sequence goes on on the source."""
+        attempt = record.running
+        move = attempt.move
+        assert move is not None
+        if move.target in attempt.live:
+            if message.refused:
+                self._attempts.refused_by(attempt, move.target)
+            self._attempts.leave(attempt, move.target)
+        attempt.move_after = now + min(MAX_PAUSE_S, PAUSE_S * 2 ** min(attempt.num_moves - 1, 10))
+        attempt.marks.moves[-1].ended = now
+        self._over(attempt, move, "refused" if message.refused else "failed")
+
+    def lost_target(self, attempt: Attempt, worker_id: WorkerId) -> CancelMigration | None:
+        """A worker of the attempt was lost. Where that is the target of a move that did not arrive, the attempt may
+        stay: what the source is to be sent then."""
+        move = attempt.move
+        if move is None or worker_id != move.target or move.has_arrived or move.has_left:
+            return None
+        return CancelMigration(move.source, attempt.key)
+
+    def attempt_ends(self, attempt: Attempt, now: float) -> None:
+        """The attempt is over, whatever became of its move."""
+        move = attempt.move
+        if move is not None:
+            if attempt.marks.moves[-1].ended is None:
+                attempt.marks.moves[-1].ended = now
+            self._over(attempt, move, "moved" if move.has_arrived else "ended")
+
+    def awaits_tokens(self, attempt: Attempt, end: End, worker_id: WorkerId, *, has_gap: bool) -> bool:
+        """Whether the end of an answer on the target comes before the last tokens of the source: it is kept."""
+        move = attempt.move
+        if move is None or move.has_left or worker_id != move.target or not has_gap:
+            return False
+        if end.reason not in ("stop", "length"):
+            return False
+        move.last_end = end
+        return True
+
+    def _over(self, attempt: Attempt, move: Move, outcome: str) -> None:
+        attempt.move = None
+        self._num_moving[move.source] -= 1
+        if not self._num_moving[move.source]:
+            del self._num_moving[move.source]
+        self._telemetry.stats.migrations[outcome] += 1
+        self.changed()
+
+
+def _may_move(record: RequestRecord, worker_id: WorkerId, now: float) -> bool:
+    attempt = record.attempt
+    return (
+        attempt is not None
+        and attempt.state is AttemptState.DECODING
+        and attempt.decode == worker_id
+        and attempt.move is None
+        and now >= attempt.move_after
+        and not record.is_probe
+        and bool(record.output.released)
+    )
+
+
+def _num_left(record: RequestRecord) -> int:
+    return record.request.sampling.max_tokens - len(record.output.released)
