@@ -27,6 +27,8 @@ SPAN_STAGES = (
     "detokenize",
 )
 """The stages of a request, see `telemetry/spans.py`."""
+MIGRATION_OUTCOMES = ("moved", "refused", "failed", "ended")
+"""Of a move of a running sequence; `ended` is one whose attempt ended before."""
 PREDICTIONS = ("ttft", "tpot", "transfer")
 """Predictions of a placement that are compared with measurements."""
 
@@ -195,8 +197,7 @@ class RouterStats:
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
     """By the name of the tenant."""
     migrations: Counter[str] = field(default_factory=Counter)
-    """Moves of running sequences, by outcome: `moved`, `refused`, `failed`, or `ended` where the sequence did
-    before."""
+    """Moves of running sequences, by outcome."""
     migration_pause: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
     """Of sequences that moved: from the last token of one worker to the first of the other."""
     num_decodes_changes: int = 0

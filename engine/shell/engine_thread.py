@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from disagg.engine.commands import Add, Command, Event, Gather
+from disagg.engine.commands import Add, Command, Event, Gather, Held
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import TokenPacing
 from disagg.engine.core.reports import EngineTotals
@@ -33,6 +33,9 @@ IDLE_CHECK_AFTER_S = 1.0
 of every pause."""
 MAX_ROUNDS = 4
 """How often a turn looks for commands before its step: one that comes later waits for the whole step."""
+HELD_WAIT_S = 0.003
+"""How long a step waits for the order to copy a sequence that was just held: its stream would wait for the whole step.
+The asyncio thread answers at once unless it is busy."""
 LONGEST_WAIT_S = 60.0
 """A deadline may lie further away than a condition variable can wait."""
 
@@ -199,10 +202,16 @@ class EngineThread:
             _resolve(future, function, self._core)
         if events:
             self._deliver_all(events)
+        if any(isinstance(event, Held) and event.ok for event in events):
+            self._wait_for_gathers()
         if not (commands or num_calls):
             return False
         self._commands_done = time.monotonic()
         return True
+
+    def _wait_for_gathers(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or self._stopping, HELD_WAIT_S)
 
     def _end_step(self, events: list[Event]) -> None:
         """Deliver what the step resulted in, or keep it for the next time."""

@@ -14,7 +14,7 @@ from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.config import Decodes
 from disagg.router.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
-from disagg.router.statistics import RouterStats
+from disagg.router.statistics import MIGRATION_OUTCOMES, RouterStats
 from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
@@ -165,6 +165,18 @@ def _router(view: ClusterView) -> Iterator[Metric]:
             (),
             [((), view.stats.num_decodes_changes)],
         )
+    yield counter(
+        "disagg_migrations",
+        "Moves of running sequences to another worker, by outcome: moved, refused, failed, ended (with its answer).",
+        ("outcome",),
+        [((outcome,), view.stats.migrations[outcome]) for outcome in MIGRATION_OUTCOMES],
+    )
+    yield histogram(
+        "disagg_migration_pause_seconds",
+        "Of sequences that moved: from the last token of one worker to the first of the other.",
+        (),
+        [((), view.stats.migration_pause)],
+    )
     yield gauge(
         "disagg_router_quarantined",
         "Circuit breakers of a worker (instance) that are not closed.",
