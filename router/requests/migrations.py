@@ -73,7 +73,7 @@ class Migrations:
 
     def next_wakeup(self) -> float:
         """When `look` is due; infinite where nothing has to move."""
-        return self._look_at
+        return self._look_at if self._fleet.to_drain else math.inf
 
     def changed(self) -> None:
         """Workers changed, or a move is over: `look` is due."""

@@ -141,9 +141,9 @@ class RouterCore:
             self._wake(now)
         if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
-        if now >= self._migrations.next_wakeup():
-            self._out += self._migrations.look(now)
         if fleet.to_drain:
+            if now >= self._migrations.next_wakeup():
+                self._out += self._migrations.look(now)
             self._out += [events.WorkerIsDrained(*drained) for drained in fleet.newly_drained()]
         out, self._out = self._out, []
         return out

@@ -24,6 +24,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.recording.entries import decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
+    CancelMigration,
     CancelOn,
     CancelRequest,
     Command,
@@ -35,6 +36,7 @@ from disagg.router.requests.events import (
     Fail,
     Finish,
     FromWorker,
+    Migrate,
     ResumeWorker,
     Submit,
     Tick,
@@ -52,6 +54,7 @@ from tests.support.router import (
     handed_over_update,
     prefilled_update,
     routed_request,
+    stayed_update,
     tokens_update,
     worker_info,
     worker_report,
@@ -81,6 +84,8 @@ class Part:
     phase: str
     """prefill, transfer, decode"""
     next_index: int
+    moves_to: tuple[str, str] | None = None
+    """A worker and its life."""
 
 
 @dataclass
@@ -113,6 +118,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.workers = {name: FakeWorker() for name in NAMES}
         self.clients: dict[str, Client] = {}
+        self.num_moves = 0
         self.ghosts: deque[tuple[str, int, StepUpdate]] = deque()
         """What lost lives still wanted to say."""
         for name in ("p0", "p1", "d0", "d1"):
@@ -148,6 +154,23 @@ class RouterMachine(RuleBasedStateMachine):
                     len(spec.emitted_token_ids),
                 )
                 worker.parts[spec.key] = part
+            case Migrate(worker_id=worker_id, message=message):
+                worker, peer = self.workers[worker_id], message.decode_peer
+                target = self.workers[peer.worker_id]
+                assert worker.is_up
+                assert worker.is_draining
+                assert target.is_up
+                assert not target.is_draining
+                assert not target.is_suspected
+                assert peer.incarnation == str(target.life)
+                key = AttemptKey(message.request_id, message.attempt)
+                if (moving := worker.parts.get(key)) is not None:  # else its end is on its way
+                    assert moving.phase == "decode"
+                    assert moving.moves_to is None
+                    moving.moves_to = (peer.worker_id, peer.incarnation)
+                    self.num_moves += 1
+            case CancelMigration(worker_id=worker_id, key=key):
+                self.stay(worker_id, key)
             case CancelOn(worker_id=worker_id, key=key):
                 assert self.workers[worker_id].is_up
                 self.workers[worker_id].parts.pop(key, None)
@@ -228,6 +251,34 @@ class RouterMachine(RuleBasedStateMachine):
         self.say(part.peer, handed_over_update(request_id, attempt), tokens_update(request_id, attempt, index, token))
         decode.parts[part.spec.key] = Part(part.spec, None, "", "decode", part.next_index)
 
+    def stay(self, name: str, key: AttemptKey, *, refused: bool = False) -> None:
+        part = self.workers[name].parts.get(key)
+        if part is not None and part.moves_to is not None:
+            part.moves_to = None
+            self.say(name, stayed_update(*key, refused=refused))
+
+    def arrive(self, name: str, key: AttemptKey, *, is_acknowledged: bool = True) -> None:
+        """The target has the sequence, and the source is told so, or not."""
+        part = self.workers[name].parts[key]
+        assert part.moves_to is not None
+        target_name, life = part.moves_to
+        target = self.workers[target_name]
+        if not target.is_up or str(target.life) != life:
+            self.stay(name, key)
+            return
+        request_id, attempt = key
+        client, index = self.clients[request_id], part.next_index - 1
+        token = true_token(request_id, index, client.length, client.stops)
+        del self.workers[name].parts[key]
+        if (WorkerId(target_name), key) in set(self.core._fleet.assignments.entries()):
+            said = handed_over_update(request_id, attempt), tokens_update(request_id, attempt, index, token)
+            self.say(target_name, *said)
+            target.parts[key] = Part(part.spec, None, "", "decode", part.next_index)
+        self.say(name, end_update(request_id, attempt, "moved" if is_acknowledged else "failed"))
+
+    def moving(self) -> list[tuple[str, AttemptKey]]:
+        return [(name, key) for name, key in self.parts() if self.workers[name].parts[key].moves_to is not None]
+
     def parts(self) -> list[tuple[str, AttemptKey]]:
         return [(name, key) for name in NAMES for key in self.workers[name].parts]
 
@@ -262,7 +313,7 @@ class RouterMachine(RuleBasedStateMachine):
         request = routed_request(
             request_id,
             prompt,
-            max_tokens=length + 1 if stops else length,
+            max_tokens=length + 20 if stops else length,
             stop=[STOP],
             deadline=deadline,
             priority=priority,
@@ -297,6 +348,19 @@ class RouterMachine(RuleBasedStateMachine):
         refuses = reason == "refused" and self.workers[name].parts[key].phase == "prefill"
         del self.workers[name].parts[key]
         self.say(name, end_update(*key, "refused" if refuses else "failed"))
+
+    @precondition(lambda self: self.moving())
+    @rule(pick=st.integers(0, 99), how=st.sampled_from(["arrive", "arrive", "arrive", "unheard", "stay", "refused"]))
+    def step_of_a_move(self, pick: int, how: str) -> None:
+        moving = self.moving()
+        name, key = moving[pick % len(moving)]
+        match how:
+            case "arrive":
+                self.arrive(name, key)
+            case "unheard":
+                self.arrive(name, key, is_acknowledged=False)
+            case _:
+                self.stay(name, key, refused=how == "refused")
 
     @rule(name=st.sampled_from(NAMES))
     def lose_or_return(self, name: str) -> None:
@@ -394,7 +458,9 @@ class RouterMachine(RuleBasedStateMachine):
             if self.workers[name].is_suspected:
                 self.hang_or_go_on(name)
         for _ in range(10_000):
-            if self.parts():
+            if self.moving():
+                self.arrive(*self.moving()[0])
+            elif self.parts():
                 self.advance(*self.parts()[0])
             elif self.speaking():
                 self.deliver_from(self.speaking()[0])
@@ -420,8 +486,37 @@ class RandomMachine(RouterMachine):
     config = RouterConfig(max_refusals=4, max_queued=12, policy="random")
 
 
+class MovingMachine(RouterMachine):
+    """Begins with answers that decode, and drains one of their workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(3):
+            self.submit(20, 6, True, None, 0, "")
+        while any(part.phase != "decode" for name, key in self.parts() if (part := self.workers[name].parts[key])):
+            self.advance(*next(each for each in self.parts() if self.workers[each[0]].parts[each[1]].phase != "decode"))
+            for name in self.speaking():
+                self.deliver_from(name)
+        while self.speaking():
+            self.deliver_from(self.speaking()[0])
+        self.drain(self.parts()[0][0])
+        assert self.num_moves
+
+    @precondition(lambda self: self.parts())
+    @rule(pick=st.integers(0, 99))
+    def drain_a_busy_one(self, pick: int) -> None:
+        parts = self.parts()
+        name = parts[pick % len(parts)][0]
+        for other in NAMES:
+            if other != name:
+                self.stop_draining(other)
+        self.drain(name)
+
+
 TestRouter = RouterMachine.TestCase
 TestRouter.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestMoving = MovingMachine.TestCase
+TestMoving.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
 TestPairsOnly = PairsOnlyMachine.TestCase
 TestPairsOnly.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 TestRandom = RandomMachine.TestCase

@@ -113,6 +113,7 @@ def test_the_spans_of_a_request_over_a_pair() -> None:
         "kv_transfer_exposed": 1.0,
         "decode_queue": 0.125,
         "decode": 0.875,
+        "migration": 0.0,
         "detokenize": 0.0,  # The text of the last tokens is made after the end.
     }
 
