@@ -59,6 +59,8 @@ class Scenario:
     name: str
     acts: tuple[tuple[int, Act], ...] = ()
     options: tuple[tuple[str, int], ...] = ()
+    moves: bool = False
+    """Whether a sequence that decodes on P moves to D, instead of the second offer."""
 
     def play(
         self, tampers: Mapping[str, Tampering] = NO_TAMPERS, pick: Callable[[list[str]], str] | None = None
@@ -68,7 +70,11 @@ class Scenario:
         pair = WorkerPair(tampers=tampers, **options)
         pair.d.run_alone(spec_of("warm", prompt_of(35, 500)))
         pair.offer(spec_of("a", prompt_of(30)))
-        pair.offer(spec_of("b", prompt_of(9, 300), max_tokens=2))
+        if self.moves:
+            key = pair.decode_on_p(spec_of("m", prompt_of(20, 700), max_tokens=150), 3)
+            pair.sender.move(key, 1)
+        else:
+            pair.offer(spec_of("b", prompt_of(9, 300), max_tokens=2))
         pair.offer(spec_of("c", prompt_of(50, 500)))
         for num_deliveries, act in self.acts:
             pair.run_some(num_deliveries)
@@ -94,6 +100,7 @@ SCENARIOS = (
     Scenario("cancel-on-d", acts=((25, cancel_a("d")),)),
     Scenario("cancel-on-both", acts=((40, cancel_a("both")),)),
     Scenario("no-room", options=(("d_blocks", 6),)),
+    Scenario("move", moves=True),
 )
 
 
@@ -120,6 +127,11 @@ def assert_exact_or_failed(scenario: Scenario, pair: WorkerPair) -> None:
     pair.assert_answers_are_right()
     pair.assert_at_rest()
     for key in pair.specs.keys() - scenario.cancelled(pair):
+        if key not in pair.p_overs or pair.p_overs[key][0].stays:  # it is here, so it must not be there
+            assert not pair.committed(key)
+            assert pair.ends[key] == [("p", "length")]
+            assert pair.answer(key) == pair.expected(key)
+            continue
         if pair.outcome(key) == "handed_over":
             assert pair.committed(key)
         if pair.committed(key):
