@@ -164,9 +164,11 @@ class ScaleRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Replace this worker by a new incarnation, after its sequences have ended. Answered at once."""
+    """Replace this worker by a new incarnation, after its sequences have moved to others or ended. Answered at once."""
 
     worker_id: WorkerId
+    deadline_s: float | None = None
+    """After so many seconds what is left of them is retried elsewhere; None for `controller.drain_timeout_s`."""
 
 
 class StateRequest(Message, frozen=True, kw_only=True, tag=True):

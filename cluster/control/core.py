@@ -5,8 +5,9 @@
     registered, left, ... ───┘       └──────> membership ──Publish──> gateways ──WorkerEmpty──> drained: stop
 
 The worker with the highest index leaves first. A worker that becomes desired again while it drains finishes draining,
-and is then started again. Nothing is drained for longer than `drain_timeout_s`: then it leaves the membership, and
-gateways continue what ran there elsewhere.
+and is then started again. Gateways move what runs on a draining worker to others. Nothing is drained for longer than
+`drain_timeout_s`, or the deadline of the operator's request: then it leaves the membership, and gateways retry what is
+left there elsewhere.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
 until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A gateway that joins
@@ -38,6 +39,8 @@ from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
 MAX_POOL_SIZE = 1024
+MAX_DRAIN_S = 86400.0
+"""The longest deadline of a drain."""
 ADOPT_GRACE_S = 10.0
 """How long a controller that came back waits for the workers that an earlier one started."""
 INITIAL_POOLS_TIMEOUT_S = 20.0
@@ -122,6 +125,9 @@ class ControlCore:
         if isinstance(request, ScaleRequest):
             return self._scale_refusal(request)
         if isinstance(request, DrainRequest):
+            if request.deadline_s is not None and not 0.0 <= request.deadline_s <= MAX_DRAIN_S:
+                message = f"expected 0 to {MAX_DRAIN_S:g} seconds; got {request.deadline_s:g}"
+                return ControlRefused(field="deadline_s", message=message)
             worker = self._workers.get(request.worker_id)
             if worker is None:
                 there = ", ".join(self._workers)
@@ -175,8 +181,8 @@ class ControlCore:
         match event:
             case events.Scale(sizes=sizes):
                 self._sizes |= sizes
-            case events.Drain(worker_id=name):
-                self._drain(self._workers[name], now)
+            case events.Drain(worker_id=name, deadline_s=deadline_s):
+                self._drain(self._workers[name], now, deadline_s)
             case events.WorkerRegistered(info=info):
                 self._on_registered(info, now)
             case events.WorkerStartFailed(worker_id=name, error=error, start_id=start_id):
@@ -372,8 +378,9 @@ class ControlCore:
                 continue  # it may register yet
             self._drains.discard((name, incarnation))
 
-    def _drain(self, worker: Worker, now: float) -> None:
-        worker.enter("draining", due=now + self._settings.drain_timeout_s)
+    def _drain(self, worker: Worker, now: float, deadline_s: float | None = None) -> None:
+        limit_s = self._settings.drain_timeout_s if deadline_s is None else deadline_s
+        worker.enter("draining", due=now + limit_s)
 
     def _stop(self, worker: Worker) -> None:
         worker.enter("stopping")

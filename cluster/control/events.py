@@ -23,6 +23,8 @@ class Drain:
     """An operator has this worker replaced by a new process; checked by `ControlCore.refusal` before."""
 
     worker_id: WorkerId
+    deadline_s: float | None = None
+    """For how long it may drain; None for `Settings.drain_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)

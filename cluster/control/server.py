@@ -209,7 +209,7 @@ class Controller:
                 await asyncio.get_running_loop().run_in_executor(self._executor, self._on_scaled, wanted)
             self._handle(events.Scale(request.sizes))
         elif isinstance(request, DrainRequest):
-            self._handle(events.Drain(request.worker_id))
+            self._handle(events.Drain(request.worker_id, request.deadline_s))
         return self._state
 
     # ------------------------------------------------------------ events and commands

@@ -17,9 +17,11 @@ Owner: the router core.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from disagg.proto import messages
 from disagg.proto.ids import RequestId, WorkerId
@@ -34,6 +36,8 @@ from disagg.router.states import AttemptState
 from disagg.router.telemetry.telemetry import Telemetry
 from disagg.router.workers.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 LOOK_S = 0.05
 """How often to look for room for what could not move."""
 FEWEST_LEFT = 8
@@ -41,6 +45,16 @@ FEWEST_LEFT = 8
 PAUSE_S = 0.1
 """After a move that failed; doubles with each of the attempt, up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Drain:
+    """A worker that drains."""
+
+    began: float
+    num_sequences: int
+    """On the worker then."""
+    num_moved: int = 0
 
 
 class Migrations:
@@ -64,12 +78,8 @@ class Migrations:
         self._telemetry = telemetry
         self._num_moving: Counter[WorkerId] = Counter()
         """By the worker that they leave."""
+        self._drains: dict[WorkerId, _Drain] = {}
         self._look_at = math.inf
-
-    @property
-    def num_moving(self) -> int:
-        """Moves that are not over."""
-        return self._num_moving.total()
 
     def next_wakeup(self) -> float:
         """When `look` is due; infinite where nothing has to move."""
@@ -79,6 +89,22 @@ class Migrations:
         """Workers changed, or a move is over: `look` is due."""
         if self._fleet.to_drain:
             self._look_at = -math.inf
+
+    # ---------------------------------------------------------------- drains
+
+    def drain_begins(self, worker: Worker, now: float) -> None:
+        """A worker drains from now on."""
+        self._drains.setdefault(worker.worker_id, _Drain(now, worker.num_sequences))
+
+    def drain_ends(self, worker_id: WorkerId, now: float, how: str) -> None:
+        """Nothing is left there, or it drains no longer; `how` continues a sentence that begins with its id."""
+        drain = self._drains.pop(worker_id, None)
+        if drain is not None:
+            taken_s = now - drain.began
+            logger.info(
+                "worker %s %s after %.2f s: %d sequences moved, of %d that it had",
+                *(worker_id, how, taken_s, drain.num_moved, drain.num_sequences),
+            )
 
     # ---------------------------------------------------------------- which, and where to
 
@@ -197,6 +223,8 @@ class Migrations:
         if not self._num_moving[move.source]:
             del self._num_moving[move.source]
         self._telemetry.stats.migrations[outcome] += 1
+        if outcome == "moved" and (drain := self._drains.get(move.source)) is not None:
+            drain.num_moved += 1
         self.changed()
 
 

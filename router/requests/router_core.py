@@ -144,7 +144,9 @@ class RouterCore:
         if fleet.to_drain:
             if now >= self._migrations.next_wakeup():
                 self._out += self._migrations.look(now)
-            self._out += [events.WorkerIsDrained(*drained) for drained in fleet.newly_drained()]
+            for drained in fleet.newly_drained():
+                self._migrations.drain_ends(drained[0], now, "is empty")
+                self._out.append(events.WorkerIsDrained(*drained))
         out, self._out = self._out, []
         return out
 
@@ -280,6 +282,7 @@ class RouterCore:
         self._cancel_on_return[worker_id] = (incarnation, keys)
         if keys:
             logger.warning("worker %s %s: requeueing its %d requests", worker_id, why, len(keys))
+        self._migrations.drain_ends(worker_id, now, why)
         self._fleet.lost(worker_id)
         self._waiting.workers_changed(now)
 
@@ -316,8 +319,10 @@ class RouterCore:
                     self._fleet.clear_suspicion(event.worker_id)
                 case events.DrainWorker():
                     self._fleet.drain(event.worker_id)
+                    self._migrations.drain_begins(self._fleet.worker(event.worker_id), now)
                 case events.ResumeWorker():
                     self._fleet.resume(event.worker_id)
+                    self._migrations.drain_ends(event.worker_id, now, "drains no longer,")
             self._waiting.workers_changed(now)
             self._migrations.changed()
 

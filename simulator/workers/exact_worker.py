@@ -31,8 +31,11 @@ from disagg.engine.commands import (
     Command,
     Ended,
     Event,
+    Export,
+    Exported,
     Gather,
     Gathered,
+    Held,
     Joined,
     PrefillComputed,
     Release,
@@ -51,11 +54,13 @@ from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (
     Cancel,
+    CancelMigration,
     Connect,
     Dispatch,
     GatewayToWorker,
     HandedOver,
     Load,
+    Migrate,
     PeerRef,
     SequenceSpec,
     StepSample,
@@ -121,6 +126,8 @@ class _Sending:
     alloc_wait_s: float = 0.0
     is_over: bool = False
     """Ended; only a copy may still be pending."""
+    is_move: bool = False
+    """It decodes here: the decode role has it, too."""
 
 
 class ExactWorker:
@@ -154,6 +161,8 @@ class ExactWorker:
         self._pairs: dict[PeerRef, Pair] = {}
         """As P."""
         self._sending: dict[AttemptKey, _Sending] = {}
+        self._migrations: dict[AttemptKey, Migrate] = {}
+        """Those whose sequence the engine has not described yet."""
         self._incoming: dict[Pair, None] = {}
         """As D: the pairs that others began with it."""
         self._receiving: dict[AttemptKey, Pair] = {}
@@ -242,6 +251,17 @@ class ExactWorker:
                 self._cancel(AttemptKey(message.request_id, message.attempt))
             case Connect():
                 self._pair_with(message.decode_peer)
+            case Migrate():
+                key = AttemptKey(message.request_id, message.attempt)
+                self._migrations[key] = message
+                self.post(Export(key))
+            case CancelMigration():
+                key = AttemptKey(message.request_id, message.attempt)
+                gateway_id = self._gateway_of.get(key)
+                if self._migrations.pop(key, None) is not None and gateway_id is not None:
+                    self._outbox.migration_failed(gateway_id, key, "cancelled", refused=False)
+                elif (sending := self._sending.get(key)) is not None:
+                    sending.pair.cancel_sending(key)
         self.flush()
 
     def _dispatch(self, dispatch: Dispatch) -> None:
@@ -266,6 +286,17 @@ class ExactWorker:
         else:
             pair.offer(spec)
 
+    def _on_exported(self, event: Exported) -> None:
+        message = self._migrations.pop(event.key, None)
+        if message is None or not event.gateway_id:
+            return
+        pair = None if event.spec is None else self._pair_with(message.decode_peer)
+        if event.spec is None or pair is None or event.key in self._sending:
+            self._outbox.migration_failed(event.gateway_id, event.key, "it cannot move now", refused=False)
+            return
+        self._sending[event.key] = _Sending(pair, event.gateway_id, self._loop.now, is_move=True)
+        pair.offer(event.spec, message.number)
+
     def _offer(self, pair: Pair, spec: SequenceSpec) -> None:
         if not self.is_dead and not pair.is_closed and spec.key in self._sending:
             pair.offer(spec)
@@ -281,6 +312,7 @@ class ExactWorker:
         return pair
 
     def _cancel(self, key: AttemptKey) -> None:
+        self._migrations.pop(key, None)
         if (sending := self._sending.get(key)) is not None:
             sending.pair.cancel_sending(key)
         if (pair := self._receiving.get(key)) is not None:
@@ -409,9 +441,14 @@ class ExactWorker:
         for event in happened:
             if isinstance(event, TokenSampled):
                 self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
-            elif event.key in self._sending:
-                self._on_prefill_event(self._sending[event.key], event)
-            elif event.key in self._gateway_of or event.key in self._receiving:
+                continue
+            if isinstance(event, Exported):
+                self._on_exported(event)
+                continue
+            sending = self._sending.get(event.key)
+            if sending is not None:
+                self._on_prefill_event(sending, event)
+            if (sending is None or sending.is_move) and (event.key in self._gateway_of or event.key in self._receiving):
                 self._on_decode_event(event)
         self._reports.note()
         self.flush()
@@ -535,12 +572,18 @@ class ExactWorker:
                     queue_s=event.queue_s,
                 )
                 pair.on_prefill_computed(key, event.token_id)
+            case Held():
+                pair.on_held(event)
             case Ended():
-                self._outbox.end(event.gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
+                if not sending.is_move:
+                    outbox = self._outbox
+                    outbox.end(event.gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
                 pair.cancel_sending(key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
             case Gathered():
                 pair.on_gathered(event)
                 self._forget_if_sent(key)
+            case _ if sending.is_move:
+                """An event of the decode role."""
             case _:
                 raise AssertionError(f"a prefill worker got {event}")
 
@@ -554,7 +597,11 @@ class ExactWorker:
         sending = self._sending[over.key]
         sending.is_over = True
         cause = over.cause
-        if cause is not None and cause.failure is Failure.DEADLINE:
+        if sending.is_move:
+            if cause is not None and over.stays:
+                refused = over.outcome == "refused"
+                self._outbox.migration_failed(sending.gateway_id, over.key, cause.detail, refused=refused)
+        elif cause is not None and cause.failure is Failure.DEADLINE:
             self._outbox.end(sending.gateway_id, over.key, "deadline", cause.detail)
         elif cause is not None and (over.outcome == "refused" or over.outcome == "failed"):
             is_pair = over.outcome == "failed"  # else D has no room
@@ -586,6 +633,8 @@ class ExactWorker:
             case Scattered() if pair is not None:
                 pair.on_scattered(key, event.seq, event.ok)
                 self._forget_if_received(key)
+            case Held() | Gathered():
+                """Of the prefill role, which moves it."""
             case Joined() | Reserved() | ReserveRefused() | Scattered():
                 """The hand-over was committed when the join was asked for; the others came too late."""
             case _:

@@ -14,13 +14,30 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from disagg.engine.commands import Add, Command, Gather, Gathered, Join, Release, Reserve, Scatter
+from disagg.engine.commands import (
+    Add,
+    Command,
+    End,
+    Extend,
+    Gather,
+    Gathered,
+    Held,
+    Hold,
+    Join,
+    Release,
+    Reserve,
+    Scatter,
+    Unhold,
+)
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     Cause,
     ClosePair,
+    EndSequence,
+    ExtendSequence,
     GatherChunk,
+    HoldSequence,
     JoinSequence,
     ReceiveKv,
     ReceiveOver,
@@ -33,7 +50,9 @@ from disagg.engine.kv_transfer.commands import (
     SendKv,
     SendOver,
     StartPrefill,
+    UnholdSequence,
 )
+from disagg.engine.kv_transfer.pair_half import TransitionError
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
@@ -136,9 +155,13 @@ class Pair:
 
     # ------------------------------------------------------------ P's side
 
-    def offer(self, spec: SequenceSpec) -> None:
-        """Offer an attempt to D."""
-        self._carry_out_for_sender(self._sender.offer(spec, self._world.loop.now))
+    def offer(self, spec: SequenceSpec, move: int = 0) -> None:
+        """Offer an attempt to D: a prompt, or a move of a sequence that decodes on P."""
+        try:
+            commands = self._sender.offer(spec, self._world.loop.now, move)
+        except TransitionError as error:  # a move that was given up a moment ago
+            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)), stays=move > 0)]
+        self._carry_out_for_sender(commands)
 
     def cancel_sending(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
         """P gives the attempt up."""
@@ -151,6 +174,10 @@ class Pair:
     def on_prefill_computed(self, key: AttemptKey, token_id: int) -> None:
         """P's engine computed the prompt."""
         self._carry_out_for_sender(self._sender.on_prefill_computed(key, token_id))
+
+    def on_held(self, event: Held) -> None:
+        """P's engine took a running sequence out of the batch."""
+        self._carry_out_for_sender(self._sender.on_held(event.key, event.ok, event.token_ids, event.token_id))
 
     def on_gathered(self, event: Gathered) -> None:
         """P's engine filled a staging slot."""
@@ -183,6 +210,12 @@ class Pair:
                         self._send_next()
                 case ReleaseSequence(key):
                     self.prefill.post(Release(key))
+                case HoldSequence(key, num_known):
+                    self.prefill.post(Hold(key, num_known))
+                case UnholdSequence(key):
+                    self.prefill.post(Unhold(key))
+                case EndSequence(key, moved, detail):
+                    self.prefill.post(End(key, "moved" if moved else "failed", detail))
                 case SendOver():
                     self.prefill.on_sent_over(command)
                 case ClosePair(cause):
@@ -253,6 +286,8 @@ class Pair:
                 case ScatterChunk():
                     self._scatters.add((command.key, command.seq))
                     self.decode.post(Scatter(command.key, command.seq, command.start, command.end, None))
+                case ExtendSequence(key, token_ids):
+                    self.decode.post(Extend(key, token_ids))
                 case JoinSequence(key, token_id, logprobs):
                     self.decode.post(Join(key, token_id, logprobs))
                 case ReleaseSequence(key):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
-from disagg.proto.messages import Cancel, Connect, GatewayToWorker, WorkerInfo
+from disagg.proto.messages import Cancel, CancelMigration, Connect, GatewayToWorker, WorkerInfo
 from disagg.router.api import NO_LIMITS, CallDemand, Completion, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.requests import events
@@ -152,6 +152,10 @@ class Gateway:
             case events.Fail(request_id=request_id, error=error):
                 if (client := self._clients.pop(request_id, None)) is not None:
                     client.on_error(error, seen)
+            case events.Migrate(worker_id=worker_id, message=migrate):
+                self._send(worker_id, migrate)
+            case events.CancelMigration(worker_id=worker_id, key=key):
+                self._send(worker_id, CancelMigration(request_id=key.request_id, attempt=key.attempt))
             case events.ConnectPair(prefill_id=prefill_id, decode_peer=peer):
                 self._send(prefill_id, Connect(decode_peer=peer))
             case events.WorkerIsDrained(worker_id=worker_id):

@@ -31,6 +31,7 @@ from disagg.router.shell.server import RouterServer
 from tests.support.router import EMPTY
 from tests.support.secret import SECRET
 from tests.support.tiny_models import make_checkpoint
+from tests.support.waiting import eventually
 from tests.support.workers import running_workers, wait_until_workers_idle
 
 NUM_MOVES = 60
@@ -223,22 +224,26 @@ async def one_kill(cluster: ProcessCluster, client: AsyncClient, prompts: Sequen
         deltas = client.stream(prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=LIMIT_S)
         return [token async for delta in deltas for token in delta.token_ids]
 
-    async def sequences_on(name: str) -> int:
-        workers = (await client.cluster_state()).workers
-        return next(worker.sequences for worker in workers if worker.worker_id == name)
-
     streams = [asyncio.create_task(run(prompt)) for prompt in prompts]
+    await eventually(lambda: decodes_on(client, "decode-0"), "nothing decodes on decode-0")
+    pid = cluster.pid(victim)
+    await client.drain("decode-0")
     async with asyncio.timeout(LIMIT_S):
-        while not await sequences_on("decode-0"):
-            await asyncio.sleep(0.005)
-        pid = cluster.pid(victim)
-        await client.drain("decode-0")
         while not await is_moving(client):
             assert not all(stream.done() for stream in streams), "the answers are too short for this machine"
         os.kill(pid, signal.SIGKILL)
         assert await asyncio.gather(*streams) == [fake_generate(prompt, NUM_TOKENS) for prompt in prompts]
-        while not cluster.state().is_settled or cluster.pid(victim) == pid or cluster.pid("decode-0") == pid:
-            await asyncio.sleep(0.02)
+
+    def is_replaced() -> bool:
+        return cluster.state().is_settled and cluster.pid(victim) != pid
+
+    await eventually(is_replaced, f"{victim} did not come back")
+
+
+async def decodes_on(client: AsyncClient, name: str) -> bool:
+    """Whether the worker has a sequence."""
+    workers = (await client.cluster_state()).workers
+    return any(worker.sequences for worker in workers if worker.worker_id == name)
 
 
 async def is_moving(client: AsyncClient) -> bool:

@@ -381,14 +381,15 @@ class AdminServiceServicer(object):
 
     def SetPoolSizes(self, request, context):
         """SetPoolSizes makes pools larger or smaller from now on. It answers when that is noted; GetClusterState shows how far
-        it is. Workers that leave finish their sequences first. All sizes are set, or none.
+        it is. Sequences of workers that leave move to others or end first. All sizes are set, or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """DrainWorker replaces a worker by a new process, after its sequences have ended. It answers when that is noted.
+        """DrainWorker replaces a worker by a new process, after its sequences have moved to others or ended. It answers when
+        that is noted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

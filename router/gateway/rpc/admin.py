@@ -155,7 +155,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
     @override
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         async with abort_on_error(context), self._change(context, f"drain {request.worker_id}"):
-            _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id))))
+            deadline_s = request.deadline_s if request.HasField("deadline_s") else None
+            _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id), deadline_s=deadline_s)))
             return pb.DrainWorkerResponse()
 
     @override

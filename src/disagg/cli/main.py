@@ -184,17 +184,25 @@ def scale(
     run_scale(address, parse_sizes(sizes), console(), timeout if wait else None)
 
 
-@app.command(rich_help_panel=OPERATE, epilog=examples("disagg drain decode-0"))
+@app.command(rich_help_panel=OPERATE, epilog=examples("disagg drain decode-0", "disagg drain decode-0 --deadline 30s"))
 def drain(
     worker: Annotated[str, typer.Argument(help="Such as decode-0.")],
     address: AddressOption = DEFAULT_ADDRESS,
     wait: WaitOption = True,
     timeout: TimeoutOption = 600.0,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            help="Replace it after this time whatever it has left, such as 30s: that is computed again elsewhere.",
+        ),
+    ] = None,
 ) -> None:
-    """Replace a worker by a new process, after its sequences have ended."""
-    from disagg.cli.operate import run_drain
+    """Replace a worker by a new process, after its sequences have moved to other workers or ended."""
+    from disagg.cli.operate import parse_seconds, run_drain
 
-    run_drain(address, worker, console(), timeout if wait else None)
+    deadline_s = None if deadline is None else parse_seconds("--deadline", deadline)
+    run_drain(address, worker, console(), timeout if wait else None, deadline_s)
 
 
 @app.command(

@@ -56,11 +56,26 @@ def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: flo
             wait_settled(lambda: state_of(client, address), before, console, wait_s)
 
 
-def run_drain(address: str, worker_id: str, console: Console, wait_s: float | None) -> None:
-    """Replace a worker; with `wait_s`, wait until the new one is there. Raises as `run_scale` does."""
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
+_UNITS = {None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """A time such as `30s`, `2min` or `1h`; a bare number is of seconds. Raises `ConfigError` that names the option."""
+    found = _SECONDS.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{option}: expected a time such as 30s or 2min; got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def run_drain(
+    address: str, worker_id: str, console: Console, wait_s: float | None, deadline_s: float | None = None
+) -> None:
+    """Replace a worker, at the latest `deadline_s` seconds from now; with `wait_s`, wait until the new one is there.
+    Raises as `run_scale` does."""
     with open_client(address) as client:
         before = state_of(client, address)
-        client.drain(worker_id)
+        client.drain(worker_id, deadline_s)
         if wait_s is not None:
             wait_settled(lambda: state_of(client, address), before, console, wait_s)
 

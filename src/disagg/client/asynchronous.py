@@ -107,9 +107,10 @@ class AsyncClient(ClientBase):
         that is noted; `cluster_state` shows how far it is. Raises `InvalidRequestError` naming the pool."""
         await self._run(self._calls.scale(sizes))
 
-    async def drain(self, worker_id: str) -> None:
-        """Replace a worker by a new process, after its sequences have ended. Returns when that is noted."""
-        await self._run(self._calls.drain(worker_id))
+    async def drain(self, worker_id: str, deadline_s: float | None = None) -> None:
+        """Replace a worker by a new process, after its sequences have moved to others or ended; `deadline_s` seconds
+        later whatever it has left, which is then computed again elsewhere. Returns when that is noted."""
+        await self._run(self._calls.drain(worker_id, deadline_s))
 
     async def explain(self, request_id: str) -> Explanation:
         """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway has no such id (any

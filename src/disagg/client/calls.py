@@ -123,9 +123,10 @@ class Calls:
         """New sizes of pools."""
         yield self._call(self._admin.SetPoolSizes, sizes_request(sizes))
 
-    def drain(self, worker_id: str) -> Flow[None]:
+    def drain(self, worker_id: str, deadline_s: float | None) -> Flow[None]:
         """A worker that is to be replaced."""
-        yield self._call(self._admin.DrainWorker, pb.DrainWorkerRequest(worker_id=worker_id))
+        request = pb.DrainWorkerRequest(worker_id=worker_id, deadline_s=deadline_s)
+        yield self._call(self._admin.DrainWorker, request)
 
     def explain(self, request_id: str) -> Flow[Explanation]:
         """The record of one request."""

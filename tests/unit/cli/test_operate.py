@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli import operate
+from disagg.cli.operate import parse_seconds
 from disagg.client import ClusterState
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
@@ -90,3 +91,16 @@ def test_what_a_ready_worker_is_left_out_of_is_shown_and_why_it_was_lost_once_is
     operate.show_state(state, Console(file=out, width=120))
     assert "prefill-0: quarantined: prefill has been failing for 3 s\n" in out.getvalue()
     assert "it was lost" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30.0), ("2.5", 2.5), ("2min", 120.0), ("1 h", 3600.0), ("0", 0.0)]
+)
+def test_times_of_the_command_line(text: str, seconds: float) -> None:
+    assert parse_seconds("--deadline", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1e9", "30 sec", "nan", "1s2"])
+def test_what_is_no_time_is_refused_by_the_name_of_its_option(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--deadline: expected a time such as 30s or 2min; got "):
+        parse_seconds("--deadline", text)

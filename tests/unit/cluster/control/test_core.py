@@ -208,6 +208,14 @@ def test_a_drain_that_takes_too_long_ends() -> None:
     assert control.tick(DRAIN_TIMEOUT_S) == ["publish decode-0", "stop decode-1"]
 
 
+def test_a_drain_with_a_deadline_of_its_own_ends_then() -> None:
+    control = settled({"decode": 2})
+    assert control(events.Drain(WorkerId("decode-0"), 2.5)) == ["publish decode-0(draining) decode-1"]
+    assert control.core.next_wakeup() == control.now + 2.5
+    assert control.tick(2.0) == []
+    assert control.tick(0.5) == ["publish decode-1", "stop decode-0"]
+
+
 def test_a_worker_that_is_wanted_again_while_it_drains_comes_back_as_a_new_life() -> None:
     control = settled({"decode": 2})
     control.scale(decode=1)
@@ -281,6 +289,14 @@ def test_a_draining_worker_whose_line_broke_drains_on() -> None:
             DrainRequest(worker_id=WorkerId("prefill-0")),
             "worker_id",
             "prefill-0 is the only ready worker of its pool; make the pool larger first",
+        ),
+        *(
+            (
+                DrainRequest(worker_id=WorkerId("decode-0"), deadline_s=deadline_s),
+                "deadline_s",
+                f"expected 0 to 86400 seconds; got {deadline_s:g}",
+            )
+            for deadline_s in (-1.0, float("nan"), float("inf"))
         ),
     ],
 )

@@ -41,10 +41,17 @@ def test_it_decodes_on_until_it_is_held_and_nothing_is_computed_again() -> None:
     pair = WorkerPair()
     key = decoding(pair)
     pair.sender.move(key, 1)
-    seen = []
-    pair.tampers["to_d"] = lambda message: seen.append(message) or [message]  # type: ignore[func-returns-value]
+    seen: list[Message] = []
+
+    def watch(message: Message) -> list[Message]:
+        seen.append(message)
+        return [message]
+
+    pair.tampers["to_d"] = watch
     pair.run()
-    offer, extend, commit = (next(m for m in seen if isinstance(m, kind)) for kind in (Offer, Extend, Commit))
+    offer = next(message for message in seen if isinstance(message, Offer))
+    extend = next(message for message in seen if isinstance(message, Extend))
+    commit = next(message for message in seen if isinstance(message, Commit))
     emitted = offer.spec.emitted_token_ids
     assert offer.move == 1
     answer = pair.expected(key)
