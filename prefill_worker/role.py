@@ -42,6 +42,8 @@ class _Attempt:
     """From the dispatch until the decode worker had reserved room."""
     is_move: bool = False
     """Whether it decodes here: the decode role has it, too."""
+    has_ended: bool = False
+    """Whether the engine ended it, which the gateway is told anyway."""
 
 
 @dataclass(slots=True)
@@ -212,7 +214,9 @@ class PrefillRole:
             case Ended():
                 outbox, reason = self._context.outbox, event.reason
                 attempt = self._attempts.get(event.key)
-                if attempt is None or not attempt.is_move:
+                if attempt is not None and attempt.is_move:
+                    attempt.has_ended = True
+                else:
                     outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
                 link.cancel(event.key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
             case Gathered():
@@ -280,7 +284,7 @@ class PrefillRole:
             case _, None:
                 self._kv_bytes_sent += over.kv_bytes
             case outcome, cause if attempt.is_move:
-                if over.stays:  # else the engine ends it, which the decode role reports
+                if over.stays and not attempt.has_ended:  # else the decode role reports its end
                     refused = outcome == "refused"
                     self._context.outbox.migration_failed(gateway_id, over.key, cause.detail, refused=refused)
             case _, cause if cause.failure is Failure.DEADLINE:

@@ -47,7 +47,7 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     lately."""
     admission: bool = True
     """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
-    migrations: NonNegativeInt = 8
+    migrations: NonNegativeInt = 4
     """How many running sequences of a worker that drains move to others at a time; 0 leaves them where they are. See
     `requests/migrations.py`."""
 

@@ -128,6 +128,8 @@ class _Sending:
     """Ended; only a copy may still be pending."""
     is_move: bool = False
     """It decodes here: the decode role has it, too."""
+    has_ended: bool = False
+    """Its end was reported."""
 
 
 class ExactWorker:
@@ -575,6 +577,7 @@ class ExactWorker:
             case Held():
                 pair.on_held(event)
             case Ended():
+                sending.has_ended = True
                 if not sending.is_move:
                     outbox = self._outbox
                     outbox.end(event.gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
@@ -598,7 +601,7 @@ class ExactWorker:
         sending.is_over = True
         cause = over.cause
         if sending.is_move:
-            if cause is not None and over.stays:
+            if cause is not None and over.stays and not sending.has_ended:
                 refused = over.outcome == "refused"
                 self._outbox.migration_failed(sending.gateway_id, over.key, cause.detail, refused=refused)
         elif cause is not None and cause.failure is Failure.DEADLINE:

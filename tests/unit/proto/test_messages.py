@@ -52,6 +52,8 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             m.Dispatch(spec=SPEC),
             m.Connect(decode_peer=PEER),
             m.Cancel(request_id=R, attempt=2),
+            m.Migrate(request_id=R, attempt=2, number=1, decode_peer=PEER, pair_timeout_s=2.0),
+            m.CancelMigration(request_id=R, attempt=2),
         ],
     ),
     "WorkerToGateway": (
@@ -64,6 +66,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
                 prefilled=(m.PrefillDone(request_id=R, attempt=2, cached_tokens=16),),
                 handed_over=(m.HandedOver(request_id=R, attempt=2, kv_bytes=2**40, cached_tokens=0, transport="gloo"),),
                 ends=(m.End(request_id=R, attempt=2, reason="refused", detail="no room"),),
+                migrations_failed=(m.MigrationFailed(request_id=R, attempt=2, refused=True, detail="no room"),),
             ),
         ],
     ),
@@ -92,6 +95,8 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
         [
             h.PairHello(info=INFO, receiver_incarnation=Incarnation("i2")),
             h.Offer(spec=SPEC),
+            h.Offer(spec=SPEC, move=2),
+            h.Extend(**OPERATION, token_ids=(5, 6)),
             h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=2**64 - 1),
             h.ChunkHeader(**OPERATION, seq=0, start_token=16, end_token=64, nbytes=3072, checksum=None),
             h.ChunkSum(**OPERATION, seq=0, checksum=2**64 - 1),
