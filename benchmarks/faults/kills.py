@@ -21,6 +21,8 @@ WARM_S = 2.0
 AFTER_S = 1.5
 """Load after the recovery."""
 GAP_S = 3.0
+MOVING_S = 0.15
+"""From the beginning of a move to the kill."""
 RESTART_S = 90.0
 LEFT_S = 5.0
 """How long anything may be held after the load."""
@@ -80,6 +82,50 @@ async def kill_decode(up: Up, model: Model) -> Row:
 async def kill_prefill(up: Up, model: Model) -> Row:
     """One of two prefill workers dies."""
     return await _kill(up, model, "prefill-0", "every stream completes; prompts are computed elsewhere within 3 s")
+
+
+MOVES_LAST = "control.send=delay(worker=decode-*,message=ClearToSend,ms=250)"
+"""So that a kill hits a sequence that is held and not committed."""
+
+
+async def _kill_in_a_move(up: Up, model: Model, victim: str, name: str) -> Row:
+    """decode-0 drains, and while its sequences move to decode-1 one of the two dies."""
+    await up.settled()
+    async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
+        await asyncio.sleep(WARM_S)
+        pid = await up.pid(victim)
+        await up.client.drain("decode-0")
+
+        async def is_moving() -> bool:
+            spans = [span for request in await up.client.requests() for span in request.spans]
+            return any(span.stage == "migration" and not span.HasField("end_ms") for span in spans)
+
+        await until(is_moving, RESTART_S)
+        await asyncio.sleep(MOVING_S)
+        struck = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+        async def is_back() -> bool:
+            return await up.is_settled() and await up.pid(victim) != pid
+
+        await until(is_back, RESTART_S)
+        recovery_s = time.monotonic() - struck
+        await asyncio.sleep(AFTER_S)
+    seen = {**await afterwards(up, streams), "recovery_s": recovery_s}
+    waited_s = max(seen["longest_gap_s"], seen["longest_ttft_s"])
+    met = all_right(seen) and waited_s <= GAP_S and not seen["left"] and seen["left_for_s"] <= LEFT_S
+    promise = "every stream completes, without a retry of the client and identical; gap <= 3 s"
+    return Row(name=name, promise=promise, met=met, **seen)
+
+
+async def kill_source(up: Up, model: Model) -> Row:
+    """A decode worker dies while its sequences move to another one."""
+    return await _kill_in_a_move(up, model, "decode-0", "kill_source")
+
+
+async def kill_target(up: Up, model: Model) -> Row:
+    """A decode worker dies while sequences of another one move to it."""
+    return await _kill_in_a_move(up, model, "decode-1", "kill_target")
 
 
 async def _stop(up: Up, model: Model, victim: str) -> Row:

@@ -25,9 +25,12 @@ from benchmarks.faults.cluster import Up
 from benchmarks.faults.connections import silent_connections
 from benchmarks.faults.failing import FAILPOINTS, failing_worker
 from benchmarks.faults.kills import (
+    MOVES_LAST,
     kill_decode,
     kill_gateway,
     kill_prefill,
+    kill_source,
+    kill_target,
     only_decode,
     only_prefill,
     stop_decode,
@@ -87,6 +90,12 @@ GROUPS = (
             "disconnect": disconnect,
             "checkpoint_at_restart": checkpoint_at_restart,
         }
+    ),
+    Group(
+        {"kill_source": kill_source, "kill_target": kill_target},
+        sections={"placement": {"local_prefill": "never"}, "transfer": {"transport": "shm"}},
+        options=lambda: {"failpoints": [MOVES_LAST]},
+        is_fake=True,
     ),
     Group({"only_decode": only_decode}, prefill=1, decode=1, sections={"placement": {"local_prefill": "never"}}),
     Group({"only_prefill": only_prefill}, prefill=1, decode=2),
