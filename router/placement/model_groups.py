@@ -224,7 +224,7 @@ def _candidates(
 
 
 def _has_any(worker_ids: Container[WorkerId], candidates: Iterable[Candidate]) -> bool:
-    for candidate in candidates:  # `any` would take three times as long.
+    for candidate in candidates:  # noqa: SIM110 - `any` would take three times as long.
         if candidate.worker.worker_id in worker_ids:
             return True
     return False

@@ -29,7 +29,9 @@ def _places() -> tuple[int, ...]:
 
 PLACES: Final = _places()
 """Blocks from the beginning of a prompt to the end of each mark: 1, 2, ... 16, 18, 20, ..."""
-_GETTERS: Final = tuple(itemgetter(*(place - 1 for place in PLACES[:num_marks])) for num_marks in range(2, MAX_MARKS + 1))
+_GETTERS: Final = tuple(
+    itemgetter(*(place - 1 for place in PLACES[:num_marks])) for num_marks in range(2, MAX_MARKS + 1)
+)
 """Of two marks and more: a third of the time that taking one after the other costs each request."""
 
 

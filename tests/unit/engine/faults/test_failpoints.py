@@ -80,7 +80,7 @@ def test_what_cannot_work_is_refused(text: str, complaint: str) -> None:
 def test_messages_that_form_a_pair_cannot_be_touched() -> None:
     assert MESSAGES == (
         "Abort", "AbortAck", "ChunkDone", "ChunkHeader", "ChunkSum", "ClearToSend", "CloseWhenIdle", "Commit",
-        "CommitAck", "Offer", "PairHeartbeat", "Refused", "Reserved",
+        "CommitAck", "Extend", "Offer", "PairHeartbeat", "Refused", "Reserved",
     )  # fmt: skip
 
 
