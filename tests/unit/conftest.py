@@ -76,6 +76,8 @@ def closed_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(time, "sleep", _sleep)
     monkeypatch.setattr(asyncio, "sleep", _asyncio_sleep)
     monkeypatch.setattr(turns, "SHORT_S", math.inf)  # else a slow machine would rest after work
+    monkeypatch.setattr(turns, "MESSAGE_S", 0.0)
+    monkeypatch.setattr(turns, "BYTE_S", 0.0)
     yield
     ray = sys.modules.get("ray")
     assert ray is None or not ray.is_initialized(), "a unit test started Ray"

@@ -1,9 +1,10 @@
 """Long work on the event loop itself, for what holds the interpreter, so that a thread would not help (`offload` is for
 the rest).
 
-    async with turns.of(tenant, num_bytes): ...        one large message at a time, tenant by tenant; what waits is
-    bounded await in_pieces(generator)                         other tasks run between two pieces, for three times the
-    time of a piece
+    async with turns.of(tenant, num_bytes): ...        one large message at a time, tenant by tenant, and of a tenant
+                                                       16 MB/s at most; what waits is bounded
+    await in_pieces(generator)                         other tasks run between two pieces, for three times the time
+                                                       of a piece
 
 A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
 without a rest would be in each of them, and the messages of the workers would come faster than they are read. All work
@@ -54,16 +55,26 @@ class Turns:
             if self._order.cancel(work):
                 del self._waiting[work]
             else:  # it was given, and will not be used
-                self._end(work)
+                self._end(work, 0.0)
             raise
         try:
             yield
         finally:
-            self._end(work)
+            self._end(work, MESSAGE_S + num_bytes * BYTE_S)
 
-    def _end(self, work: Work) -> None:
-        self._order.finished(work)
+    def _end(self, work: Work, rest_s: float) -> None:
+        """Give the turn to another tenant now, and to this one after a rest, for which the bytes count as well."""
+        self._is_taken = False
+        if rest_s > 0:
+            asyncio.get_running_loop().call_later(rest_s, self._rested, work)
+        else:
+            self._order.finished(work)
         self._pass_on()
+
+    def _rested(self, work: Work) -> None:
+        self._order.finished(work)
+        if not self._is_taken:
+            self._pass_on()
 
     def _pass_on(self) -> None:
         work, _ = self._order.take(0.0)  # none of them has a deadline
@@ -80,6 +91,10 @@ _RESTS: Final = 3
 """As long as the piece took, each."""
 _MAX_REST_S: Final = 0.02
 """A piece may have taken long because the processor was not there."""
+MESSAGE_S: Final = 0.002
+BYTE_S: Final = 60e-9
+"""How long a large message, and each of its bytes, keeps further large messages of its tenant waiting: receiving it and
+writing its answer take the loop's time too, outside of all pieces. The message itself goes on at once."""
 _rest_until: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, float]] = WeakKeyDictionary()
 """By tenant: the end of the rests of all its pieces so far."""
 
@@ -109,9 +124,7 @@ async def rest_after(began: float) -> bool:
     took_s = now - began
     if took_s < SHORT_S:
         return False
-    ends = _rest_until.setdefault(asyncio.get_running_loop(), {})
-    tenant = CALLER.get().tenant
-    until = max(now, ends.get(tenant, now)) + min(_RESTS * took_s, _MAX_REST_S)
-    ends[tenant] = until
+    ends, tenant = _rest_until.setdefault(asyncio.get_running_loop(), {}), CALLER.get().tenant
+    ends[tenant] = until = max(now, ends.get(tenant, now)) + min(_RESTS * took_s, _MAX_REST_S)
     await asyncio.sleep(until - now)
     return True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -92,3 +95,34 @@ async def test_a_task_that_is_cancelled_as_the_turn_ends_harms_nobody_else() -> 
     with pytest.raises(asyncio.CancelledError):
         await second
     assert turns.num_waiting == 0
+
+
+async def test_a_tenant_has_its_next_turn_after_a_rest_by_the_size_of_the_message_and_others_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("disagg.router.gateway.event_loop.turns.MESSAGE_S", 0.002)
+    monkeypatch.setattr("disagg.router.gateway.event_loop.turns.BYTE_S", 60e-9)
+    timers: list[tuple[float, Callable[[], None]]] = []
+    monkeypatch.setattr(
+        asyncio.get_running_loop(),
+        "call_later",
+        lambda seconds, callback, *args: timers.append((round(seconds, 6), partial(callback, *args))),
+    )
+    turns, order = turns_for(3_000_000), []
+
+    async def work(name: str, tenant: str, error: Exception | None = None) -> None:
+        with suppress(ValueError):
+            async with turns.of(tenant, 1_000_000):
+                order.append(name)
+                if error is not None:
+                    raise error
+
+    tasks = [asyncio.create_task(work(name, name[0], error)) for name, error in (("a1", ValueError()), ("a2", None))]
+    await asyncio.gather(tasks[0], work("b1", "b"))
+    await asyncio.sleep(0)
+    assert (order, turns.num_waiting, [seconds for seconds, _ in timers]) == (["a1", "b1"], 1, [0.062, 0.062])
+    with pytest.raises(OverloadedError, match="3000000 bytes of messages are worked on"):
+        await work("c1", "c")  # what rests counts
+    timers[0][1]()
+    await tasks[1]
+    assert order == ["a1", "b1", "a2"]
