@@ -4,28 +4,21 @@
      └───large──> waits for its tenant's turn ──> a thread ──> result
                      └─ OverloadedError, DeadlineError, or the caller is cancelled
 
-A thread cannot be interrupted: work that was started runs to its end, and its bytes count until then. The threads have
-a lower priority than the event loop, so that they do not keep a shared core from it for a whole time slice. Not the
-lowest one: while a thread has the interpreter's lock, the loop waits for it.
+A thread cannot be interrupted: work that was started runs to its end, and its bytes count until then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from disagg.proto.errors import DeadlineError
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns, Work
 
 T = TypeVar("T")
-
-NICENESS: Final = 5
-"""Of the threads, on top of the event loop's: a third of its share of a core that both want."""
 
 
 class Offload:
@@ -52,7 +45,7 @@ class Offload:
         self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1))
         self._clock = clock
         self._num_idle = num_threads
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload", initializer=_lower_priority)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
         self._waiting: dict[Work, tuple[Callable[[], Any], asyncio.Future[Any]]] = {}
         self._running: dict[Work, asyncio.Future[Any]] = {}
 
@@ -139,9 +132,3 @@ class Offload:
             else:
                 result.set_exception(error)
         self._start_next()
-
-
-def _lower_priority() -> None:
-    """Of the calling thread. Elsewhere than on Linux it would be the whole process's."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +11,7 @@ from functools import partial
 import pytest
 
 from disagg.proto.errors import DeadlineError, OverloadedError
-from disagg.router.gateway.event_loop.offload import NICENESS, Offload
+from disagg.router.gateway.event_loop.offload import Offload
 
 
 @asynccontextmanager
@@ -31,17 +29,6 @@ async def test_small_work_runs_on_the_event_loop_and_large_work_on_a_thread() ->
         assert await it.run(threading.get_ident, tenant="a", num_bytes=10) == here
         assert await it.run(threading.get_ident, tenant="a", num_bytes=11) != here
         assert (it.num_bytes, it.num_waiting) == (0, 0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
-async def test_threads_have_a_lower_priority_than_the_event_loop() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, 0)
-
-    async with offload() as it:
-        before = niceness()
-        assert await it.run(niceness, tenant="a", num_bytes=11) == min(19, before + NICENESS)
-        assert niceness() == before
 
 
 async def test_what_the_work_raises_reaches_the_caller() -> None:
