@@ -172,16 +172,6 @@ class ModelGroup:
         if may_prefill_locally or next(_long_enough(self._prefills, num_tokens), None) is not None:
             yield from _long_enough(self._decodes, num_tokens)
 
-    def targets(self, demand: Demand, source: Worker, without: Collection[WorkerId]) -> list[Candidate]:
-        """Workers with room for a sequence that decodes on `source`; none that would end its answer earlier."""
-        avoided = {*without, source.worker_id}
-        return [
-            candidate
-            for bucket in self.decode_buckets()
-            if bucket.max_model_len >= source.info.max_model_len
-            for candidate in bucket.candidates(demand, avoided, None)
-        ]
-
     def computers(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
         """The prefill workers that could compute a prompt of that length for this decode worker."""
         return iter(()) if has_both_roles(decode.info) else _long_enough(self._prefills, num_tokens)
@@ -224,7 +214,7 @@ def _candidates(
 
 
 def _has_any(worker_ids: Container[WorkerId], candidates: Iterable[Candidate]) -> bool:
-    for candidate in candidates:  # noqa: SIM110 - `any` would take three times as long.
+    for candidate in candidates:  # noqa: SIM110 - `any` with a generator takes three times as long
         if candidate.worker.worker_id in worker_ids:
             return True
     return False
@@ -266,7 +256,6 @@ class WorkerBucket:
 
     def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
         self.longest = longest_sequence(info)
-        self.max_model_len = info.max_model_len
         self.members: dict[WorkerId, Worker] = {}
         self.mask: WorkerSet = 0
         """The members as a set of the prefix index."""
