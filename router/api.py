@@ -168,6 +168,7 @@ class MoveMarks(msgspec.Struct, gc=False):
     began: float
     ended: float | None = None
     """When it had arrived, or was given up."""
+    has_arrived: bool = False
 
 
 class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):

@@ -48,8 +48,8 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     admission: bool = True
     """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
     migrations: NonNegativeInt = 4
-    """How many running sequences of a worker that drains move to others at a time; 0 leaves them where they are. See
-    `requests/migrations.py`."""
+    """How many running sequences of a worker that drains move to others at a time. Of one that lacks KV blocks one
+    moves at a time, instead of a preemption. 0 leaves them where they are. See `requests/migrations.py`."""
 
 
 class FailureTimeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,8 @@ class Fleet:
         """Of the workers that are not draining."""
         self.to_drain: list[Worker] = []
         """Draining workers that were not reported as empty yet; read only."""
+        self.lacking: dict[WorkerId, Worker] = {}
+        """Workers that lack KV blocks for the sequences that run there, see `Worker.lacks_blocks`; read only."""
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
@@ -122,6 +124,7 @@ class Fleet:
         self.pairs.forget(worker_id)
         self.breakers.forget(worker_id)
         self.to_drain = [other for other in self.to_drain if other is not worker]
+        self.lacking.pop(worker_id, None)
         self._longest = self._longest_new = None
 
     def drain(self, worker_id: WorkerId) -> None:
@@ -199,6 +202,10 @@ class Fleet:
         worker = self._workers[report.worker_id]
         worker.take_report(report)
         worker.reported_at = now
+        if worker.lacks_blocks:
+            self.lacking[worker.worker_id] = worker
+        else:
+            self.lacking.pop(worker.worker_id, None)
         self.counts.take(report)
         self.num_releases += 1
         self._changed(worker)

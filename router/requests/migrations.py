@@ -2,6 +2,7 @@
 Pure.
 
     a worker drains ──> Migrate on it (S), at most `migrations` at a time; an assignment is opened on the target (D)
+    a worker lacks KV blocks for what runs there ──> the same, one at a time, where another one has much room
       S: MigrationFailed        nothing was stopped, or it goes on: the assignment on D is closed, S keeps the attempt
       D: HandedOver             D decodes from now on
       S: End `moved`            behind all tokens of S; its assignment is closed
@@ -42,6 +43,8 @@ LOOK_S = 0.05
 """How often to look for room for what could not move."""
 FEWEST_LEFT = 8
 """An answer that has at most so many tokens to come ends where it is: that takes no longer than to move it."""
+MOST_USED = 0.8
+"""The share of a worker's blocks up to which it takes sequences of one that lacks blocks."""
 PAUSE_S = 0.1
 """After a move that failed; doubles with each of the attempt, up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 2.0
@@ -83,11 +86,16 @@ class Migrations:
 
     def next_wakeup(self) -> float:
         """When `look` is due; infinite where nothing has to move."""
-        return self._look_at if self._fleet.to_drain else math.inf
+        return self._look_at if self._fleet.to_drain or self._fleet.lacking else math.inf
 
     def changed(self) -> None:
         """Workers changed, or a move is over: `look` is due."""
-        if self._fleet.to_drain:
+        if self._fleet.to_drain or self._fleet.lacking:
+            self._look_at = -math.inf
+
+    def reported(self, worker_id: WorkerId) -> None:
+        """A worker reported: where it lacks blocks, and nothing moves away from it, `look` is due."""
+        if worker_id in self._fleet.lacking and self._look_at == math.inf:
             self._look_at = -math.inf
 
     # ---------------------------------------------------------------- drains
@@ -109,17 +117,21 @@ class Migrations:
     # ---------------------------------------------------------------- which, and where to
 
     def look(self, now: float) -> list[Command]:
-        """Begin the moves that are due: from workers that drain, to those with room."""
+        """Begin the moves that are due, to workers with room: from those that drain, and one from each that lacks
+        blocks, instead of a preemption there."""
         commands: list[Command] = []
         self._look_at = math.inf
         if not self._most:
             return commands
-        for source in self._fleet.to_drain:
+        draining = self._fleet.to_drain
+        lacking = [worker for worker in self._fleet.lacking.values() if not worker.is_draining]
+        for source in [*draining, *lacking]:
             if source.is_suspected or not source.decodes:
                 continue
             self._look_at = now + LOOK_S
+            most = self._most if source.is_draining else 1
             for record in self._movable(source, now):
-                if self._num_moving[source.worker_id] >= self._most:
+                if self._num_moving[source.worker_id] >= most:
                     break
                 demand = self._attempts.demand(record, now)
                 target = self._target(source, demand)
@@ -137,6 +149,8 @@ class Migrations:
     def _target(self, source: Worker, demand: Demand) -> Candidate | None:
         """The worker with room where decoding it costs least."""
         found = self._fleet.targets(demand, source)
+        if not source.is_draining:
+            found = [each for each in found if _has_much_room(each)]
         weights = [self._policy.weigh_decode(demand, candidate) for candidate in found]
         least = min(zip(weights, found, strict=True), key=lambda each: (each[0].num_misses, each[0].cost), default=None)
         return None if least is None else least[1]
@@ -166,9 +180,11 @@ class Migrations:
         attempt.decode = attempt.awaited = move.target
         if attempt.prefill is None:
             attempt.prefill = move.source  # it computed the prompt, and another worker decodes now
+        trace.prefill_worker = trace.prefill_worker or move.source
         trace.decode_worker, trace.transport = move.target, message.transport
         trace.kv_bytes += message.kv_bytes
-        attempt.marks.moves[-1].ended = now
+        marks = attempt.marks.moves[-1]
+        marks.ended, marks.has_arrived = now, True
         if move.has_left:
             self._over(attempt, move, "moved")
 
@@ -239,6 +255,13 @@ def _may_move(record: RequestRecord, worker_id: WorkerId, now: float) -> bool:
         and not record.is_probe
         and bool(record.output.released)
     )
+
+
+def _has_much_room(target: Candidate) -> bool:
+    """Whether a sequence that moves for want of blocks does not have to move again soon."""
+    worker = target.worker
+    num_used = worker.used_blocks + target.assigned_blocks
+    return not worker.lacks_blocks and num_used <= MOST_USED * worker.num_blocks
 
 
 def _num_left(record: RequestRecord) -> int:

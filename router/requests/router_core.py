@@ -141,9 +141,9 @@ class RouterCore:
             self._wake(now)
         if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
+        if now >= self._migrations.next_wakeup():
+            self._out += self._migrations.look(now)
         if fleet.to_drain:
-            if now >= self._migrations.next_wakeup():
-                self._out += self._migrations.look(now)
             for drained in fleet.newly_drained():
                 self._migrations.drain_ends(drained[0], now, "is empty")
                 self._out.append(events.WorkerIsDrained(*drained))
@@ -337,6 +337,7 @@ class RouterCore:
         if self._is_present(report.worker_id, report.incarnation) and not self._fleet.report(report, now):
             self.counters["report_gap"] += 1
             self._out.append(events.WatchAgain(report.worker_id))
+        self._migrations.reported(report.worker_id)
 
     def _on_update(self, event: events.FromWorker, now: float) -> None:
         worker_id, update = event.worker_id, event.update

@@ -80,7 +80,17 @@ def _parts_of(trace: RequestTrace) -> list[_Part]:
 def _add_alone(marks: AttemptMarks, parts: list[_Part]) -> None:
     _add_prefill(marks, marks.decode_worker, marks.placed, parts)
     if marks.computed is not None:
-        parts.append(("decode", marks.decode_worker, marks.computed, marks.ended))
+        _add_decode(marks, marks.computed, parts)
+
+
+def _add_decode(marks: AttemptMarks, begun: float, parts: list[_Part]) -> None:
+    """One part for each worker that decoded."""
+    worker_id = marks.decode_worker
+    for move in marks.moves:
+        if move.has_arrived and move.ended is not None:
+            parts.append(("decode", worker_id, begun, move.ended))
+            worker_id, begun = move.target, move.ended
+    parts.append(("decode", worker_id, begun, marks.ended))
 
 
 def _add_pair(marks: AttemptMarks, parts: list[_Part]) -> None:
@@ -102,7 +112,7 @@ def _add_pair(marks: AttemptMarks, parts: list[_Part]) -> None:
     if marks.decode_queue_s is not None:
         begun = _cut(moved + marks.decode_queue_s, marks.ended)
         parts.append(("decode_queue", decode_id, moved, begun))
-    parts.append(("decode", decode_id, begun, marks.ended))
+    _add_decode(marks, begun, parts)
 
 
 def _add_prefill(marks: AttemptMarks, worker_id: WorkerId | None, start: float, parts: list[_Part]) -> None:

@@ -161,6 +161,16 @@ class Worker:
         """It refused a sequence of `num_blocks` blocks: larger ones are not placed there until its next report."""
         self.refused_blocks = min(self.refused_blocks, num_blocks)
 
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether its latest report shows that it preempted sequences, or is about to: not every sequence that runs can
+        get one more block."""
+        load = self.load
+        if not self.decodes:
+            return False
+        num_left = load.blocks_total - load.blocks_active
+        return load.num_preempted > 0 or (load.num_running > 1 and num_left < load.num_running)
+
     def take_report(self, report: WorkerReport) -> None:
         """Load and measured steps. Call `refresh` next."""
         self.load = load = report.load

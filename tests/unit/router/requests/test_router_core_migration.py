@@ -2,8 +2,11 @@
 
 import pytest
 
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, WorkerInfo
+from disagg.router.api import MoveMarks
 from disagg.router.config import RouterConfig
+from disagg.router.telemetry.spans import Span, spans_of
 from tests.support.router import (
     EMPTY,
     MOVING,
@@ -54,7 +57,12 @@ def test_a_draining_worker_is_empty_once_its_sequence_moved() -> None:
     trace = it.core.trace(routed_request("r0").request_id)
     assert trace is not None
     assert (trace.decode_worker, trace.attempts) == ("d1", 1)
-    assert [(m.source, m.target, m.began, m.ended) for m in trace.marks[0].moves] == [("d0", "d1", 0.0, 1.25)]
+    assert trace.marks[0].moves == (MoveMarks(WorkerId("d0"), WorkerId("d1"), 0.0, 1.25, True),)
+    assert [span for span in spans_of(trace) if span.start != span.end][-3:] == [
+        Span("decode", WorkerId("d0"), 0.0, 1.25),
+        Span("decode", WorkerId("d1"), 1.25, 1.5),
+        Span("migration", WorkerId("d1"), 0.0, 1.25),
+    ]
 
 
 def test_tokens_of_the_source_that_come_last_are_put_before_those_of_the_target() -> None:
@@ -292,3 +300,34 @@ def test_loads_of_both_workers_count_while_it_moves() -> None:
     it.report(worker_report("d1", 0, load=Load(num_waiting=1)))
     assert it.update("d0", stayed_update("r0", 0)) == []
     assert it.core.holdings()["sequences"] == 1
+
+
+def test_one_at_a_time_moves_from_a_worker_that_lacks_blocks() -> None:
+    it = Scenario("p0", "d0", config=MOVING)
+    for number, max_tokens in enumerate((50, 300, 100)):
+        it.start(routed_request(f"r{number}", max_tokens=max_tokens), "p0", "d0")
+        it.hand_over(f"r{number}", "p0", "d0", 7)
+    it.up("d1")
+    enough = Load(num_running=3, blocks_total=64, blocks_active=61, blocks_reserved=2)
+    assert it.report(worker_report("d0", 0, load=enough)) == []
+    scarce = Load(num_running=3, blocks_total=64, blocks_active=62)
+    assert it.report(worker_report("d0", 1, load=scarce)) == ["move d0 r1/0 #1 -> d1"]
+    assert it.report(worker_report("d0", 2, load=scarce)) == []
+    assert it.update("d1", handed_over_update("r1", 0)) == []
+    assert it.update("d0", end_update("r1", 0, "moved")) == ["move d0 r2/0 #1 -> d1"]
+    assert it.report(worker_report("d0", 3, load=enough)) == []
+    assert it.update("d0", stayed_update("r2", 0)) == []
+    assert it.core.next_wakeup() is None
+    preempted = Load(num_running=1, num_suspended=1, num_preempted=1, blocks_total=64, blocks_active=50)
+    it.now = 1.0
+    assert it.report(worker_report("d0", 4, load=preempted)) == ["move d0 r2/0 #2 -> d1"]
+
+
+def test_none_moves_for_want_of_blocks_to_a_worker_that_is_nearly_full() -> None:
+    it = decoding("p0", "d0")
+    it.up("d1")
+    it.report(worker_report("d1", 0, load=Load(num_running=3, blocks_total=64, blocks_active=47)))
+    scarce = Load(num_running=2, blocks_total=64, blocks_active=63)
+    assert it.report(worker_report("d0", 0, load=scarce)) == []
+    it.report(worker_report("d1", 1, load=Load(num_running=3, blocks_total=64, blocks_active=20)))
+    assert it.at(0.05) == ["move d0 r0/0 #1 -> d1"]
