@@ -39,11 +39,9 @@ from disagg.engine.commands import (
     Ended,
     Event,
     Export,
-    Exported,
     Extend,
     Gather,
     Gathered,
-    Held,
     Hold,
     Join,
     Joined,
@@ -57,7 +55,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
-from disagg.engine.core.migration import exported_spec, extend
+from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
@@ -73,7 +71,7 @@ from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, Step
 _log = logging.getLogger(__name__)
 
 _NO_GATEWAY = GatewayId("")
-"""In events about a sequence that is not known any more."""
+"""In the `Ended` of a sequence that is not known any more."""
 
 
 class EngineCore:
@@ -114,11 +112,10 @@ class EngineCore:
         self._copying: deque[tuple[Copying, Scattered]] = deque()
         """Copies that were queued behind a step under way, with their answers, after which the peer fills the buffer
         again. None outlasts the call that finishes the last such step."""
-        self._to_hold: dict[AttemptKey, int] = {}
-        """`Hold`s whose sequences are in a step, and what their peers know of them."""
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
+        self._moves = Moves(self._scheduler, self._steps)
         self.planned = StepPlan()
         """What `run_step` will compute or queue."""
         self._planned_at = 0.0
@@ -178,15 +175,12 @@ class EngineCore:
             case Release():
                 events = self._release(command)
             case Export(key):
-                sequence = self._scheduler.sequences.get(key)
-                if sequence is None:
-                    events = [Exported(key, _NO_GATEWAY, None)]
-                else:
-                    events = [Exported(key, sequence.spec.gateway_id, exported_spec(sequence, now))]
-            case Hold():
-                events = self._hold(command)
+                events = [self._moves.export(key, now)]
+            case Hold(key, num_known):
+                events = self._moves.hold(key, num_known, self.planned)
             case Unhold(key):
-                events = self._unhold(key)
+                self._moves.unhold(key)
+                events = []
             case Extend():
                 events = self._extend(command)
             case End(key, reason, detail):
@@ -300,34 +294,6 @@ class EngineCore:
             self._forget(command.key)
         return []
 
-    def _hold(self, command: Hold) -> list[Event]:
-        sequence = self._scheduler.sequences.get(command.key)
-        if sequence is None:
-            return [Held(command.key, ok=False)]
-        sequence.is_leaving = True
-        self._to_hold[command.key] = command.num_known
-        return self._hold_due()
-
-    def _hold_due(self) -> list[Event]:
-        """Hold the sequences whose step is over."""
-        events: list[Event] = []
-        for key, num_known in list(self._to_hold.items()):
-            sequence = self._scheduler.sequences.get(key)
-            if sequence is not None and self._is_in_step(sequence):
-                continue
-            del self._to_hold[key]
-            events.append(Held(key, ok=False) if sequence is None else self._scheduler.hold(sequence, num_known))
-        return events
-
-    def _is_in_step(self, sequence: Sequence) -> bool:
-        return self._steps.computes(sequence) or any(e.sequence is sequence for e in self.planned.entries)
-
-    def _unhold(self, key: AttemptKey) -> list[Event]:
-        self._to_hold.pop(key, None)
-        if (sequence := self._scheduler.sequences.get(key)) is not None:
-            self._scheduler.unhold(sequence)
-        return []
-
     def _extend(self, command: Extend) -> list[Event]:
         sequence = self._scheduler.sequences.get(command.key)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
@@ -370,7 +336,7 @@ class EngineCore:
         events = self._steps.run(self.planned, self._planned_at)
         self.planned = StepPlan()
         events += self._copied(wait=not self._steps.is_under_way)
-        events += self._hold_due() if self._to_hold else []
+        events += self._moves.due()
         self._forget_ended(events)
         return events
 
@@ -384,7 +350,7 @@ class EngineCore:
         together. `rows`: of each step the tokens of its decodes."""
         events: list[Event] = [*self._steps.run_alike(self.planned, rows)]
         self.planned = StepPlan()
-        return events + self._hold_due()
+        return events + self._moves.due()
 
     def observe(self, step: StepSample) -> None:
         """The step that `run_step` finished was measured."""
@@ -491,8 +457,7 @@ class EngineCore:
         reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
-        if not self._to_hold.keys() <= sequences.keys():
-            problems.append("a sequence that ended is still to be held")
+        problems += self._moves.check_integrity()
         if reserved != self._landed.keys():
             problems.append("landed ranges are kept for other sequences than the reserved ones")
         if with_deadline != len(self._deadlines):
@@ -523,4 +488,4 @@ class EngineCore:
     def _forget(self, key: AttemptKey) -> None:
         self._deadlines.discard(key)
         self._landed.pop(key, None)
-        self._to_hold.pop(key, None)
+        self._moves.forget(key)

@@ -16,7 +16,12 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
-from disagg.engine.request import Sequence
+from disagg.engine.commands import Event, Exported, Held
+from disagg.engine.core.scheduler import Scheduler
+from disagg.engine.core.steps import Steps
+from disagg.engine.plan import StepPlan
+from disagg.engine.request import Sequence, SequenceState
+from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import SequenceSpec, Targets
 
 
@@ -64,3 +69,78 @@ def extend(
     sequence.num_given_tokens = num_tokens
     kv_cache.extend(sequence, num_tokens)
     return None
+
+
+class Moves:
+    """Takes sequences out of the batch that move, and puts them back. Owner: the engine core."""
+
+    def __init__(self, scheduler: Scheduler, steps: Steps) -> None:
+        self._scheduler = scheduler
+        self._steps = steps
+        self._to_hold: dict[AttemptKey, int] = {}
+        """Sequences that are in a step still, and what their peers know of them."""
+
+    def export(self, key: AttemptKey, now: float) -> Exported:
+        """Describe a sequence; see the command `Export`."""
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is None:
+            return Exported(key, GatewayId(""), None)
+        return Exported(key, sequence.spec.gateway_id, exported_spec(sequence, now))
+
+    def hold(self, key: AttemptKey, num_known: int, planned: StepPlan) -> list[Event]:
+        """Take a sequence out of the batch, now or when its step is over; see the command `Hold`. `planned`: what will
+        be run next."""
+        sequence = self._scheduler.sequences.get(key)
+        if sequence is not None:
+            sequence.is_leaving = True
+        self._to_hold[key] = num_known
+        return self.due(planned)
+
+    def due(self, planned: StepPlan | None = None) -> list[Event]:
+        """Hold those whose step is over."""
+        events: list[Event] = []
+        for key, num_known in list(self._to_hold.items()):
+            sequence = self._scheduler.sequences.get(key)
+            if sequence is not None and (
+                self._steps.computes(sequence) or (planned is not None and _has(planned, sequence))
+            ):
+                continue
+            del self._to_hold[key]
+            events.append(Held(key, ok=False) if sequence is None else self._held(sequence, num_known))
+        return events
+
+    def unhold(self, key: AttemptKey) -> None:
+        """Put a held sequence back, or revoke its `hold`."""
+        self._to_hold.pop(key, None)
+        scheduler = self._scheduler
+        sequence = scheduler.sequences.get(key)
+        if sequence is None:
+            return
+        if sequence.is_leaving and sequence.state is SequenceState.HELD:
+            scheduler.num_leaving -= 1
+            sequence.state = SequenceState.RUNNING
+            scheduler.running[key] = sequence
+        sequence.is_leaving = False
+
+    def forget(self, key: AttemptKey) -> None:
+        """The sequence is over."""
+        self._to_hold.pop(key, None)
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        is_sound = self._to_hold.keys() <= self._scheduler.sequences.keys()
+        return [] if is_sound else ["a sequence that ended is still to be held"]
+
+    def _held(self, sequence: Sequence, num_known: int) -> Held:
+        if not sequence.is_decoding:
+            sequence.is_leaving = False
+            return Held(sequence.key, ok=False)
+        del self._scheduler.running[sequence.key]
+        sequence.state, sequence.is_leaving = SequenceState.HELD, True
+        self._scheduler.num_leaving += 1
+        grown = tuple(sequence.token_ids[num_known : sequence.num_computed_tokens])
+        return Held(sequence.key, True, grown, sequence.token_ids[-1], sequence.last_logprobs)
+
+
+def _has(plan: StepPlan, sequence: Sequence) -> bool:
+    return any(entry.sequence is sequence for entry in plan.entries)

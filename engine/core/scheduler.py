@@ -47,7 +47,7 @@ from collections.abc import Sequence as Seq
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
-from disagg.engine.commands import Ended, Event, Held, PrefillComputed, TokenSampled
+from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
 from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
@@ -108,7 +108,7 @@ class Scheduler:
         self.num_reserved = 0
         """Sequences in state RESERVED."""
         self.num_leaving = 0
-        """Sequences that were taken out of the batch by `hold`; they keep their places."""
+        """Sequences that were taken out of the batch to move (`migration.py`); they keep their places."""
         self.num_preempted = 0
         """Sequences that wait because they were preempted, suspended ones included."""
         self.totals: Counter[str] = Counter(preemptions=0, cached_tokens=0)
@@ -183,27 +183,6 @@ class Scheduler:
         self.drop(sequence)
         gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
         return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
-
-    # ------------------------------------------------------------ sequences that move
-
-    def hold(self, sequence: Sequence, num_known: int) -> Held:
-        """Take a sequence out of the batch, if it decodes; see the command `Hold`."""
-        if not sequence.is_decoding:
-            sequence.is_leaving = False
-            return Held(sequence.key, ok=False)
-        del self.running[sequence.key]
-        sequence.state, sequence.is_leaving = SequenceState.HELD, True
-        self.num_leaving += 1
-        grown = tuple(sequence.token_ids[num_known : sequence.num_computed_tokens])
-        return Held(sequence.key, True, grown, sequence.token_ids[-1], sequence.last_logprobs)
-
-    def unhold(self, sequence: Sequence) -> None:
-        """Revoke `hold`, or what will become one."""
-        if sequence.is_leaving and sequence.state is SequenceState.HELD:
-            self.num_leaving -= 1
-            sequence.state = SequenceState.RUNNING
-            self.running[sequence.key] = sequence
-        sequence.is_leaving = False
 
     # ------------------------------------------------------------ suspended sequences
 
