@@ -91,8 +91,9 @@ class Moves:
         """Take a sequence out of the batch, now or when its step is over; see the command `Hold`. `planned`: what will
         be run next."""
         sequence = self._scheduler.sequences.get(key)
-        if sequence is not None:
-            sequence.is_leaving = True
+        if sequence is None or not sequence.is_decoding:
+            return [Held(key, ok=False)]
+        sequence.is_leaving = True
         self._to_hold[key] = num_known
         return self.due(planned)
 

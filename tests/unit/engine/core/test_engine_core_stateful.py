@@ -17,6 +17,8 @@ from disagg.engine.commands import (
     Event,
     Gather,
     Gathered,
+    Held,
+    Hold,
     Join,
     Joined,
     PrefillComputed,
@@ -27,6 +29,7 @@ from disagg.engine.commands import (
     Scatter,
     Scattered,
     TokenSampled,
+    Unhold,
 )
 from disagg.engine.config import Scheduling
 from disagg.engine.kv_transfer.transports.transport import UNKEYED
@@ -95,6 +98,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.kinds: dict[AttemptKey, str] = {}
         self.tokens: dict[AttemptKey, list[int]] = {}
         self.missing: dict[AttemptKey, list[tuple[int, int]]] = {}
+        self.leaving: dict[AttemptKey, int] = {}
+        """Sequences that are held, or will be, and how many of their tokens were known then."""
         self.unread: list[tuple[AttemptKey, Buffer]] = []
         """Buffers of copies that were not answered, which must stay as they are."""
 
@@ -205,6 +210,23 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.last_events == []
         self.forget(key)
 
+    @precondition(lambda self: self.live.keys() - self.leaving.keys())
+    @rule(data=st.data())
+    def hold_one(self, data: st.DataObject) -> None:
+        """In any state: only one that decodes is held."""
+        key = self.pick(data, self.live.keys() - self.leaving.keys())
+        num_known = len(self.tokens[key])
+        self.leaving[key] = num_known
+        self.handle(Hold(key, len(unpack_token_ids(self.live[key].prompt_token_ids)) + num_known))
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        key = self.pick(data, self.leaving)
+        del self.leaving[key]
+        self.handle(Unhold(key))
+        assert self.last_events == []
+
     # ------------------------------------------------------------ time
 
     @rule(num_steps=st.sampled_from([1, 3, 10, 20]))
@@ -233,6 +255,8 @@ class CoreMachine(RuleBasedStateMachine):
         for key in [key for key in self.live if self.kinds[key] != "run"]:
             self.handle(Release(key))
             self.forget(key)
+        for key in list(self.leaving):
+            self.handle(Unhold(key))
         for _ in range(3000):
             if not self.core.has_work:
                 break
@@ -287,6 +311,13 @@ class CoreMachine(RuleBasedStateMachine):
                     key, buffer = self.unread.pop(0)
                     assert event == Scattered(key, 0, ok=True)
                     buffer[:] = 255
+                case Held(key=key, ok=ok):
+                    if key in self.live and ok:
+                        # All that was told, but for the last token, of which nothing is computed.
+                        told = self.tokens[key][self.leaving[key] :]
+                        assert (*event.token_ids, event.token_id)[-len(told) :] == tuple(told) or not told
+                    else:
+                        self.leaving.pop(key, None)
                 case Reserved():
                     self.missing[event.key] = self.cut(event.key, event.cached_tokens)
                 case ReserveRefused():
@@ -314,6 +345,7 @@ class CoreMachine(RuleBasedStateMachine):
     def forget(self, key: AttemptKey) -> None:
         del self.live[key]
         self.missing.pop(key, None)
+        self.leaving.pop(key, None)
 
 
 TestCoreMachine = CoreMachine.TestCase
