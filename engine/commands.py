@@ -89,7 +89,7 @@ class Hold:
 
     key: AttemptKey
     num_known: int
-    """Tokens that the other worker knows: those of `Exported`."""
+    """Tokens whose ids the other worker has: those of `Exported`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Held:
     key: AttemptKey
     ok: bool
     token_ids: tuple[int, ...] = ()
-    """Behind those that the other worker knows; the KV of all of them is computed."""
+    """Behind those whose ids the other worker has; the KV of all of them is computed."""
     token_id: int = -1
     """The last token, of which nothing is computed."""
     logprobs: TokenLogprobs | None = None

@@ -43,7 +43,7 @@ class _Attempt:
     is_move: bool = False
     """Whether it decodes here: the decode role has it, too."""
     has_ended: bool = False
-    """Whether the engine ended it, which the gateway is told anyway."""
+    """Whether the engine ended it, which the decode role reports."""
 
 
 @dataclass(slots=True)

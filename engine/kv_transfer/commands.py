@@ -52,7 +52,7 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class HoldSequence:
-    """P: take a running sequence out of the batch; D knows its first `num_known` tokens, and most of their KV is there.
+    """P: take a running sequence out of the batch; D has the ids of its first `num_known` tokens, and most of their KV.
     Answer: `Sender.on_held`."""
 
     key: AttemptKey

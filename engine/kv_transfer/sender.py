@@ -140,7 +140,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         token_id: int = -1,
         logprobs: TokenLogprobs | None = None,
     ) -> Commands:
-        """A running sequence is out of the batch: it has `token_ids` more tokens than D knows, and `token_id` behind
+        """A running sequence is out of the batch: it has `token_ids` more tokens than D has, and `token_id` behind
         them. Not `ok` if it does not decode any more."""
         attempt, out = self._attempts.get(key), Commands()
         if attempt is None or not attempt.live:

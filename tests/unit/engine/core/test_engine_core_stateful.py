@@ -313,9 +313,8 @@ class CoreMachine(RuleBasedStateMachine):
                     buffer[:] = 255
                 case Held(key=key, ok=ok):
                     if key in self.live and ok:
-                        # All that was told, but for the last token, of which nothing is computed.
-                        told = self.tokens[key][self.leaving[key] :]
-                        assert (*event.token_ids, event.token_id)[-len(told) :] == tuple(told) or not told
+                        since = self.tokens[key][self.leaving[key] :]
+                        assert not since or (*event.token_ids, event.token_id)[-len(since) :] == tuple(since)
                     else:
                         self.leaving.pop(key, None)
                 case Reserved():

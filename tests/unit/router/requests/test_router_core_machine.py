@@ -258,7 +258,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.say(name, stayed_update(*key, refused=refused))
 
     def arrive(self, name: str, key: AttemptKey, *, is_acknowledged: bool = True) -> None:
-        """The target has the sequence, and the source is told so, or not."""
+        """The target has the sequence, and its acknowledgement reaches the source, or not."""
         part = self.workers[name].parts[key]
         assert part.moves_to is not None
         target_name, life = part.moves_to
