@@ -172,6 +172,16 @@ class ModelGroup:
         if may_prefill_locally or next(_long_enough(self._prefills, num_tokens), None) is not None:
             yield from _long_enough(self._decodes, num_tokens)
 
+    def targets(self, demand: Demand, source: Worker, without: Collection[WorkerId]) -> list[Candidate]:
+        """Workers with room for a sequence that decodes on `source`; none that would end its answer earlier."""
+        avoided = {*without, source.worker_id}
+        return [
+            candidate
+            for bucket in self.decode_buckets()
+            if bucket.max_model_len >= source.info.max_model_len
+            for candidate in bucket.candidates(demand, avoided, None)
+        ]
+
     def computers(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
         """The prefill workers that could compute a prompt of that length for this decode worker."""
         return iter(()) if has_both_roles(decode.info) else _long_enough(self._prefills, num_tokens)
@@ -256,6 +266,7 @@ class WorkerBucket:
 
     def __init__(self, info: WorkerInfo, policy: Policy, watermark: float, num_blocks: _Blocks) -> None:
         self.longest = longest_sequence(info)
+        self.max_model_len = info.max_model_len
         self.members: dict[WorkerId, Worker] = {}
         self.mask: WorkerSet = 0
         """The members as a set of the prefix index."""
