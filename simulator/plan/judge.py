@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from disagg.autoscaler.queueing import Lengths
 from disagg.engine.config import WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import meets, meets_tpot, meets_ttft
@@ -18,7 +19,7 @@ from disagg.loadtests.workload.workload import Outline, OutlinedRequest, RandomW
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import RouterConfig
-from disagg.simulator.plan.load import Lengths, Load
+from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.pools import Candidate, Judgement, Planner, Pool
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from disagg.autoscaler.queueing import Lengths
 from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Slo
 from disagg.proto.errors import ConfigError
-
-MAX_KINDS = 64
-"""Kinds of requests that an estimate goes through."""
-
-
-class Lengths(NamedTuple):
-    """Of one request, in tokens."""
-
-    prompt: int
-    output: int
-    cached: int = 0
-    """Of the prompt, what a cache is expected to have."""
-
-    @property
-    def computed(self) -> int:
-        """Prompt tokens that have to be computed."""
-        return self.prompt - self.cached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +51,3 @@ class Load:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(kind.prompt + kind.output for kind in self.kinds)
-
-
-def representative(kinds: Iterable[Lengths], count: int = MAX_KINDS) -> tuple[Lengths, ...]:
-    """At most `count` of many requests: evenly spread over them in the order of their work, so that each stands for
-    as many."""
-    ordered = sorted(kinds, key=lambda kind: (kind.computed, kind.output, kind))
-    if len(ordered) <= count:
-        return tuple(ordered)
-    return tuple(ordered[(2 * at + 1) * len(ordered) // (2 * count)] for at in range(count))

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.autoscaler import queueing
+from disagg.autoscaler.queueing import Estimate, WorkerModel
 from disagg.proto.errors import ConfigError
-from disagg.simulator.plan import queueing
+from disagg.proto.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_s
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import BF16, Precision, check_fits, worker_memory
-from disagg.simulator.plan.queueing import Estimate, WorkerModel
-from disagg.simulator.plan.sweep import decode_s, prefill_s
 from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.model_shapes import ModelShape
 
 MAX_JUDGED = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.simulator.step_times.interface import StepTimes, StepWork
+from disagg.proto.step_times.interface import StepTimes, decode_s, prefill_s
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MILLION = 1e6
@@ -30,22 +30,6 @@ class SweepRow:
     """Of output tokens, prompts included."""
     joules_per_million: float
     """At the full power of the board: an upper bound."""
-
-
-def prefill_s(times: StepTimes, tokens: int, token_budget: int, before: int = 0) -> float:
-    """Seconds to compute a prompt alone, in chunks of at most `token_budget`, behind `before` cached tokens."""
-    seconds, done = 0.0, before
-    end = before + tokens
-    while done < end:
-        chunk = min(token_budget, end - done)
-        seconds += times.step_s(StepWork(chunk, chunk * done + chunk * (chunk + 1) // 2, 0, 0, 1))
-        done += chunk
-    return seconds
-
-
-def decode_s(times: StepTimes, batch: int, context: float) -> float:
-    """Seconds of a step of `batch` sequences that attend to `context` tokens each."""
-    return times.step_s(StepWork(0, 0, batch, round(batch * context)))
 
 
 def price_per_million(price_per_hour: float, tokens_per_s: float) -> float:

@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
+from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.proto.step_times.least_squares import Moments
 from disagg.proto.step_times.step_model import LEAST_MS, StepModel
-from disagg.simulator.step_times.interface import StepTimes, StepWork
 
 MIN_SAMPLES = 8
 NUM_FOLDS = 5

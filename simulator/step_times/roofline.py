@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import StepWork
 from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
 from disagg.simulator.step_times.perf_tables import (
     AttentionTime,

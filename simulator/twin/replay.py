@@ -15,9 +15,9 @@ from disagg.loadtests.verdict.goodput import Slo, meets
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout
+from disagg.proto.step_times.interface import LinkTimes
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
-from disagg.simulator.step_times.interface import LinkTimes
 from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.twin.load import Arrival, Capacity, Load, mean_output
 from disagg.simulator.world.cluster import SimulatedCluster

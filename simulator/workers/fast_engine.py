@@ -26,7 +26,7 @@ from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
 from disagg.engine.core.slack import UNLIMITED, Room
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
-from disagg.simulator.step_times.interface import StepTimes, StepWork
+from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.chunk_run import ChunkRun
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
 from disagg.simulator.workers.fast_slack import FastSlack

@@ -33,8 +33,8 @@ from disagg.proto.messages import (
     TokenOut,
     WorkerInfo,
 )
+from disagg.proto.step_times.interface import StepTimes
 from disagg.router.requests import events
-from disagg.simulator.step_times.interface import StepTimes
 from disagg.simulator.workers.fast_engine import FastEngine
 from disagg.simulator.workers.fast_room import FastSequence
 from disagg.simulator.workers.reports import Reports

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from disagg.simulator.step_times.interface import LinkTimes
+from disagg.proto.step_times.interface import LinkTimes
 from disagg.simulator.world.clock import EventLoop
 
 

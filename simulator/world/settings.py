@@ -9,8 +9,8 @@ from typing import Literal
 from disagg.engine.config import WorkerConfig
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
+from disagg.proto.step_times.interface import LinkTimes, StepTimes
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
 
 EngineKind = Literal["exact", "fast"]

@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork
 from disagg.simulator.step_times.calibration_file import FORMAT, StepRecording, check_samples
 from disagg.simulator.step_times.fitted import MIN_SAMPLES, fit
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes, StepWork
 from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
 from disagg.simulator.world.settings import DEFAULT_LINK
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 FOLDERS = (
+    "autoscaler",
     "cluster",
     "decode_worker",
     "engine",
@@ -31,14 +32,15 @@ FOLDERS = (
 """The code folders, each linked into src/disagg under its own name."""
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "cli": frozenset({"cluster", "router", "engine", "proto", "client", "loadtests", "simulator"}),
-    "cluster": frozenset({"router", "prefill_worker", "decode_worker", "engine", "proto"}),
+    "autoscaler": frozenset({"proto"}),
+    "cli": frozenset({"autoscaler", "cluster", "router", "engine", "proto", "client", "loadtests", "simulator"}),
+    "cluster": frozenset({"autoscaler", "router", "prefill_worker", "decode_worker", "engine", "proto"}),
     "prefill_worker": frozenset({"engine", "proto"}),
     "decode_worker": frozenset({"engine", "proto"}),
     "router": frozenset({"proto", "v1"}),
     "engine": frozenset({"kernels", "proto"}),
     "loadtests": frozenset({"cluster", "proto", "v1", "client"}),
-    "simulator": frozenset({"router", "engine", "loadtests", "proto"}),
+    "simulator": frozenset({"autoscaler", "router", "engine", "loadtests", "proto"}),
     "kernels": frozenset(),
     "proto": frozenset(),
     "client": frozenset({"proto", "v1"}),

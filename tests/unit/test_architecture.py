@@ -14,6 +14,7 @@ TESTS = arch.source_files("tests", "benchmarks")
 SOURCES = {path: arch.read(path) for path in CODE}
 
 PURE_PACKAGES = (
+    "autoscaler",
     "proto",
     "proto/step_times",
     "router",

@@ -27,6 +27,7 @@ BENCHMARKS = "benchmarks/README.md"
 BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"}
 """Programs that benchmarks start."""
 CODE_TOPS = (
+    "autoscaler",
     "cluster",
     "decode_worker",
     "engine",

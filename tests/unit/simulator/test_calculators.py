@@ -7,7 +7,15 @@ from dataclasses import asdict
 
 import pytest
 
+from disagg.autoscaler.transfer import (
+    bandwidth_to_hide,
+    bandwidth_to_reuse,
+    exposed_s,
+    hidden_from,
+    transfer_s,
+)
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import LinkTimes, StepWork, decode_s, prefill_s
 from disagg.simulator.plan.intensity import (
     attention_flops,
     critical_batch,
@@ -21,20 +29,10 @@ from disagg.simulator.plan.intensity import (
 from disagg.simulator.plan.memory import Precision, check_fits, weight_bytes, widths, worker_memory
 from disagg.simulator.plan.sweep import (
     batch_sweep,
-    decode_s,
     joules_per_million,
-    prefill_s,
     price_per_million,
 )
-from disagg.simulator.plan.transfer import (
-    bandwidth_to_hide,
-    bandwidth_to_reuse,
-    exposed_s,
-    hidden_from,
-    transfer_s,
-)
 from disagg.simulator.step_times.devices import A100, CPU_CORE, H100, L40S
-from disagg.simulator.step_times.interface import LinkTimes, StepWork
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
 
 LLAMA_8B, LLAMA_70B = MODEL_SHAPES["llama-3-8b"], MODEL_SHAPES["llama-3-70b"]

@@ -7,6 +7,7 @@ import pytest
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
+from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.simulator.step_times.calibration_file import (
     MAX_BYTES,
     StepRecording,
@@ -24,7 +25,6 @@ from disagg.simulator.step_times.fitted import (
     work_of,
 )
 from disagg.simulator.step_times.grid import GridStep, grid
-from disagg.simulator.step_times.interface import StepTimes, StepWork
 
 PREFILLS = [(tokens, start) for tokens in (1, 8, 16, 32, 64, 128, 256, 512) for start in (0, 256, 1024)]
 DECODES = [(batch, context) for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) for context in (64, 512, 1024)]

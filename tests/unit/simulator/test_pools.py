@@ -6,17 +6,18 @@ import math
 
 import pytest
 
+from disagg.autoscaler.queueing import Lengths
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, SharedPrefixWorkload, outline
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
-from disagg.simulator.plan.load import Lengths, Load
+from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Pool, Site
 from disagg.simulator.plan.report import facts_of as facts
 from disagg.simulator.plan.report import price_per_million_output, to_json, verdict
 from disagg.simulator.step_times.devices import H100
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
 from disagg.simulator.step_times.roofline import RooflineStepTimes
 from disagg.simulator.world.cluster import SimulatedCluster

@@ -9,10 +9,10 @@ import pytest
 
 from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import StepWork
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.router_core import RouterCore
 from disagg.simulator.step_times.fitted import fit
-from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.overheads import Overheads, Sharing
 from disagg.simulator.step_times.recorded import Trace, calibrate, trace
 from disagg.simulator.world.cluster import SimulatedCluster

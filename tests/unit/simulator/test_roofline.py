@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import StepWork
 from disagg.simulator.step_times.devices import (
     A100,
     B200,
@@ -20,7 +21,6 @@ from disagg.simulator.step_times.devices import (
     Kernels,
     find_device,
 )
-from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES, ModelShape, known_shape
 from disagg.simulator.step_times.perf_tables import (
     AllReduceTime,

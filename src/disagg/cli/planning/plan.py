@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from disagg.autoscaler.queueing import Lengths, representative
 from disagg.cli.planning.calibrate import read_recording
 from disagg.cli.planning.perf_tables import read_perf_tables
 from disagg.cli.planning.tables import plan_page, pools_table, sweep_table, width_table
@@ -21,15 +22,15 @@ from disagg.loadtests.verdict.plots import check_installed
 from disagg.loadtests.verdict.report import print_table
 from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
 from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
-from disagg.simulator.plan.load import Lengths, Load, representative
+from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import GB, Precision, widths
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
 from disagg.simulator.step_times.calibration_file import StepRecording
 from disagg.simulator.step_times.devices import Device, find_device
 from disagg.simulator.step_times.fitted import fit
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
 from disagg.simulator.step_times.perf_tables import PerfTables
 from disagg.simulator.step_times.roofline import RooflineStepTimes, check_parallelism

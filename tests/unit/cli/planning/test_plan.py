@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from disagg.autoscaler.queueing import Lengths
 from disagg.cli.main import app
 from disagg.cli.planning.plan import PlanOptions, load_of, run_plan, shape_named, site_of
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
-from disagg.simulator.plan.load import Lengths
 from disagg.simulator.step_times.calibration_file import StepRecording, encode_recording
 from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
 

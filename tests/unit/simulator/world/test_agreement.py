@@ -14,8 +14,8 @@ from disagg.loadtests.workload.workload import (
     SharedPrefixWorkload,
     WorkloadConfig,
 )
+from disagg.proto.step_times.interface import StepWork
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.interface import StepWork
 from disagg.simulator.step_times.overheads import Overheads, Sharing
 from disagg.simulator.workers.exact_worker import ExactWorker
 from disagg.simulator.workers.fast_slack import FastSlack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.simulator.step_times.interface import LinkTimes
+from disagg.proto.step_times.interface import LinkTimes
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.network import Network
 

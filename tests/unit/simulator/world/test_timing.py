@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.proto.step_times.interface import LinkTimes, StepWork
 from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.simulator.world.timing import read_timing

@@ -35,3 +35,19 @@ class LinkTimes:
 
     bandwidth_bytes_per_s: float
     latency_s: float
+
+
+def prefill_s(times: StepTimes, tokens: int, token_budget: int, before: int = 0) -> float:
+    """Seconds to compute a prompt alone, in chunks of at most `token_budget`, behind `before` cached tokens."""
+    seconds, done = 0.0, before
+    end = before + tokens
+    while done < end:
+        chunk = min(token_budget, end - done)
+        seconds += times.step_s(StepWork(chunk, chunk * done + chunk * (chunk + 1) // 2, 0, 0, 1))
+        done += chunk
+    return seconds
+
+
+def decode_s(times: StepTimes, batch: int, context: float) -> float:
+    """Seconds of a step of `batch` sequences that attend to `context` tokens each."""
+    return times.step_s(StepWork(0, 0, batch, round(batch * context)))

@@ -6,10 +6,8 @@ import math
 
 import pytest
 
-from disagg.loadtests.verdict.goodput import Slo
-from disagg.proto.errors import ConfigError
-from disagg.simulator.plan.load import Lengths, Load, representative
-from disagg.simulator.plan.queueing import (
+from disagg.autoscaler.queueing import (
+    Lengths,
     Wait,
     WorkerModel,
     colocated,
@@ -17,10 +15,14 @@ from disagg.simulator.plan.queueing import (
     disaggregated,
     erlang_c,
     prefill_estimate,
+    representative,
     sharing,
     wait_of,
 )
-from disagg.simulator.step_times.interface import LinkTimes, StepWork
+from disagg.loadtests.verdict.goodput import Slo
+from disagg.proto.errors import ConfigError
+from disagg.proto.step_times.interface import LinkTimes, StepWork
+from disagg.simulator.plan.load import Load
 
 INSTANT = LinkTimes(bandwidth_bytes_per_s=1e30, latency_s=0.0)
 

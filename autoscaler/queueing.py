@@ -19,18 +19,79 @@ many prompts come within an answer's life is Poisson.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from disagg.simulator.plan.load import Lengths, Load
-from disagg.simulator.plan.sweep import decode_s, prefill_s
-from disagg.simulator.plan.transfer import exposed_s
-from disagg.simulator.step_times.interface import LinkTimes, StepTimes, StepWork
+from disagg.autoscaler.transfer import exposed_s
+from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork, decode_s, prefill_s
 
 AVERAGED = 0.74
 """Variance of the mean of an exponentially correlated process over one correlation time, in parts of its own:
 2 (1 - (1 - 1/e))."""
 _MAX_POISSON = 400
+
+MAX_KINDS = 64
+"""Kinds of requests that an estimate goes through."""
+
+
+class Lengths(NamedTuple):
+    """Of one request, in tokens."""
+
+    prompt: int
+    output: int
+    cached: int = 0
+    """Of the prompt, what a cache is expected to have."""
+    ttft_s: float = math.inf
+    """Its own limits, beside those of the load."""
+    tpot_s: float = math.inf
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that have to be computed."""
+        return self.prompt - self.cached
+
+
+class Limits(Protocol):
+    """Those of every request; None for none."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token."""
+        ...
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first."""
+        ...
+
+
+class Load(Protocol):
+    """Requests that come at random (a Poisson process), each as likely one of `kinds`."""
+
+    @property
+    def rate_per_s(self) -> float:
+        """Above 0."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[Lengths, ...]:
+        """At least one."""
+        ...
+
+    @property
+    def slo(self) -> Limits:
+        """Beside those that a kind has of its own."""
+        ...
+
+
+def representative(kinds: Iterable[Lengths], count: int = MAX_KINDS) -> tuple[Lengths, ...]:
+    """At most `count` of many requests: evenly spread over them in the order of their work, so that each stands for
+    as many."""
+    ordered = sorted(kinds, key=lambda kind: (kind.computed, kind.output, kind))
+    if len(ordered) <= count:
+        return tuple(ordered)
+    return tuple(ordered[(2 * at + 1) * len(ordered) // (2 * count)] for at in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +108,10 @@ class WorkerModel:
 
     def prompt_s(self, kind: Lengths) -> float:
         """Seconds of a prompt on the idle worker."""
-        if kind not in self._seen:
-            self._seen[kind] = prefill_s(self.times, kind.computed, self.token_budget, kind.cached)
-        return self._seen[kind]
+        key = (kind.computed, kind.cached, -1)
+        if key not in self._seen:
+            self._seen[key] = prefill_s(self.times, kind.computed, self.token_budget, kind.cached)
+        return self._seen[key]
 
     def token_s(self, batch: float, context: float) -> float:
         """Seconds of a decode step; between two whole numbers of sequences as between their times."""
@@ -154,8 +216,8 @@ def prefill_estimate(load: Load, worker: WorkerModel, num_workers: int) -> tuple
     wait = wait_of(num_workers, load.rate_per_s, services)
     if wait is None:
         return None
-    limit_s = load.slo.ttft_s
-    within = 1.0 if limit_s is None else _mean([wait.within(limit_s - own) for own in alone])
+    limits_s = [_limit_s(kind.ttft_s, load.slo.ttft_s) for kind in load.kinds]
+    within = _mean([wait.within(limit_s - own) for limit_s, own in zip(limits_s, alone, strict=True)])
     return within, wait.chance * wait.mean_s + _mean(alone), utilization
 
 
@@ -288,14 +350,12 @@ def _overload(load: Load, prefill: WorkerModel, num_prefill: int, decode: Worker
 def _tpot_share(load: Load, shared: Sharing, exposed_s: float, prompts_per_s: float, delay_s: float) -> float:
     """Share of requests within the TPOT limit: a normal time per token, and the delays of prompts (each `delay_s`, of
     which `prompts_per_s` come to a worker) that fall into an answer's life, Poisson."""
-    limit_s = load.slo.tpot_s
-    if limit_s is None:
-        return 1.0
     deviation = shared.tpot_deviation_s * math.sqrt(AVERAGED)
     found = []
     for kind in load.kinds:
         steps = kind.output - 1
-        if steps == 0:
+        limit_s = _limit_s(kind.tpot_s, load.slo.tpot_s)
+        if steps == 0 or limit_s == math.inf:
             found.append(1.0)
             continue
         room = limit_s - shared.mean_tpot_s - exposed_s / steps
@@ -359,9 +419,9 @@ def colocated(load: Load, worker: WorkerModel, num_workers: int) -> Estimate:
     wait = wait_of(num_workers, load.rate_per_s, services)
     if wait is None:
         return overloaded(busy)
-    limit_s = load.slo.ttft_s
+    limits_s = [_limit_s(kind.ttft_s, load.slo.ttft_s) for kind in load.kinds]
     step_s = alone_s / 2.0 if found.mean_batch >= 0.5 else 0.0  # of the step that is under way
-    within = 1.0 if limit_s is None else _mean([wait.within(limit_s - step_s - own) for own in services])
+    within = _mean([wait.within(limit_s - step_s - own) for limit_s, own in zip(limits_s, services, strict=True)])
     # `token_s` has the mean delay by prompts; here it is taken apart, because a short answer meets few of them.
     steady = Sharing(
         mean_batch=found.mean_batch,
@@ -395,6 +455,10 @@ def _mixed(kind: Lengths, worker: WorkerModel, batch: float, context: float) -> 
         steps += 1
         done += chunk
     return seconds, steps
+
+
+def _limit_s(own_s: float, of_all_s: float | None) -> float:
+    return own_s if of_all_s is None else min(own_s, of_all_s)
 
 
 def _mean(values: Sequence[float]) -> float:
