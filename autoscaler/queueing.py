@@ -302,6 +302,41 @@ def _most(load: Load, worker: WorkerModel) -> int:
     return min(worker.max_num_seqs, int(worker.kv_tokens / (tokens / sum(steps))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What a pool of decode workers makes of a load."""
+
+    tpot_share: float
+    """Of requests within the TPOT limit."""
+    full: float
+    """The probability that there is no place for one more."""
+    mean_batch: float
+    """Of one worker."""
+    utilization: float
+    """Share of its places that are taken."""
+    mean_tpot_s: float
+
+
+def decode_estimate(
+    load: Load, prefill: WorkerModel, decode: WorkerModel, num_decode: int, kv_bytes_per_token: float, link: LinkTimes
+) -> Decoding | None:
+    """Of a pool to which workers such as `prefill` hand over; None where it cannot keep up."""
+    context = decode_context(load.kinds)
+    work = _mean([kind.output - 1 for kind in load.kinds])
+    most = _most(load, decode)
+    shared = sharing(load.rate_per_s, max(work, 1e-9), num_decode, most, lambda batch: decode.token_s(batch, context))
+    if shared is None:
+        return None
+    exposed = _mean([_exposed_s(kind, prefill, kv_bytes_per_token, link) for kind in load.kinds])
+    return Decoding(
+        tpot_share=_tpot_share(load, shared, exposed, 0.0, 0.0),
+        full=shared.full,
+        mean_batch=shared.mean_batch,
+        utilization=shared.mean_batch / most,
+        mean_tpot_s=shared.mean_tpot_s + exposed / max(1.0, work),
+    )
+
+
 def disaggregated(
     load: Load,
     prefill: WorkerModel,
@@ -313,22 +348,17 @@ def disaggregated(
 ) -> Estimate:
     """Of pools of their own."""
     computed = prefill_estimate(load, prefill, num_prefill)
-    context = decode_context(load.kinds)
-    work = _mean([kind.output - 1 for kind in load.kinds])
-    most = _most(load, decode)
-    shared = sharing(load.rate_per_s, max(work, 1e-9), num_decode, most, lambda batch: decode.token_s(batch, context))
-    if computed is None or shared is None:
+    decoding = decode_estimate(load, prefill, decode, num_decode, kv_bytes_per_token, link)
+    if computed is None or decoding is None:
         return overloaded(_overload(load, prefill, num_prefill, decode, num_decode))
     ttft_share, mean_ttft_s, utilization = computed
-    exposed = _mean([_exposed_s(kind, prefill, kv_bytes_per_token, link) for kind in load.kinds])
-    tpot_share = _tpot_share(load, shared, exposed, 0.0, 0.0)
     return Estimate(
-        ttft_attainment=ttft_share * (1.0 - shared.full),
-        tpot_attainment=tpot_share,
-        utilization=max(utilization, shared.mean_batch / most),
-        mean_batch=shared.mean_batch,
+        ttft_attainment=ttft_share * (1.0 - decoding.full),
+        tpot_attainment=decoding.tpot_share,
+        utilization=max(utilization, decoding.utilization),
+        mean_batch=decoding.mean_batch,
         mean_ttft_s=mean_ttft_s,
-        mean_tpot_s=shared.mean_tpot_s + exposed / max(1.0, work),
+        mean_tpot_s=decoding.mean_tpot_s,
     )
 
 

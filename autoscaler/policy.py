@@ -1,0 +1,75 @@
+"""The interface of policies, and what they are given.
+
+    Observation(reports of gateways, pools), now ──Policy.decide──> Decision: sizes, and why
+
+A policy keeps what it needs of the past. It has no clock: `now` is in seconds of one that never goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from disagg.proto.autoscaling import Decision, LoadReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """What a pool may be."""
+
+    min_size: int
+    max_size: int
+    weight: int = 1
+    """What one of its workers costs: devices."""
+
+    def clamp(self, size: int) -> int:
+        """The nearest allowed size."""
+        return max(self.min_size, min(self.max_size, size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolObservation:
+    """A pool as the controller has it."""
+
+    desired: int
+    ready: int
+    cold_start_s: float | None = None
+    """Of the latest start of one of its workers; None where none was measured."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is what it should be."""
+        return self.ready == self.desired
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """The cluster now."""
+
+    reports: Mapping[str, LoadReport]
+    """The latest of each gateway."""
+    pools: Mapping[str, PoolObservation]
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a worker."""
+        return sum(report.num_queued for report in self.reports.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended."""
+        return sum(report.num_queued + report.num_running for report in self.reports.values())
+
+
+class Policy(Protocol):
+    """Decides about the sizes of all pools."""
+
+    def decide(self, observation: Observation, now: float) -> Decision:
+        """What the pools should be; within their limits."""
+        ...
+
+
+def pool_of(worker_id: str) -> str:
+    """The pool of a worker `<pool>-<index>`."""
+    return worker_id.rpartition("-")[0]
