@@ -44,9 +44,16 @@ class _Member:
 
     pool: PoolSpec
     worker: SimulatedWorker | None
+    began_s: float = 0.0
+    ended_s: float | None = None
+    """When it was removed and nothing was left of it."""
     num_starts: int = 0
     is_draining: bool = False
     is_removed: bool = False
+
+    def is_desired(self, pool_name: str) -> bool:
+        """Whether it is one of that pool's, and stays."""
+        return self.pool.name == pool_name and not self.is_removed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +190,30 @@ class SimulatedCluster(Surroundings):
         """Drain a worker; it ends when nothing runs there any more."""
         member = self._members[worker_id]
         member.is_removed = True
-        if member.worker is not None and not member.is_draining:
+        if member.worker is None:
+            member.ended_s = self.loop.now
+        elif not member.is_draining:
             member.is_draining = True
             self.gateway.drain(member.worker)
+
+    def resize(self, pool_name: str, size: int) -> None:
+        """Add workers, or drain those that came last."""
+        desired = [worker_id for worker_id, member in self._members.items() if member.is_desired(pool_name)]
+        for _ in range(size - len(desired)):
+            self.add_worker(pool_name)
+        for worker_id in desired[size:]:
+            self.remove_worker(worker_id)
+
+    def pool_size(self, pool_name: str) -> tuple[int, int]:
+        """(workers that are not removed, those of them that serve)."""
+        desired = [member for member in self._members.values() if member.is_desired(pool_name)]
+        return len(desired), sum(member.worker is not None for member in desired)
+
+    @property
+    def worker_seconds(self) -> float:
+        """That all workers have taken so far, from the start of each until it was gone."""
+        ends = ((member.began_s, member.ended_s) for member in self._members.values())
+        return sum((self.loop.now if end is None else end) - began for began, end in ends)
 
     # ------------------------------------------------------------ `Surroundings`
 
@@ -208,7 +236,7 @@ class SimulatedCluster(Surroundings):
     def _new_member(self, pool: PoolSpec) -> WorkerId:
         number = sum(member.pool is pool for member in self._members.values())
         worker_id = WorkerId(f"{pool.name}-{number}")
-        self._members[worker_id] = _Member(pool, None)
+        self._members[worker_id] = _Member(pool, None, self.loop.now)
         return worker_id
 
     def _start(self, worker_id: WorkerId) -> None:
@@ -271,6 +299,7 @@ class SimulatedCluster(Surroundings):
         member = self._members[worker_id]
         if member.is_removed and member.worker is not None:
             worker, member.worker, member.is_draining = member.worker, None, False
+            member.ended_s = self.loop.now
             self.loop.at(self.loop.now, self._bury, worker)
 
     def _before_submit(self) -> None:
