@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import Message, WorkerInfo
 
 HEARTBEAT_S = 0.5
 """Interval of the heartbeats of workers and gateways."""
+MAX_POOL_SIZE = 1024
 PoolName = Literal["prefill", "decode", "colocated", "workers"]
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
@@ -120,7 +122,7 @@ class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
     """The gateway missed a change of the membership, and requests all of it."""
 
 
-GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest
+GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest | LoadReport
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -151,7 +153,7 @@ class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
     removed: tuple[WorkerId, ...] = ()
 
 
-ControllerToGateway = Membership | MembershipChange
+ControllerToGateway = Membership | MembershipChange | AutoscalerState
 
 
 # ---------------------------------------------------------------- operator -> controller
@@ -220,6 +222,8 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
     pools: tuple[PoolState, ...]
     workers: tuple[WorkerRecord, ...]
     gateways: tuple[GatewayRecord, ...]
+    autoscaler: AutoscalerState | None = None
+    """None where it is not enabled."""
 
     @property
     def is_settled(self) -> bool:

@@ -20,6 +20,7 @@ import msgspec
 import yaml
 from typing_extensions import override as overrides
 
+from disagg.autoscaler.config import AutoscalerOptions
 from disagg.cluster.config.reader import parse_yaml, read_struct
 from disagg.cluster.models.catalog import DEFAULT_MODEL
 from disagg.cluster.system.logs import LoggingConfig
@@ -39,7 +40,7 @@ from disagg.engine.config import (
 )
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT, Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
-from disagg.proto.control import PoolName
+from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 from disagg.router.gateway.config import GatewayOptions, is_loopback
@@ -101,6 +102,11 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
 
     size: Count = 1
     """Workers."""
+    min_size: NonNegativeInt = 1
+    """Fewest workers that the autoscaler leaves. With 0 the pool is emptied when nothing comes; then the first requests
+    are refused, with a time to retry after, until a worker has started."""
+    max_size: Count | None = None
+    """Most workers that the autoscaler starts; it has to be given where that is enabled."""
     cores: Literal["auto", "none"] | tuple[NonNegativeInt, ...] = "auto"
     """CPU cores to pin each worker to: `auto` gives each rank its own, `none` does not pin, a list is divided among the
     ranks of each worker."""
@@ -258,6 +264,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferSection = TransferSection()
     recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()
+    autoscaler: AutoscalerOptions = AutoscalerOptions()
     metrics: MetricsOptions = MetricsOptions()
     logging: LoggingConfig = LoggingConfig()
 
@@ -350,6 +357,7 @@ def check(config: ClusterConfig) -> None:
     model = config.model
     for name, pool in active_pools(config):
         _check_pool(f"pools.{name}", pool)
+        _check_sizes(f"pools.{name}", pool, config.autoscaler)
         check_attention(config.kernels.attention, pool.device, "kernels.")
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, "model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, "model.")
@@ -410,6 +418,21 @@ def _check_ports(gateway: GatewaySection) -> None:
         raise ConfigError(f"gateway.http_port: there is no port after {gateway.port}; set one, or null")
     if http_port and http_port == gateway.port:
         raise ConfigError(f"gateway.http_port: {http_port} is gateway.port already; gRPC and HTTP need one each")
+
+
+def _check_sizes(path: str, pool: PoolConfig, autoscaler: AutoscalerOptions) -> None:
+    if pool.max_size is None:
+        if autoscaler.enabled:
+            raise ConfigError(f"{path}.max_size: autoscaler.enabled needs the most workers that it may start")
+        return
+    if pool.max_size > MAX_POOL_SIZE:
+        raise ConfigError(f"{path}.max_size: expected at most {MAX_POOL_SIZE} workers; got {pool.max_size}")
+    if pool.min_size > pool.max_size:
+        raise ConfigError(f"{path}.min_size: {pool.min_size} is more than max_size, {pool.max_size}")
+    if not pool.min_size <= pool.size <= pool.max_size:
+        raise ConfigError(
+            f"{path}.size: expected min_size to max_size, {pool.min_size} to {pool.max_size}; got {pool.size}"
+        )
 
 
 def _check_pool(path: str, pool: PoolConfig) -> None:

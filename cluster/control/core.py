@@ -24,6 +24,7 @@ from disagg.cluster.control.events import Command, Event
 from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway
 from disagg.cluster.control.workers import Worker, split_worker_id, worker_id
 from disagg.proto.control import (
+    MAX_POOL_SIZE,
     ControlRefused,
     ControlRequest,
     ControlState,
@@ -38,7 +39,6 @@ from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
-MAX_POOL_SIZE = 1024
 MAX_DRAIN_S = 86400.0
 """The longest deadline of a drain."""
 ADOPT_GRACE_S = 10.0
@@ -398,7 +398,10 @@ class ControlCore:
     def _reconcile_gateway(self, now: float) -> None:
         if self._gateway.phase is not None:
             return
-        if not all(self._num_ready(pool) for pool in self._sizes):
+        if (
+            not all(self._num_ready(pool) or not size for pool, size in self._sizes.items())
+            or not self._num_any_ready()
+        ):
             self._enough_since = None
             return
         if self._enough_since is None:
@@ -425,6 +428,9 @@ class ControlCore:
             follower.needs_snapshot = False
         if change is not None or behind:
             self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
+
+    def _num_any_ready(self) -> int:
+        return sum(self._num_ready(pool) for pool in self._sizes)
 
     def _num_ready(self, pool: PoolName) -> int:
         return sum(worker.pool == pool and worker.phase == "ready" for worker in self._workers.values())

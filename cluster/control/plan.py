@@ -62,6 +62,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Those that were ready when it was started; afterwards it follows the controller."""
     cores: tuple[int, ...] = ()
     recording: RecordingOptions | None = None
+    load_every_s: float | None = None
+    """Between two reports to an autoscaler; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class ClusterPlan:
             workers=tuple(infos),
             cores=self.cores.gateway,
             recording=self.config.gateway.record_events,
+            load_every_s=self.config.autoscaler.interval_s / 2.0 if self.config.autoscaler.enabled else None,
         )
 
 

@@ -29,8 +29,10 @@ from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
+from disagg.cluster.scaling.runner import AutoscalerRunner
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
+from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
@@ -149,6 +151,12 @@ class Controller:
         """Encoded, so that what goes to several is encoded once."""
         self._lost_grace_s = RESTART_GRACE_S if launcher.restarts else LOST_GRACE_S
         self._stopping = False
+        self._autoscaler: AutoscalerRunner | None = None
+        self._autoscaling: asyncio.Task[None] | None = None
+        if plan.config.autoscaler.enabled:
+            self._autoscaler = AutoscalerRunner(
+                plan.config, self.state, self._resize, self._publish_scaling, time.monotonic
+            )
 
     # ------------------------------------------------------------ start and stop
 
@@ -173,6 +181,8 @@ class Controller:
         self._handle(events.Tick())
         self._poller = asyncio.create_task(self._poll(self._launcher_thread), name="launcher-poll")
         self._supervisor.start()
+        if self._autoscaler is not None:
+            self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
         return address
 
     async def stop(self) -> None:
@@ -184,6 +194,10 @@ class Controller:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
             self._poller = None
+        if self._autoscaling is not None:
+            self._autoscaling.cancel()
+            await asyncio.gather(self._autoscaling, return_exceptions=True)
+            self._autoscaling = None
         await self._supervisor.stop()
         if self._companion is not None:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._companion.stop)
@@ -204,13 +218,26 @@ class Controller:
         if (refused := self._core.refusal(request)) is not None:
             return refused
         if isinstance(request, ScaleRequest):
-            if self._on_scaled is not None:
-                wanted = {**self._core.sizes, **request.sizes}
-                await asyncio.get_running_loop().run_in_executor(self._executor, self._on_scaled, wanted)
-            self._handle(events.Scale(request.sizes))
+            await self._resize(request.sizes)
         elif isinstance(request, DrainRequest):
             self._handle(events.Drain(request.worker_id, request.deadline_s))
         return self._state
+
+    async def _resize(self, sizes: Mapping[PoolName, int]) -> None:
+        """Make pools this large, from 0 on."""
+        assert self._core is not None, "the controller has not started"
+        if self._on_scaled is not None:
+            wanted = {**self._core.sizes, **sizes}
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._on_scaled, wanted)
+        self._handle(events.Scale(sizes))
+
+    def _publish_scaling(self, state: AutoscalerState) -> None:
+        """To the gateways, for their metrics, and to operators."""
+        self._state = msgspec.structs.replace(self._state, autoscaler=state)
+        frame = encode(state)
+        for frames in self._followers.values():
+            if frames.qsize() < MAX_CHANGES_WAITING:
+                frames.put_nowait(frame)
 
     # ------------------------------------------------------------ events and commands
 
@@ -226,6 +253,9 @@ class Controller:
             logger.exception("the controller could not handle %s; the event is dropped", event)
             commands = []
         self._state = self._core.state()
+        if self._autoscaler is not None:
+            self._autoscaler.observe(self._state)
+            self._state = msgspec.structs.replace(self._state, autoscaler=self._autoscaler.snapshot())
         for command in commands:
             self._execute(command, self._core)
         self._set_timer(self._core.next_wakeup())
@@ -363,6 +393,8 @@ class Controller:
             if self._followers.get(hello.gateway_id) is frames:  # not a later stream of the same gateway
                 del self._followers[hello.gateway_id]
                 self._supervisor.forget(watched)
+                if self._autoscaler is not None:
+                    self._autoscaler.forget(hello.gateway_id)
                 self._handle(events.GatewayLeft(hello.gateway_id))
 
     async def _read_follower(
@@ -373,6 +405,9 @@ class Controller:
                 self._supervisor.heartbeat(process)
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
+            elif isinstance(message, LoadReport):
+                if self._autoscaler is not None:
+                    self._autoscaler.report(hello.gateway_id, message)
             elif isinstance(message, MembershipRequest):
                 logger.info("gateway %s missed a change of the membership: sending a snapshot", hello.gateway_id)
                 self._handle(events.MembershipMissed(hello.gateway_id))

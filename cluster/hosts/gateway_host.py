@@ -97,7 +97,15 @@ class GatewayHost:
         spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = RouterServer(spec.router, spec.gateway_id, list(spec.workers), self._secret, recording=spec.recording)
-        link = ControllerLink(spec.gateway_id, self._resolve, router, self._secret, spec.workers)
+        link = ControllerLink(
+            spec.gateway_id,
+            self._resolve,
+            router,
+            self._secret,
+            spec.workers,
+            load=None if spec.load_every_s is None else router.load_report,
+            load_every_s=spec.load_every_s or 1.0,
+        )
         heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state)
         try:
             gateway = await self._open(router, link, times)
@@ -123,7 +131,9 @@ class GatewayHost:
             await router.stop()
 
     async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
-        gateway = GatewayServer(self._spec.gateway, router, control=link.call, loop_times=times)
+        gateway = GatewayServer(
+            self._spec.gateway, router, control=link.call, loop_times=times, autoscaler=lambda: link.autoscaler
+        )
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)

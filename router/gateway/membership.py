@@ -19,6 +19,7 @@ from typing import Protocol
 import grpc.aio
 import msgspec
 
+from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_channel
 from disagg.proto.control import (
@@ -32,7 +33,6 @@ from disagg.proto.control import (
     GatewayToController,
     Member,
     Membership,
-    MembershipChange,
     MembershipRequest,
     WorkerDrained,
     WorkerIncarnation,
@@ -82,6 +82,7 @@ class ControllerLink:
         workers: changed by the membership.
         secret: of the cluster.
         known: the workers at the start.
+        load: what an autoscaler is to know of the load, each `load_every_s`; None where there is no autoscaler.
     """
 
     def __init__(
@@ -91,11 +92,17 @@ class ControllerLink:
         workers: Workers,
         secret: ClusterSecret,
         known: Iterable[WorkerInfo] = (),
+        *,
+        load: Callable[[], LoadReport] | None = None,
+        load_every_s: float = 1.0,
     ) -> None:
         self._gateway_id = gateway_id
         self._resolve = resolve
         self._workers = workers
         self._secret = secret
+        self._load, self._load_every_s = load, load_every_s
+        self.autoscaler: AutoscalerState | None = None
+        """As the controller told last."""
         self._metadata = secret.metadata
         self.counters: Counter[str] = Counter()
         """Messages received, by kind: snapshot, change; and gaps between changes."""
@@ -167,6 +174,7 @@ class ControllerLink:
                     self._outbox, self._copy = asyncio.Queue(), MembershipCopy()
                     call = channel.stream_stream(FOLLOW, None, None)(self._frames(hello), metadata=self._metadata)
                     heartbeats = asyncio.create_task(self._send_heartbeats(self._outbox), name="heartbeats")
+                    loads = asyncio.create_task(self._send_load(self._outbox), name="load-reports")
                     try:
                         async for frame in call:
                             followed, self._connected_to = True, address
@@ -174,6 +182,7 @@ class ControllerLink:
                     finally:
                         self._connected_to = ""
                         heartbeats.cancel()
+                        loads.cancel()
                         # gRPC waits for our next frame for good when the controller ended the call.
                         self._outbox.put_nowait(None)
             except (grpc.aio.AioRpcError, UnavailableError, msgspec.MsgspecError) as error:
@@ -204,8 +213,16 @@ class ControllerLink:
             await asyncio.sleep(HEARTBEAT_S)
             outbox.put_nowait(GatewayHeartbeat())
 
-    async def take(self, message: Membership | MembershipChange) -> None:
+    async def _send_load(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
+        while self._load is not None:
+            outbox.put_nowait(self._load())
+            await asyncio.sleep(self._load_every_s)
+
+    async def take(self, message: ControllerToGateway) -> None:
         """Apply a message of the controller; after a gap, request all of the membership."""
+        if isinstance(message, AutoscalerState):
+            self.autoscaler = message
+            return
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)
         if taken == "new":

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
 from disagg.proto.addresses import join_address
+from disagg.proto.autoscaling import AutoscalerState
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.proto.services import NO_COMPRESSION
@@ -123,6 +124,7 @@ class GatewayServer:
         model: what is served, instead of reading `config.model_path`.
         control: calls the controller; without it operators can view, but change nothing.
         loop_times: of the event loop, for the metrics; `None` where they are not measured.
+        autoscaler: what the controller's decided last, for the metrics; `None` where there is none.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -135,6 +137,7 @@ class GatewayServer:
         model: ServedModel | None = None,
         control: Control = no_controller,
         loop_times: LoopTimes | None = None,
+        autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
     ) -> None:
         self.config = config
         self.model = model or load_model(
@@ -149,7 +152,11 @@ class GatewayServer:
         self._security = secure(config, self._limits_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = GatewayMetrics(
-            router.view, self.model.info.name, vllm_aliases=config.vllm_aliases, loop_times=loop_times
+            router.view,
+            self.model.info.name,
+            vllm_aliases=config.vllm_aliases,
+            loop_times=loop_times,
+            autoscaler=autoscaler,
         )
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from typing_extensions import override
 
+from disagg.proto.autoscaling import MAX_REQUEST_SAMPLES, LoadReport
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
@@ -57,6 +58,7 @@ from disagg.router.shell import wire
 from disagg.router.shell.handle import Handle
 from disagg.router.shell.recorder import start_recording
 from disagg.router.shell.worker_link import WorkerLink
+from disagg.router.telemetry.load_report import load_report
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +225,11 @@ class RouterServer(Router):
     def view(self) -> ClusterView:
         missing = tuple(link.info for _, link in sorted(self._links.items()) if not link.is_up)
         return replace(self._core.view(self._clock()), unreachable=missing)
+
+    def load_report(self) -> LoadReport:
+        """For the controller's autoscaler."""
+        now = self._clock()
+        return load_report(self._core.view(now), self._core.recent(MAX_REQUEST_SAMPLES), now)
 
     @override
     def trace(self, request_id: RequestId) -> RequestTrace | None:

@@ -234,7 +234,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,7 @@ class GetClusterStateResponse(_message.Message):
     REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AUTOSCALER_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -255,7 +256,42 @@ class GetClusterStateResponse(_message.Message):
     requests_per_s: float
     output_tokens_per_s: float
     http_address: str
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ...) -> None: ...
+    autoscaler: AutoscalerState
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ...) -> None: ...
+
+class AutoscalerState(_message.Message):
+    __slots__ = ("policy", "dry_run", "age_s", "pools", "requests_per_s", "forecast_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    dry_run: bool
+    age_s: float
+    pools: _containers.RepeatedCompositeFieldContainer[ScalingDecision]
+    requests_per_s: float
+    forecast_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    def __init__(self, policy: _Optional[str] = ..., dry_run: bool = ..., age_s: _Optional[float] = ..., pools: _Optional[_Iterable[_Union[ScalingDecision, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., forecast_per_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class ScalingDecision(_message.Message):
+    __slots__ = ("pool", "size", "wanted", "reason", "change")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    size: int
+    wanted: int
+    reason: str
+    change: str
+    def __init__(self, pool: _Optional[str] = ..., size: _Optional[int] = ..., wanted: _Optional[int] = ..., reason: _Optional[str] = ..., change: _Optional[str] = ...) -> None: ...
 
 class StageCount(_message.Message):
     __slots__ = ("stage", "requests")

@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from disagg.proto.autoscaling import AutoscalerState
 from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
 from disagg.router.api import ClusterView
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
@@ -41,6 +42,7 @@ class GatewayMetrics(Collector):
         model: name of the served model, a label of the `vllm:*` aliases.
         vllm_aliases: whether the names of vLLM are there too.
         loop_times: of the gateway's event loop; `None` shows zeros.
+        autoscaler: what the controller's decided last; `None` where there is none.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class GatewayMetrics(Collector):
         *,
         vllm_aliases: bool = True,
         loop_times: LoopTimes | None = None,
+        autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
     ) -> None:
+        self._autoscaler = autoscaler
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
         """Set when the gateway starts."""
@@ -112,8 +116,35 @@ class GatewayMetrics(Collector):
         yield from loop_families(self._loop_times, self.offload)
         view = self._view()
         yield from cluster_families(view)
+        if (scaling := self._autoscaler()) is not None:
+            yield from autoscaler_families(scaling)
         if self._vllm_aliases:
             yield from vllm_families(view, self._model)
+
+
+def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:
+    """Families about what the autoscaler decided last."""
+    decision = state.decision
+    yield gauge(
+        "disagg_autoscaler_wanted_workers",
+        "Workers that the autoscaler wants of each pool.",
+        ("pool",),
+        [] if decision is None else [((pool.name,), pool.wanted) for pool in decision.pools],
+    )
+    yield gauge(
+        "disagg_autoscaler_demand_tokens_per_second",
+        "Tokens per second that arriving requests ask for: of prompts, without cached ones, and of answers.",
+        ("phase",),
+        []
+        if decision is None
+        else [(("prefill",), decision.prompt_tokens_per_s), (("decode",), decision.output_tokens_per_s)],
+    )
+    yield counter(
+        "disagg_autoscaler_changes",
+        "How often a pool was resized, or would have been in a dry run.",
+        ("pool", "direction"),
+        [(tuple(name.rsplit(" ", 1)), count) for name, count in sorted(state.changes.items())],
+    )
 
 
 def loop_families(times: LoopTimes, offload: Offload | None) -> Iterator[Metric]:

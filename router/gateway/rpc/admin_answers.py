@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from disagg.proto.autoscaling import Decision
 from disagg.proto.control import ControlState, WorkerRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, WorkerMetrics
@@ -48,6 +49,7 @@ def cluster_state(
         transfers=[each for src, metrics in counters.items() for each in _transfers(src, metrics)],
         requests_per_s=view.rates.requests_per_s,
         output_tokens_per_s=view.rates.output_tokens_per_s,
+        autoscaler=_autoscaler(known),
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
     )
 
@@ -55,6 +57,28 @@ def cluster_state(
 def pool_states(state: ControlState) -> list[pb.PoolState]:
     """The pools of the controller's state."""
     return [pb.PoolState(name=pool.name, desired=pool.desired, ready=pool.ready) for pool in state.pools]
+
+
+def _autoscaler(state: ControlState) -> pb.AutoscalerState | None:
+    found = state.autoscaler
+    if found is None:
+        return None
+    decision = found.decision or Decision(pools=())
+    return pb.AutoscalerState(
+        policy=found.policy,
+        dry_run=found.dry_run,
+        age_s=found.age_s,
+        pools=[
+            pb.ScalingDecision(
+                pool=pool.name, size=pool.size, wanted=pool.wanted, reason=pool.reason, change=pool.change
+            )
+            for pool in decision.pools
+        ],
+        requests_per_s=decision.requests_per_s,
+        forecast_per_s=decision.forecast_per_s,
+        prompt_tokens_per_s=decision.prompt_tokens_per_s,
+        output_tokens_per_s=decision.output_tokens_per_s,
+    )
 
 
 def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainRequestResponse:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cli.address import check_address, reaching
-from disagg.client import Client, ClusterState
+from disagg.client import AutoscalerState, Client, ClusterState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
@@ -147,7 +147,31 @@ def show_state(state: ClusterState, console: Console) -> None:
     for worker in state.workers:
         if worker.detail and (worker.phase != "ready" or worker.detail.startswith(QUARANTINED)):
             console.print(f"{escape(worker.worker_id)}: {escape(worker.detail)}", highlight=False, soft_wrap=True)
+    if state.HasField("autoscaler"):
+        show_autoscaler(state.autoscaler, console)
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
+
+
+def show_autoscaler(found: AutoscalerState, console: Console) -> None:
+    """Why pools are as large as they are, and what would change that."""
+    mode = ", dry run: nothing is resized" if found.dry_run else ""
+    console.print(f"\nautoscaler: policy {escape(found.policy)}{mode}", highlight=False)
+    if not found.pools:
+        console.print("  it has not decided yet: no gateway has reported its load", highlight=False)
+        return
+    if found.prompt_tokens_per_s or found.output_tokens_per_s:
+        console.print(
+            f"  {found.requests_per_s:.3g} requests/s arrive, {found.forecast_per_s:.3g} are forecast; "
+            f"{found.prompt_tokens_per_s:.0f} prompt and {found.output_tokens_per_s:.0f} output tokens/s",
+            highlight=False,
+        )
+    for pool in found.pools:
+        size = f"{pool.size}" if pool.size == pool.wanted else f"{pool.size}, wanted {pool.wanted}"
+        console.print(
+            f"  {escape(pool.pool)}: {size}, because {escape(pool.reason)}; {escape(pool.change)}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def open_client(address: str) -> Client:

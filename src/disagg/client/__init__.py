@@ -18,6 +18,7 @@ from disagg.client.blocking import Client
 from disagg.client.failures import error_of
 from disagg.client.types import (
     Answer,
+    AutoscalerState,
     ClusterState,
     Delta,
     Explanation,
@@ -40,6 +41,7 @@ from disagg.client.wire import make_request
 __all__ = [
     "Answer",
     "AsyncClient",
+    "AutoscalerState",
     "Client",
     "ClusterState",
     "Delta",

@@ -1,0 +1,1 @@
+"""Observes a running cluster and resizes its pools, as `autoscaler/` decides."""
