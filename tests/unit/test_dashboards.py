@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import busy_view, read_samples
 
@@ -27,7 +28,9 @@ _LABEL = re.compile(r"([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)")
 
 def known_labels() -> dict[str, set[str]]:
     """Sample name -> its label names."""
-    metrics = GatewayMetrics(busy_view, "m")
+    decision = Decision(pools=(PoolDecision(name="decode", size=1, wanted=2, reason="r", change="c"),))
+    scaling = AutoscalerState(policy="attainment", dry_run=False, decision=decision, changes={"decode up": 1})
+    metrics = GatewayMetrics(busy_view, "m", autoscaler=lambda: scaling)
     metrics.count_call("http", "ok")
     metrics.count_refusal("grpc", "unknown")
     samples = read_samples(metrics.render()[0])

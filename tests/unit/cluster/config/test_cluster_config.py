@@ -20,13 +20,13 @@ from disagg.router.config import RecordingOptions
 from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
-    "size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, tp, num_threads, "
-    "kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
+    "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
+    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
     "device, watermark"
 )
 SECTIONS = (
-    "model, kernels, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, metrics, "
-    "logging"
+    "model, kernels, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, autoscaler, "
+    "metrics, logging"
 )
 
 
@@ -73,7 +73,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
     [
         (
             "pools: {prefill: {sizee: 1}}",
-            f"pools.prefill.sizee: unknown key, did you mean 'size'?; allowed here: {POOL_KEYS}",
+            f"pools.prefill.sizee: unknown key, did you mean 'size' or 'min_size'?; allowed here: {POOL_KEYS}",
         ),
         ("zzz: 1", f"zzz: unknown key; allowed here: {SECTIONS}"),
         ("7: 1", f"7: unknown key; allowed here: {SECTIONS}"),
