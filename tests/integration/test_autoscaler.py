@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -9,7 +11,7 @@ from disagg.cluster.system.process_tools import ProcessRef
 from tests.integration.test_processes import FAKE, wait_until
 from tests.integration.test_scaling import endless_streams, settled
 
-SCALED = {
+SCALED: dict[str, Any] = {
     **FAKE,
     "mode": "colocated",
     "pools": {"colocated": {"size": 1, "max_size": 2, "max_num_seqs": 4}},

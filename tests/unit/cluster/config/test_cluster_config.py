@@ -21,8 +21,8 @@ from disagg.router.gateway.config import TlsFiles, is_loopback
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
-    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, cached_share, cached_keep_s, "
-    "device, watermark"
+    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, "
+    "cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
     "model, kernels, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, autoscaler, "
