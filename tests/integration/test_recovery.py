@@ -88,16 +88,22 @@ async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
     try:
         await router.wait_until_connected(10)
         await _until_used(router, "before", {"decode-0", "decode-1"})  # the pairs are formed
+        await wait_until_workers_idle(infos)
+        await eventually(lambda: all(view.load.num_running == 0 for view in router.view().workers))
         streams = [asyncio.create_task(_answer(router, f"r{i}", i)) for i in range(4)]
         stopped = infos[1]
+        decodes = [info.worker_id for info in infos[1:]]
         await eventually(
-            lambda: all(view.load.num_running == 2 for view in router.view().workers if view.info != infos[0])
+            lambda: (
+                sum(_running(router, name) for name in decodes) == 4 and all(_running(router, name) for name in decodes)
+            )
         )
+        num_stopped = _running(router, stopped.worker_id)
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
             await eventually(lambda: _is_suspected(router, stopped))
             assert [answer == _expected(i) for i, answer in enumerate(await asyncio.gather(*streams))] == [True] * 4
-            assert router.counters()["worker_suspected"] == 2
+            assert router.counters()["worker_suspected"] == num_stopped
             assert await _answer(router, "r4", 4, num_tokens=9) == fake_generate(_prompt(4), 9)
             (trace,) = router.recent(1)
             assert (trace.request_id, trace.decode_worker) == ("r4", "decode-1")
