@@ -59,7 +59,10 @@ def make_plan(decode: int = 1, **controller: object) -> ClusterPlan:
     num_blocks = 2 * LONG_ANSWER // 16
     pools = {"prefill": {"num_blocks": num_blocks}, "decode": {"size": decode, "num_blocks": num_blocks}}
     model = {"path": "fake", "max_model_len": LONG_ANSWER + len(PROMPT)}
-    return plan_cluster(parse_config({**FAKE, "model": model, "pools": pools, "controller": controller}))
+    stays = {"migrations": 0}  # a drain lasts as long as its answers
+    return plan_cluster(
+        parse_config({**FAKE, "model": model, "pools": pools, "placement": stays, "controller": controller})
+    )
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from tests.support.secret import SECRET
+from tests.support.waiting import LONG_WAIT_S
 
 HOST = "127.0.0.1"
 ANSWER_S = 20.0
@@ -100,6 +102,9 @@ def _recv(transport: PairTransport, answers: Answers, link: Connection, sizes: l
 
 def _close(transport: PairTransport, link: Connection) -> None:
     transport.close()
+    deadline = time.monotonic() + LONG_WAIT_S
+    while threading.active_count() > 1 and time.monotonic() < deadline:  # they end by themselves
+        time.sleep(0.005)
     link.send([thread.name for thread in threading.enumerate()])
 
 
