@@ -306,6 +306,11 @@ class WorkerView:
     steps: StepCoefficients | None = None
     """Its step times as placement has them; None before any was measured."""
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may be placed there."""
+        return not self.is_draining and not self.is_suspected
+
 
 STAGES = ("queued", "prefill", "transfer", "decode")
 """The stages of a request in flight."""

@@ -46,6 +46,11 @@ class Settings:
     """Of each run, for two workers; as many more for more workers."""
     num_seeds: int = 2
 
+    @property
+    def seeds(self) -> range:
+        """Of the runs of each rate."""
+        return range(1, self.num_seeds + 1)
+
     def number(self, workers: int) -> int:
         """Requests of a run."""
         return self.num_requests * max(1, workers // 2)
@@ -76,13 +81,10 @@ class Column:
     def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
         """Of one rate, for each seed."""
         settings, rate_per_s = self._settings, rate_at(index, self._workers)
-        number, seeds = settings.number(self._workers), self._seeds()
+        number, seeds = settings.number(self._workers), self._settings.seeds
         if shape != AUTOMATIC:
             return [self._run(shape, rate_per_s, seed, number, slo) for seed in seeds]
         return [self._run(self._chosen(index, seed, slo), rate_per_s, seed, number, slo) for seed in seeds]
-
-    def _seeds(self) -> range:
-        return range(1, self._settings.num_seeds + 1)
 
     def _run(self, shape: str, rate_per_s: float, seed: int, number: int, slo: Slo) -> Seen:
         is_static = shape not in self._automatic
@@ -103,6 +105,13 @@ class Column:
             return sum(sum(good_of(self._run(shape, rate, TWIN_SEED + seed, number, slo), slo)) for rate in rates)
 
         return max(self._automatic, key=num_good)
+
+    def _choices(self, rate_per_s: float, slo: Slo) -> list[str]:
+        """Of each seed at this rate; none without a rate."""
+        if not rate_per_s:
+            return []
+        index = max(0, math.floor(self._index(rate_per_s)))
+        return [self._chosen(index, seed, slo) for seed in self._settings.seeds]
 
     def goodput(self, shape: str, slo: Slo, *, above: float = 0.0, guess: float = 0.0) -> float:
         """Of one shape; `above` where it is not more than that."""
@@ -163,9 +172,7 @@ class Column:
             "over_best": automatic / first.rate_per_s,
             "best_last": last.rate_per_s,
             "over_last": automatic / most,
-            "chosen": [self._chosen(max(0, math.floor(self._index(automatic))), seed, slo) for seed in self._seeds()]
-            if automatic
-            else [],
+            "chosen": self._choices(automatic, slo),
         }
         index = math.floor(self._index(first.rate_per_s))
         static = self._parts(self.seen(first.shape, index, slo), slo)
@@ -263,7 +270,7 @@ def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
         def attainment(index: int) -> float:
             times = DAY_LEAST * DAY_STEP**index
             good: list[bool] = []
-            for seed in range(1, settings.num_seeds + 1):
+            for seed in settings.seeds:
                 limits = day_requests(times, seed)[1]
                 is_static = shape not in automatic
                 point = Point(shape, DAY, times, seed, 0, brought(shape, is_static=is_static), Slo())

@@ -33,6 +33,7 @@ from benchmarks.common import percentile, positive, print_table, report, write_j
 from benchmarks.launch import LAUNCHERS, launched
 from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
+from disagg.router.gateway.requests.validate import TPOT_METADATA
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -45,7 +46,6 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> mode and what is special about its colocated pool; each shape has two workers of one core."""
 WITH_TARGET = ("elastic", "slack")
-TPOT_METADATA = "x-slo-tpot-ms"
 STREAM_SEED = 1 << 41
 ARRIVAL_SEED = 1 << 42
 REPORTED = (50, 90, 99)

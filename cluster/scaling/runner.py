@@ -80,13 +80,12 @@ class AutoscalerRunner:
     def observe(self, state: ControlState) -> None:
         """After each change of the controller's state: how long starts take."""
         now = self._clock()
-        phases = {worker.worker_id: worker for worker in state.workers}
         for worker in state.workers:
             if worker.phase == "starting":
                 self._starting.setdefault(worker.worker_id, now)
             elif (since := self._starting.pop(worker.worker_id, None)) is not None and worker.phase == "ready":
                 self._cold_start_s[worker.pool] = now - since
-        for gone in self._starting.keys() - phases.keys():
+        for gone in self._starting.keys() - {worker.worker_id for worker in state.workers}:
             del self._starting[gone]
 
     def snapshot(self) -> AutoscalerState:

@@ -46,7 +46,7 @@ def refusal(
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
-    return queue_refusal(num_waiting, config) if num_waiting else None
+    return queue_refusal(num_waiting, config)
 
 
 def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:

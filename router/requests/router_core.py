@@ -220,7 +220,7 @@ class RouterCore:
             else:
                 if not tenant.is_unlimited:
                     error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
-                if error is None and self._config.admission and trace.ttft_slo_s is not None:
+                if error is None and self._config.admission:
                     error = predicted_miss(record, self._fleet, self._waiting.queue, self._attempts, self._config, now)
         if error is not None:
             if isinstance(error, LimitError):

@@ -25,7 +25,7 @@ def load_report(view: ClusterView, traces: Iterable[RequestTrace], now: float) -
         num_met=met,
         num_judged=judged,
         requests=tuple(samples[:MAX_REQUEST_SAMPLES]),
-        workers=tuple(_worker(worker) for worker in view.workers if not worker.is_draining and not worker.is_suspected),
+        workers=tuple(_worker(worker) for worker in view.workers if worker.takes_requests),
         link_latency_s=view.placement.link_latency_s,
         link_byte_s=view.placement.link_byte_s,
     )

@@ -112,7 +112,7 @@ def arrival_of(trace: RequestTrace) -> Arrival:
 
 def is_usable(worker: WorkerView) -> bool:
     """Whether requests are placed there, and its step times are known."""
-    return not worker.is_draining and not worker.is_suspected and worker.steps is not None
+    return worker.takes_requests and worker.steps is not None
 
 
 def capacity_of(worker: WorkerView) -> Capacity:

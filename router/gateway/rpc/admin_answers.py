@@ -134,7 +134,7 @@ def placement_facts(view: ClusterView) -> pb.GetLoadResponse:
     """What requests are placed by: the usable workers, and settings."""
     placement = view.placement
     return pb.GetLoadResponse(
-        workers=[_capacity(worker) for worker in view.workers if not worker.is_draining and not worker.is_suspected],
+        workers=[_capacity(worker) for worker in view.workers if worker.takes_requests],
         policy=placement.policy,
         decodes=placement.decodes or "",
         admission=placement.admission,
