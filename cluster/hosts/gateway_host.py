@@ -16,7 +16,7 @@ import sys
 import threading
 
 from disagg.cluster.control.plan import GatewaySpec
-from disagg.cluster.hosts.host import STOP_GRACE_S, StartError, run_child
+from disagg.cluster.hosts.host import StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
 from disagg.proto.cluster_secret import ClusterSecret
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 15.0
 """How long the workers, which listen already, may take to connect to the router. It goes on connecting to those that
 are missing then, until the controller takes them out of the membership."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""What the rest of a stop may take, once no answer runs."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that renders or tokenizes may keep the interpreter from the event loop, which needs it after
@@ -71,11 +74,11 @@ class GatewayHost:
             raise StartError(describe(self._error)) from self._error
 
     def stop(self) -> None:
-        """End streams, servers and the loop. Idempotent."""
+        """Let running answers end, then end servers and the loop. Idempotent."""
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None and self._thread.is_alive():
             loop.call_soon_threadsafe(stop.set)
-            self._thread.join(STOP_GRACE_S + 5.0)
+            self._thread.join(self._spec.gateway.drain_timeout_s + CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         use_batch_scheduling()
@@ -132,7 +135,12 @@ class GatewayHost:
 
     async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
         gateway = GatewayServer(
-            self._spec.gateway, router, control=link.call, loop_times=times, autoscaler=lambda: link.autoscaler
+            self._spec.gateway,
+            router,
+            control=link.call,
+            loop_times=times,
+            autoscaler=lambda: link.autoscaler,
+            waits_for_workers=self._spec.load_every_s is None,
         )
         await router.start()
         try:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from disagg.cluster.control.controller_thread import ControllerThread
 
 STOP_TIMEOUT_S = 10.0
-"""What children get after SIGTERM, before SIGKILL."""
+"""What children get after SIGTERM, before SIGKILL; the gateway beside the time for its answers."""
 
 WORKER_MODULE = "disagg.cluster.hosts.worker_host"
 GATEWAY_MODULE = "disagg.cluster.hosts.gateway_host"
@@ -105,10 +105,13 @@ class ProcessLauncher(Launcher):
 
     restarts = False
 
-    def __init__(self, log_dir: Path, secret: ClusterSecret, logs: LoggingConfig = DEFAULT_LOGGING) -> None:
+    def __init__(
+        self, log_dir: Path, secret: ClusterSecret, logs: LoggingConfig = DEFAULT_LOGGING, drain_timeout_s: float = 0.0
+    ) -> None:
         self._log_dir = log_dir
         self._logs = logs
         self._secret = secret
+        self._drain_timeout_s = drain_timeout_s
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
         """The latest process of each name, until it is stopped; guarded by the lock."""
@@ -135,7 +138,7 @@ class ProcessLauncher(Launcher):
 
     @override
     def stop_gateway(self) -> None:
-        self._stop([GATEWAY])
+        self._stop([GATEWAY], STOP_TIMEOUT_S + self._drain_timeout_s)
 
     @override
     def kill(self, name: str, pid: int) -> None:
@@ -186,10 +189,10 @@ class ProcessLauncher(Launcher):
             assert name not in self._children, f"{name} was not stopped"
             self._children[name] = child
 
-    def _stop(self, names: Sequence[str]) -> None:
+    def _stop(self, names: Sequence[str], timeout_s: float = STOP_TIMEOUT_S) -> None:
         with self._lock:
             children = [self._children[name] for name in names if name in self._children]
-        self.killed += stop_children(children)
+        self.killed += stop_children(children, timeout_s)
         with self._lock:
             for child in children:
                 del self._children[child.name]
@@ -235,7 +238,10 @@ class ProcessCluster(Cluster):
         from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC
 
         check_devices(self._plan.config, num_cuda_devices(os.environ))
-        self._launcher = ProcessLauncher(self._make_log_dir(), self.secret, self._plan.config.logging)
+        config = self._plan.config
+        self._launcher = ProcessLauncher(
+            self._make_log_dir(), self.secret, config.logging, config.gateway.drain_timeout_s
+        )
         self._controller = ControllerThread(self._plan, self._launcher, self.secret, self._make_twin())
         self._controller.start()
 

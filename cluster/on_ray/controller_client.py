@@ -108,7 +108,9 @@ def end_controller(actor: Any | None) -> None:
     import ray
 
     if actor is not None:
-        ray.wait([actor.stop.remote()], timeout=STOP_TIMEOUT_S)
+        config = ray_store.load(ray_store.CONFIG, ClusterConfig)
+        drain_s = 0.0 if config is None else config.gateway.drain_timeout_s
+        ray.wait([actor.stop.remote()], timeout=STOP_TIMEOUT_S + drain_s)
         ray.kill(actor, no_restart=True)
     sweep()
 

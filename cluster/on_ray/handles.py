@@ -31,9 +31,9 @@ ACTOR_TITLE: Final = b"HostActor"
 """Part of the title that Ray gives to the processes of our actors."""
 
 
-def stop_actors(actors: Sequence[Any]) -> None:
-    """Let actors stop, end their processes, and see them go. Those that do not run yet, or not any more, are just
-    ended."""
+def stop_actors(actors: Sequence[Any], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Let actors stop, for at most `timeout_s`, end their processes, and see them go. Those that do not run yet, or not
+    any more, are just ended."""
     import ray
 
     here = ray.util.get_node_ip_address()
@@ -42,7 +42,7 @@ def stop_actors(actors: Sequence[Any]) -> None:
     processes = [ProcessRef.of(info["Pid"]) for _, info in alive if info["Address"]["IPAddress"] == here]
     stops = [actor.stop.remote() for actor, _ in alive]
     if stops:
-        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        ray.wait(stops, num_returns=len(stops), timeout=timeout_s)
     for actor in actors:
         ray.kill(actor, no_restart=True)
     deadline = time.monotonic() + GONE_TIMEOUT_S

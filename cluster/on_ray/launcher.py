@@ -27,6 +27,7 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.ranks import rank_name, worker_of
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.handles import (
+    STOP_TIMEOUT_S,
     actor_info,
     kill_actor_process,
     present_actors,
@@ -127,7 +128,7 @@ class RayLauncher(Launcher):
 
     @override
     def stop_gateway(self) -> None:
-        self._stop([GATEWAY])
+        self._stop([GATEWAY], STOP_TIMEOUT_S + self._config.gateway.drain_timeout_s)
 
     @override
     def kill(self, name: str, pid: int) -> None:
@@ -232,9 +233,10 @@ class RayLauncher(Launcher):
 
     # ------------------------------------------------------------ stop
 
-    def _stop(self, names: Sequence[str]) -> None:
+    def _stop(self, names: Sequence[str], timeout_s: float = STOP_TIMEOUT_S) -> None:
         processes = [rank_name(name, rank) for name in names for rank in range(self._tp(name))]
-        stop_actors([actor for process in processes if (actor := ray_store.find_actor(process)) is not None])
+        actors = [actor for process in processes if (actor := ray_store.find_actor(process)) is not None]
+        stop_actors(actors, timeout_s)
         for process in processes:
             self._actors.pop(process, None)
         for name in names:

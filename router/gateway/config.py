@@ -58,6 +58,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     and IP addresses are taken, too."""
     allowed_origins: tuple[Name, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 2.0
+    """Seconds that running answers may take to end when the gateway stops; what still runs then is cut off. New
+    requests are refused meanwhile."""
     max_connections: Count = 4096
     """HTTP connections at a time. A further one takes the place of the one that has been without a request for
     longest."""

@@ -1,11 +1,14 @@
 """The gateway's public servers, gRPC and HTTP: bind, serve one generator, drain and stop together.
 
-start ──> SERVING ──> stop: NOT_SERVING, no new calls ── at most grace_s ──> the rest is cancelled ──> closed
+start ──> SERVING ──> stop: NOT_SERVING, no new answers ── at most grace_s ──> the rest is cancelled ──> closed
+
+While answers end, both ports still listen, so that probes see a process that is alive and not ready.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import time
@@ -45,6 +48,7 @@ from disagg.router.gateway.http.transport.protocol import ConnectionLimits
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.rpc.admin import AdminService, Control, no_controller
 from disagg.router.gateway.rpc.decoding import DecodeRequests
@@ -57,8 +61,11 @@ from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
+logger = logging.getLogger(__name__)
+
 SERVICE_NAMES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
-DEFAULT_GRACE_S = 2.0
+CLOSE_GRACE_S = 0.5
+"""For calls that are no answers, once the answers have ended."""
 _OVERALL = ""
 """The service name of the health of the whole server."""
 
@@ -125,6 +132,7 @@ class GatewayServer:
         control: calls the controller; without it operators can view, but change nothing.
         loop_times: of the event loop, for the metrics; `None` where they are not measured.
         autoscaler: what the controller's decided last, for the metrics; `None` where there is none.
+        waits_for_workers: see `Readiness`.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -138,6 +146,7 @@ class GatewayServer:
         control: Control = no_controller,
         loop_times: LoopTimes | None = None,
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
+        waits_for_workers: bool = True,
     ) -> None:
         self.config = config
         self.model = model or load_model(
@@ -158,6 +167,7 @@ class GatewayServer:
             loop_times=loop_times,
             autoscaler=autoscaler,
         )
+        self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None
         self._port: int | None = None
@@ -234,15 +244,23 @@ class GatewayServer:
         for name in (_OVERALL, *SERVICE_NAMES):
             await self._health.set(name, values.SERVING if serving else values.NOT_SERVING)
 
-    async def stop(self, grace_s: float = DEFAULT_GRACE_S) -> None:
-        """Take no new calls, give running ones `grace_s` seconds, cancel the rest. Idempotent."""
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Take no new requests, give running answers `grace_s` seconds (`drain_timeout_s` of the configuration without
+        it), cancel the rest. Idempotent."""
         server, self._server = self._server, None
         if server is None or self._offload is None:
             return
+        deadline = time.monotonic() + (self.config.drain_timeout_s if grace_s is None else grace_s)
+        num_running = self._readiness.begin_drain()
         await self._health.enter_graceful_shutdown()
-        stops = [server.stop(grace_s)]
+        if num_running:
+            logger.info("draining: %d calls still run, for at most %g s", num_running, deadline - time.monotonic())
+        if left := await self._readiness.wait_ended(max(0.0, deadline - time.monotonic())):
+            logger.warning("drain timed out: %d calls are cut off", left)
+        rest_s = min(CLOSE_GRACE_S, max(0.0, deadline - time.monotonic()))
+        stops = [server.stop(rest_s)]  # once: gRPC crashes where two stops of a server overlap
         if self._http is not None:
-            stops.append(self._http.stop(grace_s))
+            stops.append(self._http.stop(rest_s))
         await asyncio.gather(*stops)
         await self._calls.ended()
         if self._admin is not None:
@@ -293,13 +311,14 @@ class GatewayServer:
             unfinished=self._unfinished,
         )
         app = HttpApp(
-            Completions(generator, metrics, limits, _mint_id, time.monotonic, time.time),
-            Information(generator, self._router.view, metrics, limits, created=int(time.time())),
+            Completions(generator, metrics, self._readiness, limits, _mint_id, time.monotonic, time.time),
+            Information(generator, self._readiness, metrics, limits, created=int(time.time())),
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
             self._audit,
             _sites(config),
+            self._readiness,
         )
         tls = self._security.tls
         connections = ConnectionLimits(
@@ -318,6 +337,7 @@ class GatewayServer:
             _mint_trace_bits,
             write_timeout_s=self.config.write_timeout_s,
             metrics=self._metrics,
+            readiness=self._readiness,
         )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
         probe = PairProbe(

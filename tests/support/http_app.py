@@ -22,6 +22,7 @@ from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
 
@@ -52,6 +53,7 @@ class TestApp:
         self.router = router or FakeRouter()
         self.model = model
         self.metrics = GatewayMetrics(self.router.view, MODEL_NAME)
+        self.readiness = Readiness(self.router.view)
         self._ids = (RequestId(f"r{i}") for i in itertools.count())
         limits = BodyLimits(
             max_bytes=MAX_BODY_BYTES,
@@ -70,13 +72,14 @@ class TestApp:
             mint_id=self._mint_id,
         )
         self.app = HttpApp(
-            Completions(generator, self.metrics, limits, self._mint_id, lambda: 1000.0, lambda: NOW),
-            Information(generator, self.router.view, self.metrics, limits, CREATED),
+            Completions(generator, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW),
+            Information(generator, self.readiness, self.metrics, limits, CREATED),
             authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,
             Audit(self.metrics.count_refusal, lambda: 1000.0),
             sites or Sites(),
+            self.readiness,
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(

@@ -1,6 +1,6 @@
 """The HTTP application: authentication, routes, errors.
 
-authenticate (but for `/livez`) ──> route ──> endpoint ──> response
+authenticate (but for probes) ──> route ──> endpoint ──> response
      └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began
 """
 
@@ -30,6 +30,7 @@ from disagg.router.gateway.http.transport.errors import (
     error_json,
 )
 from disagg.router.gateway.http.transport.sites import Sites
+from disagg.router.gateway.readiness import STOPPING, Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_HEADER
 from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
 
@@ -37,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_CHARS: Final = 256
 """Of a wrong path, as an error repeats it."""
-_OPEN_PATHS: Final = ("/livez",)
+_OPEN_PATHS: Final = ("/livez", "/readyz")
 """Answered without a key."""
-_PROBED_PATHS: Final = ("/livez", "/health", "/ping")
+_PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")
 """Answered under any name of the host, as probes use them. `/metrics` is not: it shows the use of others, and its
 readers on this machine can use a name of loopback."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
@@ -59,6 +60,7 @@ class HttpApp:
         mint_trace_bits: 192 random bits, see `traceparent`.
         audit: logs refused calls.
         sites: which web sites' pages may call.
+        readiness: whether new requests are taken; once they are not, connections close with their answer.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class HttpApp:
         mint_trace_bits: Callable[[], int],
         audit: Audit,
         sites: Sites,
+        readiness: Readiness,
     ) -> None:
         self._audit = audit
         self._sites = sites
+        self._readiness = readiness
         self.stopping = False
         """Set by the server before it cancels what still runs."""
         self._authenticator = authenticator
@@ -88,6 +92,8 @@ class HttpApp:
         name_task(request_id)
         exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
         try:
+            if self._readiness.is_draining:
+                exchange.add_header(b"connection", b"close")
             self._label(exchange, request_id)
             if scope["path"] not in _PROBED_PATHS:
                 self._sites.check(exchange.headers.get("host"), exchange.headers.get("origin"))
@@ -98,7 +104,7 @@ class HttpApp:
         except asyncio.CancelledError:
             if not self.stopping:
                 raise
-            await _fail(exchange, UnavailableError("the gateway stops", "gateway_stopping"))
+            await _fail(exchange, UnavailableError("the gateway stops", STOPPING))
         except Exception:
             logger.exception("request %s: failed by a bug; the client gets an internal error", request_id)
             await _fail(exchange, InternalError("the gateway failed; its log has the reason"))
@@ -152,6 +158,7 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
         Route("/health", information.health, methods=get),
         Route("/ping", information.health, methods=get),
         Route("/livez", information.alive, methods=get),
+        Route("/readyz", information.ready, methods=get),
         Route("/metrics", information.metrics, methods=get),
         Route("/version", information.version, methods=get),
         Route("/tokenize", information.tokenize, methods=post),

@@ -33,6 +33,7 @@ from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.charge import Charge
 from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, TextPrompt
 from disagg.router.gateway.requests.shape import Pieces
@@ -75,6 +76,7 @@ class Completions:
     Args:
         generator: answers prompts.
         metrics: counts the calls.
+        readiness: whether new ones are taken.
         limits: of bodies.
         mint_id: a request id that was never used, for all prompts of a call but the first.
         clock: the generator's.
@@ -85,6 +87,7 @@ class Completions:
         self,
         generator: Generator,
         metrics: GatewayMetrics,
+        readiness: Readiness,
         limits: BodyLimits,
         mint_id: Callable[[], RequestId],
         clock: Callable[[], float],
@@ -92,6 +95,7 @@ class Completions:
     ) -> None:
         self._generator = generator
         self._metrics = metrics
+        self._readiness = readiness
         self._limits = limits
         self._mint_id = mint_id
         self._clock = clock
@@ -106,7 +110,7 @@ class Completions:
         await self._answer(exchange, request_id, _KINDS["text"])
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
-        with self._metrics.counted("http"):
+        with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
             parsed = await self._limits.read(exchange, kind.read)
             checked = await in_pieces(self._check(parsed))

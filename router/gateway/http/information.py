@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -10,7 +10,6 @@ import msgspec
 from disagg import __version__
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.auth.rights import require_counts
@@ -20,6 +19,7 @@ from disagg.router.gateway.http.logprobs import token_text
 from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.request import BYTES_PER_ID, ChatPrompt
 from disagg.router.gateway.requests.shape import Pieces
 from disagg.router.gateway.requests.validate import check_chat, check_model, check_text
@@ -40,7 +40,7 @@ class Information:
 
     Args:
         generator: has the model and its tokenizer.
-        view: the cluster now.
+        readiness: whether new requests are taken.
         metrics: what `/metrics` shows.
         limits: of bodies.
         created: when the model began to be served, in seconds since 1970.
@@ -49,13 +49,13 @@ class Information:
     def __init__(
         self,
         generator: Generator,
-        view: Callable[[], ClusterView],
+        readiness: Readiness,
         metrics: GatewayMetrics,
         limits: BodyLimits,
         created: int,
     ) -> None:
         self._generator = generator
-        self._view = view
+        self._readiness = readiness
         self._metrics = metrics
         self._limits = limits
         self._created = created
@@ -74,11 +74,16 @@ class Information:
         await _send(exchange, {"status": "alive"})
 
     async def health(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /health`: some worker can serve, 200, or none, 503."""
-        num_workers = sum("decode" in worker.info.roles for worker in self._view().workers)
-        status = 200 if num_workers else 503
-        body = {"status": "ok" if num_workers else "no decode worker", "decode_workers": num_workers}
-        await exchange.respond(status, msgspec.json.encode(body))
+        """`GET /health`: some worker can serve, 200; or none, or the gateway drains, 503."""
+        num_workers = self._readiness.num_decode_workers
+        state = self._readiness.state if num_workers else "no decode worker"
+        body = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
+        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode(body))
+
+    async def ready(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /readyz`: new requests should be sent here, 200, or not, 503."""
+        state = self._readiness.state
+        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode({"status": state}))
 
     async def metrics(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /metrics`: what is exact to a request is not for every tenant."""

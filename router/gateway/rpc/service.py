@@ -21,6 +21,7 @@ from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.event_loop.stall import StalledError, StallWatch
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_METADATA
 from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
 from disagg.router.gateway.requests.request import Call, GenerationInput, Prompt
@@ -45,6 +46,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         mint_trace_bits: 192 random bits, see `child_of`.
         write_timeout_s: how long a client may leave a message unread.
         metrics: counts the calls.
+        readiness: whether new ones are taken.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         *,
         write_timeout_s: float,
         metrics: GatewayMetrics,
+        readiness: Readiness,
     ) -> None:
         self._generator = generator
         self._mint_id = mint_id
@@ -63,12 +66,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self._mint_trace_bits = mint_trace_bits
         self._write_timeout_s = write_timeout_s
         self._metrics = metrics
+        self._readiness = readiness
 
     @override
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         request_id, trace_parent = await self._begin(context)
         async with abort_on_error(context, request_id):
-            with self._metrics.counted("grpc"):
+            with self._metrics.counted("grpc"), self._readiness.answering():
                 run = self._run(await self._read(request), request_id, trace_parent, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
@@ -79,7 +83,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         request_id, trace_parent = await self._begin(context)
         answer = pb.GenerateOnceResponse()
         async with abort_on_error(context, request_id):
-            with self._metrics.counted("grpc"):
+            with self._metrics.counted("grpc"), self._readiness.answering():
                 given = await self._read(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")

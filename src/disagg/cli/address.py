@@ -12,6 +12,8 @@ from disagg.proto.errors import ConfigError, UnavailableError
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8470"
 """Of the gateway that the default configuration starts."""
+DEFAULT_HTTP_ADDRESS: Final = "127.0.0.1:8471"
+"""The same of HTTP."""
 UNREACHABLE = "unreachable"
 """The code of an `UnavailableError` that no gateway sent."""
 

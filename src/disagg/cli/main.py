@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg import __version__
-from disagg.cli.address import DEFAULT_ADDRESS
+from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
@@ -167,6 +167,19 @@ def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     from disagg.cli.operate import run_status
 
     run_status(address, console())
+
+
+@app.command(
+    rich_help_panel=OPERATE, epilog=examples("disagg health", "disagg health --live --url https://127.0.0.1:8471")
+)
+def health(
+    url: Annotated[str, typer.Option("--url", help="Of the gateway's HTTP.")] = f"http://{DEFAULT_HTTP_ADDRESS}",
+    live: Annotated[bool, typer.Option("--live", help="Ask whether it is alive, not whether it is ready.")] = False,
+) -> None:
+    """Ask a gateway whether it takes requests. Exit status 0 if so, 1 if not: for probes. Needs no key."""
+    from disagg.cli.health import ALIVE, READY, run_health
+
+    raise typer.Exit(run_health(url, ALIVE if live else READY, os.environ, console()))
 
 
 @app.command(

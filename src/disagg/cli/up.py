@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import time
@@ -20,6 +21,7 @@ from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.system.process_tools import StopFlag, Stopped
+from disagg.cluster.system.service_manager import READY, STOPPING, notify
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
 
@@ -127,7 +129,11 @@ def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir:
 
     def serve(cluster: Cluster, stop: StopFlag) -> int:
         print_ready(console, cluster, config)
-        return _watch(cluster, stop, console)
+        notify(READY, os.environ)
+        try:
+            return _watch(cluster, stop, console)
+        finally:
+            notify(STOPPING, os.environ)
 
     return with_cluster(config, launcher, console, log_dir, serve)
 

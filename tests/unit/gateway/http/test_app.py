@@ -432,6 +432,19 @@ async def test_health_asks_for_a_worker_that_decodes(app: TestApp, path: str) ->
     assert (await app.client.get("/livez")).status_code == 200
 
 
+async def test_probes_of_a_gateway_that_drains(app: TestApp) -> None:
+    app.router.cluster = cluster_of("d0")
+    ready = await app.client.get("/readyz")
+    assert (ready.status_code, ready.json(), "connection" in ready.headers) == (200, {"status": "ready"}, False)
+    app.readiness.begin_drain()
+    ready = await app.client.get("/readyz")
+    assert (ready.status_code, ready.json(), ready.headers["connection"]) == (503, {"status": "draining"}, "close")
+    assert (await app.client.get("/health")).json() == {"status": "draining", "decode_workers": 1}
+    assert (await app.client.get("/livez")).status_code == 200
+    assert error_of(await app.chat()) == (503, None, "gateway_stopping")
+    assert app.outcomes() == {"gateway_stopping": 1.0}
+
+
 async def test_metrics_and_version(app: TestApp) -> None:
     await app.chat()
     shown = await app.client.get("/metrics")
@@ -506,7 +519,7 @@ async def test_paths_and_methods_that_are_not_there(app: TestApp) -> None:
     assert (await app.client.post("/metrics")).headers["allow"] == "GET, HEAD"
 
 
-async def test_every_path_but_one_needs_a_key(model: ServedModel) -> None:
+async def test_every_path_but_two_needs_a_key(model: ServedModel) -> None:
     app = TestApp(model, authenticator=OneKey())
     paths = ["/v1/models", "/health", "/ping", "/metrics", "/version", "/nowhere", "/livez/x", "/", "/v1/completions"]
     for path in paths:
@@ -516,6 +529,7 @@ async def test_every_path_but_one_needs_a_key(model: ServedModel) -> None:
     assert error_of(await app.chat(headers={"authorization": "Bearer other"}))[0] == 401
     assert app.router.submitted == []
     assert (await app.client.get("/livez")).status_code == 200
+    assert (await app.client.get("/readyz")).status_code == 503
     assert (await app.chat(headers={"authorization": "Bearer secret"})).status_code == 200
 
 

@@ -14,6 +14,7 @@ from disagg.router.api import ClusterView, TokenBatch
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.text.tokenizer import ServedModel
 from disagg.v1 import inference_pb2 as pb
@@ -50,6 +51,7 @@ def make(
         lambda: 0xABC,
         write_timeout_s=write_timeout_s,
         metrics=metrics or CountedCalls(),
+        readiness=Readiness(router.view),
     )
 
 

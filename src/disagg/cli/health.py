@@ -1,0 +1,62 @@
+"""`disagg health`: asks a gateway's probes, for what starts and stops it. Exit status 0 or 1.
+
+The certificate of the gateway is not verified: nothing is sent to it but the question, and a probe of one's own machine
+uses an address that no certificate names.
+"""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from disagg.proto.errors import ConfigError
+
+READY, ALIVE = "/readyz", "/livez"
+TIMEOUT_S = 5.0
+_MAX_BYTES = 1024
+
+
+def run_health(url: str, path: str, environ: Mapping[str, str], console: Console) -> int:
+    """Print what the probe at `url` + `path` answers; the exit status.
+
+    Args:
+        url: http or https, host and port.
+        environ: has the client certificate (`DISAGG_CLIENT_CERT`, `DISAGG_CLIENT_KEY`) where the gateway needs one.
+
+    Raises:
+        ConfigError: if it is no such URL, or the certificate cannot be read.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
+        raise ConfigError(f"--url: expected http://HOST:PORT or https://HOST:PORT; got {url!r}")
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if parts.scheme == "https":
+        handlers.append(urllib.request.HTTPSHandler(context=_context(environ)))
+    try:
+        with urllib.request.build_opener(*handlers).open(f"{url.rstrip('/')}{path}", timeout=TIMEOUT_S) as answer:
+            status, body = answer.status, answer.read(_MAX_BYTES)
+    except urllib.error.HTTPError as error:
+        with error:
+            status, body = error.code, error.read(_MAX_BYTES)
+    except (OSError, ValueError) as error:
+        console.print(f"{url} does not answer: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    console.print(f"{status} {body.decode(errors='replace')}", highlight=False, markup=False, soft_wrap=True)
+    return 0 if status == 200 else 1
+
+
+def _context(environ: Mapping[str, str]) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if certificate := environ.get("DISAGG_CLIENT_CERT"):
+        try:
+            context.load_cert_chain(certificate, environ.get("DISAGG_CLIENT_KEY"))
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"DISAGG_CLIENT_CERT, DISAGG_CLIENT_KEY: cannot be used ({error})") from None
+    return context
