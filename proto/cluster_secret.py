@@ -19,6 +19,18 @@ NUM_BYTES: Final = 32
 METADATA_KEY: Final = "disagg-cluster-token-bin"
 
 
+class CertificateFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`network.certificates`: PEM files that every host of the cluster has at these paths."""
+
+    ca: str
+    """Certificates of the authorities whose certificates are accepted, of other processes of the cluster."""
+    cert: str
+    """What a process shows, good for servers and clients and with the DNS name `process.disagg.internal`; then those
+    between it and the authority."""
+    key: str
+    """Its private key, without a passphrase; others must not be able to read it."""
+
+
 class ClusterSecret(msgspec.Struct, frozen=True):
     """The bytes, which nothing shows: neither `repr` nor `str` holds them.
 
@@ -29,6 +41,8 @@ class ClusterSecret(msgspec.Struct, frozen=True):
     value: Annotated[bytes, msgspec.Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
     encrypted: bool = False
     """Whether the gRPC connections between the cluster's processes are TLS. Decided once, where the secret is made."""
+    certificates: CertificateFiles | None = None
+    """What they show then, instead of certificates made from the secret."""
 
     def __post_init__(self) -> None:
         if len(self.value) != NUM_BYTES:

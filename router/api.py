@@ -347,6 +347,8 @@ class ClusterView:
     """Sums over all requests; grows on."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
     """Of every worker so far: sums over all of its incarnations; they never fall."""
+    restarts: Mapping[WorkerId, int] = field(default_factory=dict)
+    """Of every worker so far: processes of it that took the place of an earlier one."""
     events: Mapping[str, int] = field(default_factory=dict)
     """Counts of what failed or was dropped, by name."""
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)

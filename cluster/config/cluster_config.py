@@ -39,6 +39,7 @@ from disagg.engine.config import (
     device_defaults,
 )
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.cluster_secret import CertificateFiles
 from disagg.proto.config import MAX_PORT, Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
 from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
@@ -172,8 +173,11 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`loopback`: all on one machine. `node`: workers and controller listen on their Ray node's address, which must
     not be reachable from other networks."""
     encryption: Literal["auto", "on", "off"] = "auto"
-    """TLS with certificates at both ends for the gRPC connections between workers, gateway and controller, made from
-    the cluster's secret. `auto`: on with `bind: node`. KV goes over channels of its own, see `plaintext_kv`."""
+    """TLS with certificates at both ends for the gRPC connections between workers, gateway and controller. `auto`: on
+    with `bind: node` or `certificates`. KV goes over channels of its own, see `plaintext_kv`."""
+    certificates: CertificateFiles | None = None
+    """`{ca, cert, key}`: PEM files for that, which every host has at these paths. `null`: made from the cluster's
+    secret, in memory."""
     plaintext_kv: bool = False
     """KV and what ranks exchange (gloo, nixl, nccl) is authenticated but not encrypted. With `bind: node` workers that
     hand over refuse to start without this, unless `transfer.transport` is `shm`. For a network whose every machine may
@@ -182,7 +186,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_encrypted(self) -> bool:
         """Whether our gRPC connections are TLS."""
-        return self.encryption == "on" or (self.encryption == "auto" and self.bind == "node")
+        return self.encryption == "on" or (
+            self.encryption == "auto" and (self.bind == "node" or self.certificates is not None)
+        )
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,7 +293,7 @@ def load_config(file: Path | None) -> ClusterConfig:
 
 
 def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
-    """The gateway's files as absolute paths: a process elsewhere has another working directory."""
+    """The files of gateway and network as absolute paths: a process elsewhere has another working directory."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(folder / Path(path).expanduser())
@@ -301,7 +307,11 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     if recording is not None:
         recording = msgspec.structs.replace(recording, folder=absolute(recording.folder))
     gateway = msgspec.structs.replace(gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording)
-    return msgspec.structs.replace(config, gateway=gateway)
+    network = config.network
+    if network.certificates is not None:
+        given = {name: absolute(getattr(network.certificates, name)) for name in ("ca", "cert", "key")}
+        network = msgspec.structs.replace(network, certificates=CertificateFiles(**given))
+    return msgspec.structs.replace(config, gateway=gateway, network=network)
 
 
 def parse_config(raw: object) -> ClusterConfig:
@@ -391,6 +401,8 @@ def check(config: ClusterConfig) -> None:
             "transfer.transport: nccl moves KV between CUDA devices only; use gloo or auto with device cpu"
         )
     check_transfer(transfer.limits(devices.pop()))
+    if config.network.certificates is not None and config.network.encryption == "off":
+        raise ConfigError("network.certificates: are not used with network.encryption off; remove one of them")
     _check_ports(config.gateway)
     _check_exposure(config.gateway)
 

@@ -37,6 +37,7 @@ from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.config import KvReserve
+from disagg.proto.connections.channels import check_given
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId
@@ -230,12 +231,14 @@ def plan_cluster(config: ClusterConfig) -> ClusterPlan:
 
 
 def check_gateway(config: ClusterConfig) -> None:
-    """Find out before models are loaded that a port of the gateway is taken, or that its keys or certificates cannot be
+    """Find out before models are loaded that a port of the gateway is taken, or that keys or certificates cannot be
     used; raises `LaunchError` or `ConfigError`."""
     from disagg.router.gateway.auth.security import check_files  # loads gRPC
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)
+    if config.network.certificates is not None:
+        check_given(config.network.certificates)
     _check_port(gateway.host, gateway.port, "--port 0 takes any free one")
     if (http_port := gateway.chosen_http_port) is not None:
         _check_port(gateway.host, http_port, "set gateway.http_port; --port 0 takes any free ones")
@@ -254,4 +257,6 @@ def _check_port(host: str, port: int, advice: str) -> None:
 
 def new_secret(network: NetworkConfig) -> ClusterSecret:
     """The secret by which the processes of a new cluster authenticate each other, and whether they encrypt."""
-    return ClusterSecret(secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted)
+    return ClusterSecret(
+        secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted, certificates=network.certificates
+    )

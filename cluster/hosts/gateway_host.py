@@ -21,6 +21,7 @@ from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
+from disagg.proto.connections.channels import given_until
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
@@ -141,6 +142,7 @@ class GatewayHost:
             loop_times=times,
             autoscaler=lambda: link.autoscaler,
             waits_for_workers=self._spec.load_every_s is None,
+            cluster_certificate=lambda: given_until(self._secret),
         )
         await router.start()
         try:

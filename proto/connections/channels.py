@@ -1,9 +1,9 @@
 """How our own processes connect by gRPC: the one place where a channel to, or a port for, another process of the
-cluster is opened. With `ClusterSecret.encrypted` it is TLS 1.2 or newer with certificates at both ends
-(`identity.py`), else plain.
+cluster is opened. With `ClusterSecret.encrypted` it is TLS 1.2 or newer with certificates at both ends, made from the
+secret (`identity.py`) or given (`given.py`), else plain.
 
 Certificates of a listening process are renewed while it listens. One that calls takes its own when it opens a channel:
-a channel that is open for longer than `identity.VALID_S` and then breaks has to be opened anew (`is_stale`).
+a channel whose certificate was replaced and that then breaks has to be opened anew (`is_stale`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.proto.cluster_secret import CertificateFiles, ClusterSecret
 from disagg.proto.services import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
+    from disagg.proto.connections.given import GivenLeaf
     from disagg.proto.connections.identity import Leaf
 
 _lock: Final = threading.Lock()
 _leaves: Final[dict[ClusterSecret, Leaf]] = {}
 """Of this process; guarded by the lock. One entry in a process that serves."""
+_given: Final[dict[CertificateFiles, GivenLeaf]] = {}
+"""Likewise."""
 
 
 def open_channel(address: str, secret: ClusterSecret) -> grpc.aio.Channel:
@@ -51,9 +54,23 @@ def is_stale(opened_at: float, secret: ClusterSecret, now: float) -> bool:
     again, because its certificate is to be replaced."""
     if not secret.encrypted:
         return False
+    if secret.certificates is not None:
+        return _leaf(secret).made_at > opened_at
     from disagg.proto.connections.identity import RENEW_AFTER_S
 
     return not 0 <= now - opened_at < RENEW_AFTER_S
+
+
+def check_given(files: CertificateFiles) -> None:
+    """Find out before anything is started that given certificates cannot be used. Raises `ConfigError`."""
+    from disagg.proto.connections.given import read_leaf
+
+    read_leaf(files, time.time())
+
+
+def given_until(secret: ClusterSecret) -> float | None:
+    """When the given certificate that this process uses expires, in seconds since the epoch; None without one."""
+    return _leaf(secret).expires_at if secret.encrypted and secret.certificates is not None else None
 
 
 def _encrypted_options() -> tuple[tuple[str, int | str], ...]:
@@ -92,7 +109,10 @@ def _configuration(leaf: Leaf) -> grpc.ServerCertificateConfiguration:
 
 
 def _leaf(secret: ClusterSecret) -> Leaf:
-    """This process's leaf, made when there is none or it is due."""
+    """This process's leaf: made when there is none or it is due, or what the given files hold. Raises `ConfigError`
+    where these cannot be used from the first."""
+    if secret.certificates is not None:
+        return _given_leaf(secret.certificates)
     from disagg.proto.connections.identity import make_leaf  # 0.1 s, for encrypted clusters only
 
     now = time.time()
@@ -101,3 +121,15 @@ def _leaf(secret: ClusterSecret) -> Leaf:
         if leaf is None or leaf.is_due(now):
             leaf = _leaves[secret] = make_leaf(secret, now)
         return leaf
+
+
+def _given_leaf(files: CertificateFiles) -> Leaf:
+    from disagg.proto.connections.given import GivenLeaf
+
+    now = time.time()
+    with _lock:
+        given = _given.get(files)
+        if given is None:
+            given = _given[files] = GivenLeaf(files, now)
+            return given.leaf
+        return given.refresh(now)

@@ -48,7 +48,9 @@ class Leaf:
     certificate: bytes
     key: bytes
     made_at: float
-    """Seconds since the epoch."""
+    """When it was made, or read, in seconds since the epoch."""
+    expires_at: float
+    """Likewise."""
 
     def __repr__(self) -> str:
         return f"Leaf(made_at={self.made_at})"
@@ -93,6 +95,7 @@ def make_leaf(secret: ClusterSecret, now: float) -> Leaf:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ),
         made_at=now,
+        expires_at=now + VALID_S,
     )
 
 

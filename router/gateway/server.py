@@ -133,6 +133,7 @@ class GatewayServer:
         loop_times: of the event loop, for the metrics; `None` where they are not measured.
         autoscaler: what the controller's decided last, for the metrics; `None` where there is none.
         waits_for_workers: see `Readiness`.
+        cluster_certificate: when the one given for the cluster's processes expires, in seconds since the epoch.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -147,6 +148,7 @@ class GatewayServer:
         loop_times: LoopTimes | None = None,
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
         waits_for_workers: bool = True,
+        cluster_certificate: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.config = config
         self.model = model or load_model(
@@ -166,6 +168,7 @@ class GatewayServer:
             vllm_aliases=config.vllm_aliases,
             loop_times=loop_times,
             autoscaler=autoscaler,
+            certificates=lambda: self._expiries(cluster_certificate()),
         )
         self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
@@ -267,6 +270,11 @@ class GatewayServer:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
+
+    def _expiries(self, of_cluster: float | None) -> dict[str, float]:
+        tls = self._security.tls
+        found = {"gateway": None if tls is None else tls.expires_at, "cluster": of_cluster}
+        return {name: at for name, at in found.items() if at is not None}
 
     def _limits_changed(self, limits: Mapping[str, TenantLimits]) -> None:
         """On the thread that watches files, between `start` and `stop`."""

@@ -37,6 +37,7 @@ def cluster_view(
         slos=telemetry.slos(now),
         stats=telemetry.stats,
         counters=fleet.counts.totals(),
+        restarts=fleet.counts.restarts(),
         events=dict(events),
     )
 

@@ -17,6 +17,7 @@ class WorkerCounts:
 
     def __init__(self) -> None:
         self._past: dict[WorkerId, WorkerMetrics] = {}
+        self._restarts: dict[WorkerId, int] = {}
         self._latest: dict[WorkerId, tuple[Incarnation, WorkerMetrics]] = {}
 
     def take(self, report: WorkerReport) -> None:
@@ -27,7 +28,13 @@ class WorkerCounts:
         incarnation, latest = self._latest.get(worker_id, (report.incarnation, None))
         if latest is not None and incarnation != report.incarnation:
             self._past[worker_id] = add(self._past.get(worker_id, WorkerMetrics()), latest)
+            self._restarts[worker_id] += 1
+        self._restarts.setdefault(worker_id, 0)
         self._latest[worker_id] = (report.incarnation, report.metrics)
+
+    def restarts(self) -> dict[WorkerId, int]:
+        """How often another incarnation of a worker took the place of one that had reported, by id."""
+        return dict(sorted(self._restarts.items()))
 
     def totals(self) -> dict[WorkerId, WorkerMetrics]:
         """The sums, of every worker that ever reported, by id."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,11 @@ SOLE = TenantLimits(max_priority=0)
 """Of the one tenant in a file."""
 
 
+async def read_to_the_end(states: AsyncIterator[object]) -> None:
+    async for _ in states:
+        pass
+
+
 async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
     router = FakeRouter(answers)
     async with running(folder, router, api_keys=str(keys), http_port=0) as server:
@@ -191,7 +197,8 @@ async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
                 write_keys(keys.parent, "[{tenant: b, key: key-of-tenant-b-0002}]")
                 await eventually(lambda: works("key-of-tenant-b-0002"), every_s=0.05)
                 assert not await works(KEY_A)
-                await anext(states)  # a stream that runs goes on
+                with pytest.raises(AuthenticationError):  # what has no end ends now
+                    await read_to_the_end(states)
             with pytest.raises(AuthenticationError):
                 await client.generate("hello")
         write_keys(keys.parent, "not a list")

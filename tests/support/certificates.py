@@ -29,15 +29,32 @@ class Authority:
         self.ca = str(folder / f"{name}.pem")
         Path(self.ca).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, passphrase: bytes | None = None) -> tuple[str, str]:
-        """A certificate for 127.0.0.1 and localhost, good for servers and clients; the PEM files of it and its key."""
+    def issue(
+        self,
+        name: str,
+        passphrase: bytes | None = None,
+        *,
+        dns: str = "localhost",
+        valid_for: datetime.timedelta = _VALID_FOR,
+        usages: tuple[x509.ObjectIdentifier, ...] = (),
+    ) -> tuple[str, str]:
+        """A certificate for 127.0.0.1 and a name; the PEM files of it and its key.
+
+        Args:
+            name: its common name, and that of the files.
+            passphrase: of the key.
+            dns: the name that servers have.
+            valid_for: from now; negative for one that has expired.
+            usages: of the key; for servers and clients without.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
-        certificate = (
-            self._builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key())
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(dns)]
+        builder = self._builder(
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key(), valid_for
+        ).add_extension(x509.SubjectAlternativeName(names), critical=False)
+        if usages:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
         encryption = serialization.BestAvailableEncryption(passphrase) if passphrase else serialization.NoEncryption()
         pem = serialization.Encoding.PEM
         cert_file, key_file = self._folder / f"{name}.crt", self._folder / f"{name}.key"
@@ -46,7 +63,9 @@ class Authority:
         key_file.chmod(0o600)
         return str(cert_file), str(key_file)
 
-    def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, valid_for: datetime.timedelta = _VALID_FOR
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -54,6 +73,6 @@ class Authority:
             .issuer_name(self._name)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _VALID_FOR)
-            .not_valid_after(now + _VALID_FOR)
+            .not_valid_before(now - 2 * _VALID_FOR)
+            .not_valid_after(now + valid_for)
         )

@@ -26,8 +26,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROC = Path("/proc")
 MARK = "DISAGG_TEST_RUN"
 
-LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeout", "tqdm_monitor")
-"""Daemon threads of libraries that live as long as the process, by a part of their name."""
+LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeout", "tqdm_monitor", "Dummy-")
+"""Daemon threads of libraries that live as long as the process, by a part of their name. `Dummy-`: one that Python did
+not start, such as gRPC's own, once it has logged something."""
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python keeps as long as the process, by a part of their command line."""
 

@@ -84,6 +84,7 @@ def busy_view() -> ClusterView:
                 transfers=(moved,),
             )
         },
+        restarts={WorkerId("p0"): 2},
         events={"refused": 7},
         tenants={"a": (1, 4), "b": (0, 2)},
         placement=PlacementView("elastic", "gather"),

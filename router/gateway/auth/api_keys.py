@@ -23,25 +23,21 @@ The limits of a tenant, for all its keys together, stand at any one of them:
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import yaml
 
 from disagg.proto.errors import ConfigError
+from disagg.proto.watched_files import read_private_file
 from disagg.router.api import TenantLimits
 from disagg.router.gateway.auth.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
 
 MIN_KEY_CHARS = 16
 MAX_KEY_CHARS = 512
 MAX_KEYS = 10_000
-ROOT = 0
-"""May own a file that others read, such as a mounted secret."""
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _TENANT = Annotated[str, msgspec.Meta(pattern=TENANT)]
 _SHA256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
@@ -141,25 +137,6 @@ def parse_entries(text: str, path: str) -> list[KeyEntry]:
         return msgspec.convert([] if raw is None else raw, list[KeyEntry])
     except msgspec.ValidationError as error:
         raise ConfigError(f"gateway.api_keys: {path}: {str(error).replace('`', '')}") from None
-
-
-def read_private_file(path: str, name: str) -> bytes:
-    """A file that only its owner may write, and only its owner and group may read. `name` is the configuration's key.
-
-    Raises:
-        ConfigError: if it cannot be read, is another user's, or others can use it.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())
-            mode = stat.S_IMODE(status.st_mode)
-            if status.st_uid not in (os.geteuid(), ROOT):
-                raise ConfigError(f"{name}: {path} belongs to another user (uid {status.st_uid}), who could change it")
-            if mode & (stat.S_IRWXO | stat.S_IWGRP):
-                raise ConfigError(f"{name}: others can use {path} (mode {mode:04o}); next: chmod 600 {path}")
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot read {path} ({error.strerror})") from None
 
 
 def _limits_of(entries: Sequence[KeyEntry], path: str) -> dict[str, TenantLimits]:

@@ -65,6 +65,9 @@ UNAUTHENTICATED = Caller("", False)
 PUBLIC = Caller("", False, metrics=True)
 """All callers of a gateway without keys that others can reach: its owner allowed requests of all."""
 
+AUTHORIZATION: Final = "authorization"
+"""The metadata, or header, of a key."""
+
 CALLER: ContextVar[Caller] = ContextVar("caller", default=UNAUTHENTICATED)
 """Of the running call; set by the outermost layer of each protocol."""
 

@@ -6,19 +6,19 @@ their content. What cannot be used leaves everything as it was, and is logged on
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from disagg.proto.errors import ConfigError
+from disagg.proto.watched_files import Stamp, stamp
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-
-Stamp = tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,15 @@ class FileWatch:
     """Owner of one thread, from `start` to `stop`.
 
     Args:
-        watched: the files, as they are when this is made.
+        watched: the files, as they are when this is made, just after they were read.
+        wall_clock: seconds since the epoch.
     """
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Sequence[Watched], wall_clock: Callable[[], float] = time.time) -> None:
         self._watched = tuple(watched)
+        self._wall_clock = wall_clock
         self._seen = [_stamps(each) for each in self._watched]
+        self._read_at = [wall_clock() for _ in self._watched]
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,10 +71,12 @@ class FileWatch:
             self._seen[index] = now
             try:
                 logger.warning("%s: files changed and were read again: %s", each.name, each.reload())
+                self._read_at[index] = self._wall_clock()
             except ConfigError as error:
                 logger.error(
-                    "%s: changed files cannot be used, the earlier content stays in use until they change again: %s",
+                    "%s: changed files cannot be used, what was read at %s stays in use until they change again: %s",
                     each.name,
+                    datetime.datetime.fromtimestamp(self._read_at[index], datetime.UTC).isoformat(timespec="seconds"),
                     error,
                 )
 
@@ -84,12 +89,4 @@ class FileWatch:
 
 
 def _stamps(watched: Watched) -> tuple[Stamp, ...]:
-    return tuple(_stamp(path) for path in watched.paths)
-
-
-def _stamp(path: str) -> Stamp:
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return tuple(stamp(path) for path in watched.paths)

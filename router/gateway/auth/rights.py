@@ -19,7 +19,8 @@ import grpc
 
 from disagg.proto.addresses import split_address
 from disagg.proto.errors import PermissionDeniedError
-from disagg.router.gateway.auth.auth import CALLER, Caller
+from disagg.router.gateway.auth.auth import AUTHORIZATION, CALLER, Authenticator, Caller
+from disagg.router.gateway.auth.tls import name_of_peer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,10 +30,22 @@ class Rights:
 
     Args:
         local_is_admin: whether callers on this machine are admins, whatever the authenticator found.
+        authenticator: of the callers, for calls without an end.
     """
 
-    def __init__(self, local_is_admin: bool = False) -> None:
+    def __init__(self, local_is_admin: bool = False, authenticator: Authenticator | None = None) -> None:
         self._local_is_admin = local_is_admin
+        self._authenticator = authenticator
+
+    def authenticate_again(self, context: Context) -> Caller:
+        """The caller of a call that runs on and on, by the keys of now. Raises `RefusedError` once its key is no longer
+        valid."""
+        if self._authenticator is not None:
+            brought = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
+            header = brought if isinstance(brought, str) else None
+            name = name_of_peer(context.auth_context()) if header is None else ""
+            CALLER.set(self._authenticator.authenticate(header, name))
+        return self.caller(context)
 
     def require_admin(self, context: Context) -> None:
         """Raises `PermissionDeniedError` unless the caller is an admin."""

@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def secure(
     if files is not None and tls is not None:
         paths = tuple(path for path in (files.cert, files.key, files.client_ca) if path is not None)
         watched.append(Watched("gateway.tls", paths, lambda: _reload_tls(tls, files)))
-    return Security(authenticator, Rights(local_is_admin=is_open), tls, FileWatch(watched))
+    return Security(authenticator, Rights(is_open, authenticator), tls, FileWatch(watched))
 
 
 def _load(path: str, tls: TlsFiles | None) -> ApiKeys:
@@ -84,4 +85,5 @@ def _reload_keys(
 
 def _reload_tls(tls: ServerTls, files: TlsFiles) -> str:
     tls.reload()
-    return f"new connections get {files.cert}"
+    until = datetime.datetime.fromtimestamp(tls.expires_at, datetime.UTC).isoformat(timespec="seconds")
+    return f"new connections get {files.cert}, valid until {until}"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.auth.api_keys import read_private_file
+from disagg.proto.watched_files import read_private_file
 from disagg.router.gateway.config import TlsFiles
 
 
@@ -26,6 +26,8 @@ class ServerTls:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._current = http_context(files)
+        self.expires_at = _expiry(files)
+        """Of the certificate in use, in seconds since the epoch."""
         self.http = http_context(files)
         """For the HTTP server."""
         self.http.sni_callback = self._use_current
@@ -42,7 +44,8 @@ class ServerTls:
     def reload(self) -> None:
         """Read the files and use them from now on. Raises `ConfigError`, and then goes on with those of before."""
         current, configuration = http_context(self._files), _grpc_configuration(self._files)
-        self._current, self._changed = current, configuration
+        expires_at = _expiry(self._files)
+        self._current, self._changed, self.expires_at = current, configuration, expires_at
 
     def _use_current(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
         """Called by OpenSSL at each handshake, also for clients without a server name."""
@@ -99,6 +102,17 @@ def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     except OSError as error:
         raise ConfigError(f"gateway.tls: {error.filename} cannot be read ({error.strerror})") from None
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
+
+
+def _expiry(files: TlsFiles) -> float:
+    """Of the first certificate. To be called after `http_context`."""
+    from cryptography import x509  # 0.1 s, for those with TLS only
+
+    try:
+        first = x509.load_pem_x509_certificates(Path(files.cert).read_bytes())[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"gateway.tls.cert: {files.cert} cannot be read ({error})") from None
+    return first.not_valid_after_utc.timestamp()
 
 
 def _no_password() -> NoReturn:

@@ -212,6 +212,12 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
         ("role", "state"),
         [((role, state), states[role, state]) for role in ROLES for state in STATES],
     )
+    yield counter(
+        "disagg_instance_restarts",
+        "Processes of a worker that took the place of an earlier one: after a failure, or a drain by hand.",
+        ("instance",),
+        [((worker_id,), count) for worker_id, count in view.restarts.items()],
+    )
     yield gauge(
         "disagg_kv_blocks",
         "KV blocks by state: active (held by sequences), reserved (promised to sequences), cached (reusable), free.",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -43,6 +43,7 @@ class GatewayMetrics(Collector):
         vllm_aliases: whether the names of vLLM are there too.
         loop_times: of the gateway's event loop; `None` shows zeros.
         autoscaler: what the controller's decided last; `None` where there is none.
+        certificates: when those in use expire, in seconds since the epoch, by name.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class GatewayMetrics(Collector):
         vllm_aliases: bool = True,
         loop_times: LoopTimes | None = None,
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
+        certificates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        self._certificates = certificates
         self._autoscaler = autoscaler
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
@@ -112,6 +115,12 @@ class GatewayMetrics(Collector):
             "Calls that came without a valid key, by protocol and reason.",
             ("protocol", "reason"),
             sorted(self._refusals.items()),
+        )
+        yield gauge(
+            "disagg_certificate_expires_timestamp_seconds",
+            "When a certificate in use expires: that of the gateway for clients, or given for the cluster's processes.",
+            ("certificate",),
+            [((name,), expires_at) for name, expires_at in sorted(self._certificates().items())],
         )
         yield from loop_families(self._loop_times, self.offload)
         view = self._view()

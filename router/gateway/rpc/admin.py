@@ -115,6 +115,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     found = await self._feed.latest(interval_s / 2)
                     await context.write(found.message(caller))
                     await asyncio.sleep(interval_s)
+                    caller = self._rights.authenticate_again(context)
 
     @override
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:

@@ -11,14 +11,13 @@ import grpc
 from typing_extensions import override
 
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
+from disagg.router.gateway.auth.auth import AUTHORIZATION, CALLER, UNAUTHENTICATED, Authenticator, RefusedError
 from disagg.router.gateway.auth.tls import name_of_peer
 from disagg.router.gateway.status import abort_on_error
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
 Context = grpc.aio.ServicerContext[Any, Any]
 
-AUTHORIZATION = "authorization"
 _CHECK = "/grpc.health.v1.Health/Check"
 """Answered without a key, as `/livez` of HTTP: for load balancers."""
 _WATCH = "/grpc.health.v1.Health/Watch"

@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries, read_private_file
+from disagg.proto.watched_files import read_private_file
+from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries
 from disagg.router.gateway.auth.auth import digest_of
 
 PREFIX: Final = "disagg_"

@@ -23,7 +23,7 @@ def test_a_changed_a_replaced_and_a_broken_file(tmp_path: Path, caplog: pytest.L
         read.append(text)
         return f"{text} it is"
 
-    watch = FileWatch([Watched("the.key", (str(file), str(tmp_path / "other")), reload)])
+    watch = FileWatch([Watched("the.key", (str(file), str(tmp_path / "other")), reload)], lambda: 1_800_000_000.0)
     watch.look()
     assert read == []
     file.write_text("two, longer")
@@ -42,7 +42,10 @@ def test_a_changed_a_replaced_and_a_broken_file(tmp_path: Path, caplog: pytest.L
     file.write_text("three")
     watch.look()
     assert read == ["two, longer", "TWO, LONGER", "three"]
-    bad = "the.key: changed files cannot be used, the earlier content stays in use until they change again: it is bad"
+    bad = (
+        "the.key: changed files cannot be used, what was read at 2027-01-15T08:00:00+00:00 stays in use until they "
+        "change again: it is bad"
+    )
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.WARNING, "the.key: files changed and were read again: two, longer it is"),
         (logging.WARNING, "the.key: files changed and were read again: TWO, LONGER it is"),

@@ -99,4 +99,8 @@ def test_files_that_cannot_be_used_change_nothing(authority: Authority) -> None:
     assert vars(tls) == before
     authority.issue("server")
     tls.reload()
-    assert vars(tls).keys() - {name for name in before if vars(tls)[name] is before[name]} == {"_current", "_changed"}
+    assert vars(tls).keys() - {name for name in before if vars(tls)[name] is before[name]} == {
+        "_current",
+        "_changed",
+        "expires_at",
+    }
