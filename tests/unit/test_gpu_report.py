@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from benchmarks.gpu import attention, environment
 from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
 from benchmarks.gpu.timing import Ceilings
+from disagg.kernels import describe
 from scripts.gpu_check import REPOSITORY, TOTAL_S, Outcome, Section, check, check_section, ending, exit_status, sections
 
 SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu.model")
@@ -135,6 +139,31 @@ def test_few_tokens_behind_a_long_context_are_compared_with_the_time_to_read_it(
     share, target = attention.prefill_share(attention.Shape(), 32, 32768, 90.0, CEILINGS)
     assert share == pytest.approx(134.3e6 / 3e9 * 1e3 / 90e-3 / 1e3, rel=0.01)
     assert target is None
+
+
+def missing(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    if what == "triton":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    elif what == "a C compiler (gcc)":
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+    elif what == describe.LDCONFIG:
+        monkeypatch.setattr(Path, "exists", lambda path: str(path) != what)
+    else:
+        monkeypatch.setattr(sysconfig, "get_path", lambda _: "/no/include")
+
+
+@pytest.mark.parametrize(
+    "what", ["triton", "a C compiler (gcc)", "Python's headers (/no/include/Python.h)", describe.LDCONFIG]
+)
+def test_what_triton_lacks_to_launch_a_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)
+    before = {found.name for found in environment.tool_rows()}
+    assert what not in before
+    missing(monkeypatch, what)
+    rows = list(environment.tool_rows())
+    assert {found.name for found in rows} - before == {what}
+    assert {found.status for found in rows} == {"failed"}
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_failure() -> None:

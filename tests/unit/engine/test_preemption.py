@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -362,6 +363,14 @@ class TestCore:
         assert len(failed) + len(done) == 4
         assert len(done) >= 1
         assert_idle(core)
+
+    @pytest.mark.parametrize("operation", ["gather", "scatter"])
+    def test_a_device_that_is_lost_while_kv_goes_to_the_host_or_back_ends_the_worker(self, operation: str) -> None:
+        runner = FailingRunner(8)
+        runner.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        runner.failing.add(operation)
+        with pytest.raises(torch.AcceleratorError):
+            run_until_idle(pressed_core(runner=runner))
 
     @pytest.mark.parametrize("swap_bytes", [0, SLOT_BYTES])
     def test_what_a_preempted_one_leaves_is_used_by_who_comes_before_it(self, swap_bytes: int) -> None:

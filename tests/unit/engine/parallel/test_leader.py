@@ -13,6 +13,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.parallel.followers import RankLostError
+from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import Failed
 from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
@@ -291,8 +292,9 @@ def test_warm_up_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeModelRunner, "gather_part", gathered)
     monkeypatch.setattr(FakeModelRunner, "scatter_part", scattered)
     with fake_group(2, 2) as group:
-        group.runner.warm_up = WarmUp(chunks=(1, 4), batches=(1, 2, 3), copies=True)
-        model_runner.warm_up(group.runner)
+        group.runner._local.warm_up = WarmUp(chunks=(1, 4), batches=(1, 2, 3), copies=True)
+        runner = GroupRunner(group.runner._local, group.followers, group.faults.append)
+        model_runner.warm_up(runner)
     assert steps == [(0, 1), (1, 0), (0, 4), (1, 0), (2, 0), (3, 0), (1, 0), (1, 0)]
     assert sorted(copies) == ["gather 0", "gather 1", "scatter 0", "scatter 1"]
 

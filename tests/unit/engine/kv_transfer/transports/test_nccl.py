@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import itertools
 import os
 import queue
@@ -16,6 +17,7 @@ import torch
 
 from disagg.engine.device_environment import GPU_ENVIRONMENT, device_environment
 from disagg.engine.kv_transfer.transports import nccl
+from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, TransportError
 from disagg.engine.runner.device import NCCL_CALLS
@@ -190,6 +192,27 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything(pools: Played
 
 
 @pytest.mark.usefixtures("pools")
+def test_a_communicator_neither_blocks_nor_takes_many_processors_nor_is_ended_by_a_watchdog() -> None:
+    nccl._join("p", "address", SECRET, "receiver")
+    (group,) = PlayedGroup.made
+    assert (group._options.config.blocking, group._options.config.max_ctas) == (False, 4)
+    assert group._options._timeout >= datetime.timedelta(days=1)
+    # As many queues of the device as CUDA has, so that few streams wait behind a receive that waits.
+    assert GPU_ENVIRONMENT["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_a_pair_that_is_formed_on_a_lost_device_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, pools: PlayedPools
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(PlayedThread, "end_process", lambda _, error: ended.append(error), raising=False)
+    monkeypatch.setattr(PlayedEvent, "error", lost())
+    with pytest.raises(TransportError, match="illegal memory access"):
+        nccl._join("p", "address", SECRET, "receiver")
+    assert [type(error) for error in ended] == [torch.AcceleratorError]
+
+
+@pytest.mark.usefixtures("pools")
 def test_no_stream_is_used_by_two_of_more_pairs_than_torch_has_streams() -> None:
     """Not those of torch's pools, which it hands out in turn: only our own."""
     pairs = [nccl._join(f"p{number}", "address", SECRET, "sender") for number in range(2 * POOL_SIZE + 1)]
@@ -207,7 +230,9 @@ def test_bytes_go_from_the_rank_that_sends_while_no_other_thread_calls(thread: A
     transport.send(buffer, 5, lambda *answer: said.put(answer))
     assert said.get(timeout=WAIT_S) == (True, "")
     transport.recv(buffer, 8, lambda *answer: said.put(answer))
-    said.get(timeout=WAIT_S)
+    # The checksum is the one that a kernel computes where the bytes are.
+    assert said.get(timeout=WAIT_S) == (True, "", digest(buffer, UNKEYED))
+    assert digest(buffer, UNKEYED) != UNKEYED(buffer)
     assert group.calls == [(rank, 5, True), (peer, 8, True)]
 
 
@@ -219,9 +244,12 @@ def test_a_pair_that_cannot_be_formed_leaves_nothing(monkeypatch: pytest.MonkeyP
         raise torch.distributed.DistBackendError("the peer is gone")
 
     monkeypatch.setattr(PlayedGroup, "eager_connect_single_device", refuse)
+    in_time: list[str] = []
+    monkeypatch.setattr(nccl, "return_or_exit", lambda call, what: in_time.append(what))
     with pytest.raises(TransportError, match="the peer is gone"):
         nccl._join("p", "address", SECRET, "receiver")
     assert [group.num_aborts for group in groups] == [1]
+    assert in_time == []  # torch may try for longer than a process has that must end a pair
     assert pools.destroyed == [1000]
 
 

@@ -1,0 +1,50 @@
+"""What a process that computes on a GPU is started with, and which configurations are refused before any is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.control.launcher import Launcher
+from disagg.cluster.hosts import processes
+from disagg.cluster.hosts.processes import ProcessCluster, ProcessLauncher
+from disagg.cluster.on_ray.launcher import RayLauncher
+from disagg.cluster.on_ray.store import ControllerSettings
+from disagg.engine.config import WorkerConfig
+from disagg.engine.device_environment import GPU_ENVIRONMENT
+from disagg.proto.errors import ConfigError
+from tests.support.secret import SECRET
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:1", dict(GPU_ENVIRONMENT)), ("cpu", {})])
+@pytest.mark.parametrize("kind", ["processes", "ray"])
+def test_a_worker_s_process_has_its_device_s_variables_from_its_start(
+    kind: str, device: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Mapping[str, str]] = []
+    launcher: Launcher
+    if kind == "processes":
+        launcher = ProcessLauncher(tmp_path, SECRET)
+        monkeypatch.setattr(processes, "start_child", lambda *arguments: given.append(arguments[-1]))
+    else:
+        settings = ControllerSettings(config=parse_config({"model": {"path": "fake"}}), cores=(), is_private=True)
+        launcher = RayLauncher(settings)
+        monkeypatch.setattr(launcher, "_start", lambda *arguments: given.append(arguments[2]))
+    launcher.start_worker(WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="fake", device=device), "")
+    (environment,) = given
+    assert {name: value for name, value in environment.items() if name in GPU_ENVIRONMENT} == expected
+
+
+def test_workers_that_need_more_devices_than_there_are_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(processes, "start_child", lambda *arguments: started.append(arguments))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpu = {"device": "cuda", "num_blocks": 9}
+    cluster = ProcessCluster(parse_config({"model": {"path": "fake"}, "pools": {"prefill": gpu, "decode": gpu}}))
+    with pytest.raises(ConfigError, match="decode-0 needs CUDA device 1; this machine has 1"):
+        cluster._open(lambda: None)
+    assert started == []
