@@ -30,7 +30,7 @@ def known_labels() -> dict[str, set[str]]:
     """Sample name -> its label names."""
     decision = Decision(pools=(PoolDecision(name="decode", size=1, wanted=2, reason="r", change="c"),))
     scaling = AutoscalerState(policy="attainment", dry_run=False, decision=decision, changes={"decode up": 1})
-    metrics = GatewayMetrics(busy_view, "m", autoscaler=lambda: scaling)
+    metrics = GatewayMetrics(busy_view, "m", autoscaler=lambda: scaling, certificates=lambda: {"gateway": 1.8e9})
     metrics.count_call("http", "ok")
     metrics.count_refusal("grpc", "unknown")
     samples = read_samples(metrics.render()[0])
