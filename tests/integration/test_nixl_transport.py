@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from disagg.engine.io.connection import connect
 from disagg.engine.io.handshake import NONCE_BYTES, HandshakeError, answer
@@ -299,6 +300,29 @@ def test_the_peers_close_ends_our_operations(rendezvous: NixlRendezvous) -> None
     assert answers.errors(1) == [PEER_ENDED]
     d.send(np.zeros(5, np.uint8), 5, answers)
     assert answers.errors(1) == [PEER_ENDED]
+    d.close()
+
+
+@pytest.mark.parametrize(("is_fatal", "ended"), [(True, 1), (False, 0)])
+def test_a_device_that_is_lost_ends_the_process(
+    rendezvous: NixlRendezvous, monkeypatch: pytest.MonkeyPatch, is_fatal: bool, ended: int
+) -> None:
+    text = "CUDA error: an illegal memory access was encountered"
+    error = torch.AcceleratorError(text) if is_fatal else RuntimeError(text)
+    ends: list[BaseException] = []
+
+    def fail(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(nixl, "checksum_of", fail)
+    monkeypatch.setattr(nixl, "end_process", lambda _, why: ends.append(why))
+    p, d = both(rendezvous)
+    answers = Answers()
+    d.recv(np.zeros(5, np.uint8), 5, answers)
+    p.send(np.ones(5, np.uint8), 5, lambda *_: None)
+    assert answers.errors(1) == [f"internal error: {text}"]
+    assert ends == [error] * ended
+    p.close()
     d.close()
 
 
