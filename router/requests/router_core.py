@@ -24,11 +24,9 @@ from dataclasses import replace
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import (
     DeadlineError,
-    DisaggError,
     LimitError,
     OverloadedError,
     RequestCancelledError,
-    UnavailableError,
     UnsamplableError,
 )
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
@@ -49,17 +47,17 @@ from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
 from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
-from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg, note_answer, note_prefilled
+from disagg.router.requests.attempts import Attempts, note_answer, note_prefilled
+from disagg.router.requests.endings import Endings
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.inspection import cluster_view, integrity_problems
 from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
-from disagg.router.requests.retries import MOVED, Retries
+from disagg.router.requests.retries import MOVED
 from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
-from disagg.router.states import AttemptState, RequestEvent, RequestState
+from disagg.router.states import AttemptState, RequestEvent
 from disagg.router.telemetry.telemetry import Telemetry
-from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 
@@ -87,7 +85,6 @@ class RouterCore:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
-        self._hash_blocks = hash_blocks
         self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()
         pairs = Pairs(config)
@@ -98,9 +95,21 @@ class RouterCore:
         self._timers = Timers()
         self._tenants = Tenants(config, self._fleet.num_places)
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
-        self._retries = Retries(config)
         self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
         self._migrations = Migrations(config, self._requests, self._fleet, policy, self._attempts, self._telemetry)
+        self._endings = Endings(
+            config,
+            self._requests,
+            self.counters,
+            hash_blocks,
+            fleet=self._fleet,
+            attempts=self._attempts,
+            waiting=self._waiting,
+            migrations=self._migrations,
+            tenants=self._tenants,
+            timers=self._timers,
+            telemetry=self._telemetry,
+        )
         self._cancel_on_return: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke: if the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0
@@ -138,7 +147,7 @@ class RouterCore:
         if fleet.breakers.tick(now):
             fleet.reopen()
         if self._timers.has_due(now):
-            self._wake(now)
+            self._out += self._endings.wake(now)
         if self._waiting.needs_pass():
             self._out += self._waiting.place(now)
         if now >= self._migrations.next_wakeup():
@@ -232,7 +241,7 @@ class RouterCore:
         self._num_submitted += 1
         if request.prepaid_tokens is not None and tenant.num_admitted:
             self._tenants.submitted(tenant)
-        self._retries.request_came()
+        self._endings.retries.request_came()
         self._requests[request.request_id] = record
         if request.deadline is not None:
             self._timers.add(request.deadline, request.request_id)
@@ -255,7 +264,7 @@ class RouterCore:
             if record.attempt is not None and record.attempt.state is AttemptState.DECODING:
                 self._attempts.passed("decode", record.attempt, now)
         error = RequestCancelledError("the request was cancelled")
-        self._fail(record, error, now, RequestEvent.CANCELLED, num_answered)
+        self._out += self._endings.fail(record, error, now, RequestEvent.CANCELLED, num_answered)
 
     # ---------------------------------------------------------------- workers
 
@@ -307,7 +316,7 @@ class RouterCore:
             if (stay := self._migrations.lost_target(record.running, worker_id)) is not None:
                 self._out.append(stay)
             else:
-                self._fault(record, f"worker {worker_id} {why}", code, now)
+                self._out += self._endings.fault(record, f"worker {worker_id} {why}", code, now)
         return keys
 
     def _on_worker_changed(
@@ -426,7 +435,9 @@ class RouterCore:
         if move is None or worker_id != move.source or move.has_left:
             self.counters["wrong_worker"] += 1
         elif move.has_arrived:  # It is on both, which no worker does.
-            self._fault(record, f"{worker_id} and {move.target} have it: {message.detail}", "decode_failed", now)
+            self._out += self._endings.fault(
+                record, f"{worker_id} and {move.target} have it: {message.detail}", "decode_failed", now
+            )
         else:
             self._migrations.stayed(record, message, now)
 
@@ -450,26 +461,26 @@ class RouterCore:
             case "stop" | "length":
                 self._on_answer(record, worker_id, end, end.reason, now)
             case "deadline":
-                self._fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
+                self._out += self._endings.fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
             case "refused" | "preempted":
-                self._refused(record, worker_id, end, now)
+                self._out += self._endings.refused(record, worker_id, end, now)
             case "cancelled" if worker_id == attempt.decode and attempt.live and move is None:
                 # P gave the reservation up, and reports the reason itself.
                 self.counters["decode_leg_cancelled"] += 1
             case "invalid":
                 # The request is the cause: another worker would fail too, and no failure counts against one.
                 self.counters["invalid"] += 1
-                self._lost_attempt(record, UnsamplableError("sampling", end.detail), now)
+                self._out += self._endings.lost_attempt(record, UnsamplableError("sampling", end.detail), now)
             case "failed" | "cancelled":
-                self._failed(record, worker_id, end, now)
+                self._out += self._endings.failed(record, worker_id, end, now)
 
     def _on_moved(self, record: RequestRecord, worker_id: WorkerId, now: float) -> None:
         """The worker has handed the sequence over, and has sent all that it had of it."""
         attempt, move = record.running, record.running.move
         if move is None or worker_id != move.source:
-            self._fault(record, f"{worker_id} moved it to nowhere", "decode_failed", now)
+            self._out += self._endings.fault(record, f"{worker_id} moved it to nowhere", "decode_failed", now)
         elif move.target not in attempt.live:
-            self._fault(record, f"worker {move.target} was lost", "worker_lost", now)
+            self._out += self._endings.fault(record, f"worker {move.target} was lost", "worker_lost", now)
         else:
             self._migrations.left(attempt, move)
             if move.last_end is not None:
@@ -479,112 +490,8 @@ class RouterCore:
         """A worker's stream has all tokens of its answer before the end, so that a gap is a fault of that worker."""
         if record.output.has_gap:
             self.counters["end_before_tokens"] += 1
-            self._failed(record, worker_id, end, now)
+            self._out += self._endings.failed(record, worker_id, end, now)
             return
         self._attempts.passed("prefill" if worker_id == record.running.prefill else "decode", record.running, now)
         note_answer(record, worker_id, end)
-        self._finish(record, reason, now)
-
-    # ---------------------------------------------------------------- ends
-
-    def _refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
-        """Not a fault of the request: D has no room (P may report that, so D is the worker to avoid), the sequence was
-        preempted, or the pair was not formed."""
-        self.counters[end.reason] += 1
-        leg: Leg = "transfer" if end.in_transfer else "decode"
-        if end.in_transfer:
-            self.counters["pair_refused"] += 1
-            self._attempts.pair_refused(record, end, now)
-        can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
-        error = self._retries.after_refusal(record, worker_id, end, can_wait=can_wait)
-        if error is None:
-            pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
-            for to_avoid in self._attempts.to_avoid(record.running, leg):
-                self._avoid(record, to_avoid, pause_s, now)
-        self._lost_attempt(record, error, now)
-
-    def _failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> None:
-        self._retries.note_progress(record)
-        leg = failed_leg(record.running, worker_id, end)
-        is_free = self._attempts.failed(record, leg, end, now)
-        for to_avoid in self._attempts.to_avoid(record.running, leg):
-            self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
-        self._fault(record, f"{end.reason} on {worker_id}: {end.detail}", FAILURE_CODES[leg], now, is_free=is_free)
-
-    def _fault(self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False) -> None:
-        """The attempt failed. The next one continues after the released tokens, while attempts are left."""
-        self.counters[code] += 1
-        self._lost_attempt(record, self._retries.after_fault(record, message, code, is_free=is_free), now)
-
-    def _lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> None:
-        """End the attempt: finish where all tokens of the answer are there, fail with `error`, or requeue."""
-        if (reason := record.end_of_answer()) is not None:
-            self._finish(record, reason, now)
-        elif error is not None:
-            self._fail(record, error, now)
-        else:
-            self._end_attempt(record, now)
-            record.advance(RequestEvent.PUT_BACK)
-            record.prepare_to_continue(self._hash_blocks)
-            self._waiting.put_back(record, now)
-
-    def _finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> None:
-        self._end_attempt(record, now)
-        record.advance(RequestEvent.ANSWERED)
-        self._attempts.answered(len(record.output.released))
-        self._out.append(events.Finish(record.request_id, record.completion(reason)))
-        self._close(record, reason, now)
-
-    def _fail(
-        self,
-        record: RequestRecord,
-        error: DisaggError,
-        now: float,
-        event: RequestEvent = RequestEvent.FAILED,
-        num_answered: int | None = None,
-    ) -> None:
-        if record.attempt is None:
-            self._waiting.remove(record.request_id)
-        else:
-            self._end_attempt(record, now)
-        record.advance(event)
-        self._out.append(events.Fail(record.request_id, error))
-        self._close(record, error.code if num_answered is None else "stop", now, num_answered)
-
-    def _end_attempt(self, record: RequestRecord, now: float) -> None:
-        self._migrations.attempt_ends(record.running, now)
-        self._out.extend(self._attempts.end(record, now))
-        self._tenants.stopped(record.tenant, now)
-
-    def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
-        del self._requests[record.request_id]
-        if not record.is_probe:
-            tenant = record.tenant
-            tenant.num_boosted -= record.is_boosted
-            if tenant.tokens is not None:
-                self._tenants.refund(tenant.name, record.cost - record.num_used, 0, now)
-            self._waiting.settle(record)
-        self._timers.forget(record.request_id)
-        cached_tokens = record.cached_tokens or 0
-        self._telemetry.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
-        self.counters.update(record.output.dropped)
-
-    # ---------------------------------------------------------------- queue and time
-
-    def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
-        until = now + min(pause_s, self._config.max_pause_s)
-        record.avoid_until = {**record.avoid_until, worker_id: until}
-        self._timers.add(until, record.request_id)
-
-    def _wake(self, now: float) -> None:
-        """Handle every request with a due timer: its deadline, the end of a pause or of the wait for a worker."""
-        while (request_id := self._timers.pop_due(now)) is not None:
-            record = self._requests.get(request_id)
-            if record is None:
-                continue
-            if record.is_expired(now):
-                self._fail(record, DeadlineError(f"the deadline passed while {record.state.value}"), now)
-            elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
-                role = self._fleet.missing_role() or "decode"
-                message = f"for {self._config.no_worker_grace_s:g} s there was no {role} worker that could take it"
-                self._fail(record, UnavailableError(message, f"no_{role}_capacity"), now)
+        self._out += self._endings.finish(record, reason, now)

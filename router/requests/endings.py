@@ -1,0 +1,187 @@
+"""What follows the end of an attempt: the answer is complete, the request fails, or it goes back to the queue.
+
+    stop, length            ──> finish ─────────────────────────────> Finish
+    refused, preempted      ──> refused ──┐           ┌─ all tokens are there ──> Finish
+    failed, a lost worker   ──> failed, ──┼─> lost_   ┼─ an error ──────────────> Fail
+                                fault     │  attempt  └─ else ──────────────────> the queue
+    cancel, a deadline      ──> fail ───────────────────────────────> Fail
+
+Owner: the router core. Whatever a request held is given back here, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from disagg.proto.errors import DeadlineError, DisaggError, UnavailableError
+from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import End
+from disagg.router.config import RouterConfig
+from disagg.router.placement.fleet import Fleet
+from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg
+from disagg.router.requests.events import Command, Fail, Finish
+from disagg.router.requests.migrations import Migrations
+from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord
+from disagg.router.requests.retries import Retries
+from disagg.router.requests.timers import Timers
+from disagg.router.requests.waiting import Waiting
+from disagg.router.states import RequestEvent, RequestState
+from disagg.router.telemetry.telemetry import Telemetry
+from disagg.router.workers.circuit_breakers import Leg
+
+
+class Endings:
+    """How requests end, or go on. Each method returns the commands to execute, in order.
+
+    Args:
+        config: pauses after failures.
+        requests: those that have not ended; a request that ends is removed.
+        counters: of the router core.
+        hash_blocks: hashes the blocks of an answer that is to be continued.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        requests: dict[RequestId, RequestRecord],
+        counters: Counter[str],
+        hash_blocks: HashBlocks,
+        *,
+        fleet: Fleet,
+        attempts: Attempts,
+        waiting: Waiting,
+        migrations: Migrations,
+        tenants: Tenants,
+        timers: Timers,
+        telemetry: Telemetry,
+    ) -> None:
+        self.retries = Retries(config)
+        self._config = config
+        self._requests = requests
+        self._counters = counters
+        self._hash_blocks = hash_blocks
+        self._fleet = fleet
+        self._attempts = attempts
+        self._waiting = waiting
+        self._migrations = migrations
+        self._tenants = tenants
+        self._timers = timers
+        self._telemetry = telemetry
+
+    # ---------------------------------------------------------------- an attempt
+
+    def refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
+        """Not a fault of the request: D has no room (P may report that, so D is the worker to avoid), the sequence was
+        preempted, or the pair was not formed."""
+        self._counters[end.reason] += 1
+        leg: Leg = "transfer" if end.in_transfer else "decode"
+        if end.in_transfer:
+            self._counters["pair_refused"] += 1
+            self._attempts.pair_refused(record, end, now)
+        can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
+        error = self.retries.after_refusal(record, worker_id, end, can_wait=can_wait)
+        if error is None:
+            pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
+            for to_avoid in self._attempts.to_avoid(record.running, leg):
+                self._avoid(record, to_avoid, pause_s, now)
+        return self.lost_attempt(record, error, now)
+
+    def failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
+        """A worker ended the attempt as failed."""
+        self.retries.note_progress(record)
+        leg = failed_leg(record.running, worker_id, end)
+        is_free = self._attempts.failed(record, leg, end, now)
+        for to_avoid in self._attempts.to_avoid(record.running, leg):
+            self._avoid(record, to_avoid, self._config.failure_pause_s * (record.num_failures + 1), now)
+        message = f"{end.reason} on {worker_id}: {end.detail}"
+        return self.fault(record, message, FAILURE_CODES[leg], now, is_free=is_free)
+
+    def fault(
+        self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False
+    ) -> list[Command]:
+        """The attempt failed. The next one continues after the released tokens, while attempts are left."""
+        self._counters[code] += 1
+        return self.lost_attempt(record, self.retries.after_fault(record, message, code, is_free=is_free), now)
+
+    def lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> list[Command]:
+        """End the attempt: finish where all tokens of the answer are there, fail with `error`, or requeue."""
+        if (reason := record.end_of_answer()) is not None:
+            return self.finish(record, reason, now)
+        if error is not None:
+            return self.fail(record, error, now)
+        commands = self._end_attempt(record, now)
+        record.advance(RequestEvent.PUT_BACK)
+        record.prepare_to_continue(self._hash_blocks)
+        self._waiting.put_back(record, now)
+        return commands
+
+    # ---------------------------------------------------------------- a request
+
+    def finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> list[Command]:
+        """The answer is complete."""
+        commands = self._end_attempt(record, now)
+        record.advance(RequestEvent.ANSWERED)
+        self._attempts.answered(len(record.output.released))
+        commands.append(Finish(record.request_id, record.completion(reason)))
+        self._close(record, reason, now)
+        return commands
+
+    def fail(
+        self,
+        record: RequestRecord,
+        error: DisaggError,
+        now: float,
+        event: RequestEvent = RequestEvent.FAILED,
+        num_answered: int | None = None,
+    ) -> list[Command]:
+        """It ends with an error, wherever it is. `num_answered`: tokens that a client has, which needs no more."""
+        commands: list[Command] = []
+        if record.attempt is None:
+            self._waiting.remove(record.request_id)
+        else:
+            commands = self._end_attempt(record, now)
+        record.advance(event)
+        commands.append(Fail(record.request_id, error))
+        self._close(record, error.code if num_answered is None else "stop", now, num_answered)
+        return commands
+
+    def wake(self, now: float) -> list[Command]:
+        """Handle every request with a due timer: its deadline, the end of a pause or of the wait for a worker."""
+        commands: list[Command] = []
+        while (request_id := self._timers.pop_due(now)) is not None:
+            record = self._requests.get(request_id)
+            if record is None:
+                continue
+            if record.is_expired(now):
+                error: DisaggError = DeadlineError(f"the deadline passed while {record.state.value}")
+                commands += self.fail(record, error, now)
+            elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
+                role = self._fleet.missing_role() or "decode"
+                message = f"for {self._config.no_worker_grace_s:g} s there was no {role} worker that could take it"
+                commands += self.fail(record, UnavailableError(message, f"no_{role}_capacity"), now)
+        return commands
+
+    def _end_attempt(self, record: RequestRecord, now: float) -> list[Command]:
+        self._migrations.attempt_ends(record.running, now)
+        commands: list[Command] = [*self._attempts.end(record, now)]
+        self._tenants.stopped(record.tenant, now)
+        return commands
+
+    def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
+        del self._requests[record.request_id]
+        if not record.is_probe:
+            tenant = record.tenant
+            tenant.num_boosted -= record.is_boosted
+            if tenant.tokens is not None:
+                self._tenants.refund(tenant.name, record.cost - record.num_used, 0, now)
+            self._waiting.settle(record)
+        self._timers.forget(record.request_id)
+        cached_tokens = record.cached_tokens or 0
+        self._telemetry.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
+        self._counters.update(record.output.dropped)
+
+    def _avoid(self, record: RequestRecord, worker_id: WorkerId, pause_s: float, now: float) -> None:
+        until = now + min(pause_s, self._config.max_pause_s)
+        record.avoid_until = {**record.avoid_until, worker_id: until}
+        self._timers.add(until, record.request_id)
