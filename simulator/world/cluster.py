@@ -19,7 +19,8 @@ from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
 from disagg.router.requests import events
-from disagg.simulator.workers.exact_worker import ExactWorker, register
+from disagg.simulator.workers.exact_engine import register
+from disagg.simulator.workers.exact_worker import ExactWorker
 from disagg.simulator.workers.fast_worker import FastWorker
 from disagg.simulator.workers.surroundings import Answers, Surroundings
 from disagg.simulator.workers.timed_runner import TimedRunner

@@ -1,0 +1,394 @@
+"""The turns of a real engine core in virtual time: what a worker's engine thread does, without a thread.
+
+    post ──> inbox ──> turn: commands, plan ──> step, as long as the model of step times says ──> what it sampled
+                                           └──> several steps that are alike, at once         ──> the next turn
+
+Steps are planned by the real scheduler, on real blocks (`engine/shell/engine_thread.py` has the turn that serves). What
+a step samples is sent only after it has ended.
+
+Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, for up to `jump_s`; what comes
+meanwhile ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
+
+Left out: several ranks (their time is in the step model), steps launched ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from disagg.engine.commands import Add, Command, Event, Gather, TokenSampled
+from disagg.engine.config import WorkerConfig
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.outbox import Outbox, TokenPacing
+from disagg.engine.core.reports import PendingPrompts
+from disagg.engine.plan import StepPlan
+from disagg.proto.ids import AttemptKey, Incarnation, WorkerId
+from disagg.proto.messages import Load, StepSample, WorkerInfo
+from disagg.router.requests import events
+from disagg.simulator.workers.reports import Reports
+from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.world.machine import Kind, RunningStep
+
+MAX_ROUNDS = 4
+"""So often a turn looks for more commands before its step, as in `EngineThread`."""
+
+
+def register(
+    config: WorkerConfig, runner: TimedRunner, max_model_len: int, calibration: tuple[StepSample, ...], incarnation: str
+) -> WorkerInfo:
+    """What a worker says of itself once it listens, as `engine/shell/worker.py` makes it."""
+    return WorkerInfo(
+        worker_id=WorkerId(config.worker_id),
+        incarnation=Incarnation(incarnation),
+        roles=config.roles,
+        is_elastic=config.is_elastic,
+        address=f"{config.worker_id}:1",
+        pid=1,
+        fingerprint=runner.fingerprint,
+        kv_layout=runner.layout,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        max_num_seqs=config.num_places,
+        token_budget=config.token_budget,
+        max_model_len=max_model_len,
+        calibration=calibration,
+        decode_reserve_tokens=config.decode_reserve_tokens,
+        watermark_blocks=config.watermark_blocks(runner.num_blocks),
+        scheduling=config.scheduling,
+        max_itl_ms=config.max_itl_ms,
+    )
+
+
+@dataclass(slots=True)
+class _Jump:
+    """Decode steps in a row that are alike. All but the last one are taken in together, which is run as any other."""
+
+    plan: StepPlan
+    samples: list[StepSample]
+    """Of each step."""
+    ends: list[float]
+    """When each of them ends."""
+    num_done: int = 0
+    """Taken in."""
+
+
+class ExactEngine(ABC):
+    """A real engine core in virtual time. What comes of its events and messages is the subclass's, `ExactWorker`.
+    `jump_s`: for how long decode steps that are alike are taken together."""
+
+    def __init__(
+        self,
+        world: Surroundings,
+        config: WorkerConfig,
+        runner: TimedRunner,
+        calibration: tuple[StepSample, ...],
+        incarnation: str,
+        jump_s: float,
+    ) -> None:
+        self.config = config
+        self._jump_s = jump_s
+        self.core = EngineCore(runner, config=config, calibration=calibration)
+        self.info = register(config, runner, self.core.max_model_len, calibration, incarnation)
+        self.is_dead = False
+        self._world = world
+        self._loop = world.loop
+        self._runner = runner
+        self._outbox = Outbox()
+        self._pacing = TokenPacing(config.token_interval_s)
+        self._pending_prompts = PendingPrompts()
+        self._inbox: deque[tuple[float, Command]] = deque()
+        self._untold: list[Event] = []
+        self._is_busy = False
+        """A turn is under way or planned."""
+        self._running: RunningStep | None = None
+        self._step = StepSample(0.0)
+        """The latest one, with its time."""
+        self._jump: _Jump | None = None
+        self._ended_at: float | None = None
+        """When the last step of a jump ended, until the turn after it: a command may have come since."""
+        self._reports = Reports(
+            self._loop,
+            self.info.worker_id,
+            self.info.incarnation,
+            config.report_interval_s,
+            config.report_idle_s,
+            self.load,
+            self.core.drain_kv_events,
+            lambda report: world.to_gateway(events.WorkerReported(report)),
+        )
+
+    @abstractmethod
+    def _on_event(self, event: Event) -> None:
+        """The engine did something else than sample a token."""
+
+    @abstractmethod
+    def _owns(self, key: AttemptKey) -> bool:
+        """Whether the worker has the attempt, in any role."""
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._reports.start(self.core.prefix_snapshot())
+
+    def stop_reporting(self) -> None:
+        """The run is over."""
+        self._reports.stop()
+
+    def die(self) -> None:
+        """End without a word; the pairs of others are closed by `Pair.close`."""
+        self.is_dead = True
+        self._reports.stop()
+        if self._running is not None and self._world.machine is not None:
+            self._world.machine.end(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since its start."""
+        return self.core.totals().preemptions
+
+    def load(self) -> Load:
+        """Of the engine, and prompts that it does not count yet."""
+        self._advance(self._loop.now)
+        load = self.core.load()
+        num_more = self._pending_prompts.num_tokens(self._owns)
+        if not num_more:
+            return load
+        return Load(**{**_fields(load), "uncomputed_prompt_tokens": load.uncomputed_prompt_tokens + num_more})
+
+    # ------------------------------------------------------------ the engine's turns
+
+    def post(self, command: Command) -> None:
+        """A command for the engine."""
+        self._inbox.append((self._loop.now, command))
+        if self._jump is not None:
+            self._cut(self._jump)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.at(self._loop.now, self._turn)
+
+    def _turn(self) -> None:
+        if self.is_dead:
+            return
+        rounds = MAX_ROUNDS
+        while rounds and self._handle_arrived():
+            rounds -= 1
+        planned = self.core.plan_step(self._loop.now)
+        plan = self.core.planned
+        if planned or (plan.prefills and self._untold):
+            self._tell(planned)
+        copy_s, step_s = self._take_copy_s(), 0.0
+        if not copy_s and not self._untold and not self._inbox and self._begin_jump(plan):
+            return
+        if plan.entries:
+            self._step = self._runner.timed(plan)
+            step_s = self._step.ms / 1e3
+        if plan.entries and self._world.machine is not None:
+            kind: Kind = "prefill" if plan.prefills else "decode"
+            self._running = self._world.machine.begin(self.info.worker_id, kind, copy_s + step_s)
+        if plan.entries or copy_s:
+            self._loop.after(copy_s + step_s, self._end_step)
+        else:
+            self._end_step()
+
+    def _handle_arrived(self) -> bool:
+        if not self._inbox:
+            return False
+        commands, self._inbox = self._inbox, deque()
+        told: list[Event] = []
+        for posted_at, command in commands:
+            told += self.core.handle(command, posted_at)
+            if isinstance(command, Add):
+                self._pending_prompts.added((command.spec.key,))
+        if told:
+            self._tell(told)
+        else:
+            self._reports.note()
+        return True
+
+    def _end_step(self) -> None:
+        if self.is_dead:
+            return
+        if self._running is not None:
+            machine = self._world.machine
+            assert machine is not None
+            if behind_s := machine.behind_s(self._running):
+                self._loop.after(behind_s, self._end_step)
+                return
+            machine.end(self._running)
+            self._step = replace(self._step, ms=(self._loop.now - self._running.began_at) * 1e3)
+            self._running = None
+        happened = self.core.run_step()
+        while self._inbox and isinstance(self._inbox[0][1], Gather):
+            posted_at, command = self._inbox.popleft()
+            happened += self.core.handle(command, posted_at)
+        copy_s = self._take_copy_s()
+        if copy_s:
+            self._ended_at = None
+            self._loop.after(copy_s, self._end_turn, happened)
+        else:
+            self._end_turn(happened)
+
+    def _end_turn(self, happened: list[Event]) -> None:
+        if self.is_dead:
+            return
+        plan = self.core.last_plan
+        now, is_busy = self._loop.now, self.core.has_work
+        if plan.entries:
+            self.core.observe(self._step)
+            self._reports.offer(self._step)
+            self._reports.note()
+        if is_busy and plan.entries and self._pacing.may_wait(happened, self._step.ms / 1e3, now):
+            self._untold += happened
+        else:
+            self._pacing.flushed(now)
+            self._tell(happened)
+        ended_at = now if self._ended_at is None else self._ended_at
+        self._ended_at = None
+        if self._inbox or self.core.has_work:
+            self._loop.at(ended_at + self._gap_s(happened) if plan.entries else now, self._turn)
+            return
+        self._is_busy = False
+        if (deadline := self.core.next_deadline) is not None:
+            self._loop.at(deadline, self._wake)
+
+    def _gap_s(self, happened: Sequence[Event]) -> float:
+        """Until the next step."""
+        gap_s, machine = self._world.overheads.step_s, self._world.machine
+        if machine is not None:
+            gap_s += machine.gap_s(self.info.worker_id, sum(isinstance(event, TokenSampled) for event in happened))
+        return gap_s
+
+    def _take_copy_s(self) -> float:
+        num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0
+        return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
+
+    def _tell(self, happened: list[Event]) -> None:
+        """What the engine did, to roles and gateway."""
+        if self._untold:
+            happened, self._untold = self._untold + happened, []
+        for event in happened:
+            if isinstance(event, TokenSampled):
+                self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+            else:
+                self._on_event(event)
+        self._reports.note()
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is in the outbox."""
+        for update in self._outbox.flush().values():
+            self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+    # ------------------------------------------------------------ steps that are alike
+
+    def _begin_jump(self, plan: StepPlan) -> bool:
+        """Take several steps at once, if more than one are alike from `plan` on. Not where each step depends on what
+        other workers of its machine do, or tokens of several steps are sent together anyway."""
+        if self.config.token_interval_s or self._world.machine is not None:
+            return False
+        num_alike = self.core.num_alike
+        for entry in plan.decodes if num_alike else ():
+            if entry.sequence.spec.sampling.stop_token_ids:
+                num_left = self._runner.num_left(entry.sequence)
+                num_alike = min(num_alike, num_left - 1)
+        if num_alike < 2:
+            return False
+        deadline = self.core.next_deadline
+        until, end = min(self._loop.now + self._jump_s, math.inf if deadline is None else deadline), self._loop.now
+        samples: list[StepSample] = []
+        ends: list[float] = []
+        for sample in self._runner.timed_alike(plan, num_alike):
+            end = (end + self._world.overheads.step_s if ends else end) + sample.ms / 1e3
+            if end >= until:
+                break
+            samples.append(sample)
+            ends.append(end)
+        if len(ends) < 2:
+            return False
+        self._jump = _Jump(plan, samples, ends)
+        self._loop.at(ends[-1], self._end_jump, self._jump, len(ends))
+        return True
+
+    def _cut(self, jump: _Jump) -> None:
+        """A command came: the last step is the one that is under way, or the one before it, where that has ended and
+        the next one has not begun."""
+        number = bisect_left(jump.ends, self._loop.now - self._world.overheads.step_s) + 1
+        if number < len(jump.ends):
+            del jump.ends[number:]
+            self._loop.at(jump.ends[-1], self._end_jump, jump, number)
+
+    def _advance(self, until_s: float) -> None:
+        """Take in the steps of a jump that have ended by then, but for its last one."""
+        jump = self._jump
+        if jump is None:
+            return
+        num_steps = min(bisect_right(jump.ends, until_s), len(jump.ends) - 1) - jump.num_done
+        if num_steps <= 0:
+            return
+        self._plan_again()
+        first = jump.num_done
+        jump.num_done += num_steps
+        self._untold += self.core.run_alike(self._runner.rows(self.core.planned, num_steps))
+        for sample, end in zip(jump.samples[first : jump.num_done], jump.ends[first:], strict=False):
+            self._reports.offer_late(sample, end)
+        self._note_times(jump, first, jump.num_done)
+
+    def _note_times(self, jump: _Jump, first: int, last: int) -> None:
+        overheads, num_decodes = self._world.overheads, len(jump.plan.decodes)
+        times = [end + overheads.message_s + num_decodes * overheads.token_s for end in jump.ends[first:last]]
+        for entry in jump.plan.decodes:
+            sequence = entry.sequence
+            index = entry.start + 1 + first - sequence.num_prompt_tokens
+            self._world.answers.note_times(sequence.spec.request_id, index, list(times))
+
+    def _end_jump(self, jump: _Jump, num_steps: int) -> None:
+        if self.is_dead or self._jump is not jump or num_steps != len(jump.ends):
+            return
+        self._advance(self._loop.now)
+        if self._world.overheads.token_s:
+            self._tell_late()  # a client waits for the whole of an update: the last step gets one of its own
+        self._note_times(jump, num_steps - 1, num_steps)
+        self._ended_at = jump.ends[-1]
+        self._step = jump.samples[num_steps - 1]
+        self._jump = None
+        self._plan_again()
+        self._end_step()
+
+    def _plan_again(self) -> None:
+        """The next step of a jump, where those before it were taken in."""
+        if not self.core.planned.entries:
+            happened = self.core.plan_step(self._loop.now)
+            assert not happened, happened
+
+    def catch_up(self) -> None:
+        """Tell the gateway at once what it would have been told before now, were each step of a jump told by itself."""
+        if self._jump is None:
+            return
+        self._advance(self._loop.now - self._world.overheads.message_s)
+        if self._untold:
+            self._tell_late()
+            self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+
+    def _tell_late(self) -> None:
+        untold, self._untold = self._untold, []
+        for event in untold:
+            assert isinstance(event, TokenSampled)
+            self._outbox.token(event.gateway_id, event.key, event.index, event.token_id)
+        for update in self._outbox.flush().values():
+            self._world.gateway_now(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+
+def _fields(load: Load) -> dict[str, int]:
+    return {name: getattr(load, name) for name in load.__struct_fields__}
