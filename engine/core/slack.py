@@ -141,12 +141,13 @@ class Slack(Generic[S]):
         if targets is None:
             return math.inf
         rest = tokens_left(num_done, sequence.spec.sampling.max_tokens, targets.output_tokens)
-        due = math.inf if sequence.deadline is None else sequence.deadline
+        due, paced_s = math.inf if sequence.deadline is None else sequence.deadline, 0.0
         if targets.tpot_s is not None and sequence.first_at is not None:
-            due = min(due, sequence.first_at + targets.tpot_s * (num_done - 1 + rest))
+            paced_s = targets.tpot_s * (num_done - 1 + rest)
+            due = min(due, sequence.first_at + paced_s)
         base_ms, _, _, decode_ms, context_ms = self._model.coefficients
         alone_ms = base_ms + decode_ms + num_attended * context_ms
-        longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms)
+        longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms, paced_s * 1e3)
         if longest_ms is None:
             return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
         return longest_ms

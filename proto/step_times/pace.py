@@ -4,7 +4,8 @@ A TPOT target is the mean over a whole answer, so a sequence that decodes faster
 on prompts. With the first token at f, target l, k tokens out, R still to come, and s the time of a step without
 prompts, its slack is
 
-    f + l (k - 1 + R) - now - MARGIN R s         R = max(LEAST_REST o, o - k), o the answer's length, guessed short
+    f + (1 - RESERVE) l (k - 1 + R) - now - MARGIN R s     R = max(LEAST_REST o, o - k), o the answer's length, guessed
+                                                           short
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ SHORT = 0.1
 """The share of the expected length of an answer that its slack counts with, unless it is the most that the request
 allows. Time that is spent in advance on the strength of tokens that never come makes a short answer late; time that was
 not spent in advance is spent later."""
+RESERVE = 0.02
+"""The share of its target that no sequence spends: steps take longer than predicted, and a client sees tokens later
+than the worker."""
 LOST_PACE = 2.0
 """A sequence that would be late even alone holds nothing back, but its steps take at most so many times its target."""
 
@@ -30,7 +34,8 @@ def tokens_left(num_done: int, num_most: int, expected: float) -> float:
     return min(num_most - num_done, max(LEAST_REST * expected, expected - num_done))
 
 
-def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float) -> float | None:
-    """The slack of a sequence whose last token is due in `left_ms`, with `rest` tokens to come; None where it would be
-    late even alone on the worker, with steps of `alone_ms`."""
-    return None if left_ms < rest * alone_ms else left_ms - MARGIN * rest * step_ms
+def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float, paced_ms: float) -> float | None:
+    """The slack of a sequence whose last token is due in `left_ms`, with `rest` tokens to come, and whose target allows
+    `paced_ms` for all tokens after the first; None where it would be late even alone on the worker, with steps of
+    `alone_ms`."""
+    return None if left_ms < rest * alone_ms else left_ms - RESERVE * paced_ms - MARGIN * rest * step_ms

@@ -239,10 +239,10 @@ class Worker:
             num_before = assignment.num_before
             num_done = num_before + assignment.context - assignment.known_tokens
             rest = tokens_left(num_done, num_before + assignment.most_output_tokens, output_tokens)
-            left_ms = tpot_ms * (max(0, num_done - 1) + rest)
+            paced_ms = left_ms = tpot_ms * (max(0, num_done - 1) + rest)
             if assignment.first_at < now:
                 left_ms -= (now - assignment.first_at) * 1e3
-            ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.context_ms)
+            ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.context_ms, paced_ms)
             if ms is None:
                 tpot_ms *= LOST_PACE
             elif ms < least_ms:

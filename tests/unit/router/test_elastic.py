@@ -51,23 +51,23 @@ def test_spread_computes_and_decodes_where_the_prompt_is_finished_first() -> Non
 
 
 def test_what_sequences_have_saved_is_time_for_a_prompt() -> None:
-    # Each has 10 tokens after 0.05 s: 90 more are due 1.98 s after the first one, and take 90 * 1.2 steps of 3.5 ms.
+    # Each has 10 tokens after 0.05 s: 90 more are due 0.98 * 1.98 s after the first one, and take 90 * 1.2 steps of 3.5 ms.
     it = placing("spread", num_workers=1)
     decode_on(it, "w0", 3, tpot_ms=20.0)
     spare, pace = it.fleet.worker(WorkerId("w0")).saved(0.05, 100.0)
     assert pace == 20.0
-    assert spare == pytest.approx(20.0 * 99 - 50 - 1.2 * 90 * 3.5, rel=0.01)
+    assert spare == pytest.approx(0.98 * 20.0 * 99 - 50 - 1.2 * 90 * 3.5, rel=0.01)
     # A little later, without a change, as much less.
     assert it.fleet.worker(WorkerId("w0")).saved(0.06, 100.0)[0] == pytest.approx(spare - 10)
 
 
 def test_without_spare_time_a_prompt_goes_on_at_the_share_that_decodes_leave() -> None:
-    # 10 tokens in 1.5 s: late. 90 more at 3.5 ms would come in time, but not with 1.2 times their steps and a prompt.
+    # 10 tokens in 1.56 s: late. 90 more at 3.5 ms would come in time, but not with 1.2 times their steps and a prompt.
     it = placing("spread", num_workers=1)
     decode_on(it, "w0", 3, tpot_ms=20.0)
     policy, worker = it.policy, it.fleet.worker(WorkerId("w0"))
-    demand = Demand(num_tokens=NUM_TOKENS, output_tokens=10.0, tpot_ms=20.0, now=1.6, answer_tokens=100.0)
-    assert worker.saved(1.6, 100.0)[0] == pytest.approx(2.0, abs=0.5)
+    demand = Demand(num_tokens=NUM_TOKENS, output_tokens=10.0, tpot_ms=20.0, now=1.56, answer_tokens=100.0)
+    assert worker.saved(1.56, 100.0)[0] == pytest.approx(2.0, abs=0.5)
     share = 1 - 1.2 * 3.5 / 20
     finish = 2.0 + (64 + 3.5 - 2.0) / share
     assert policy.weigh_prefill(demand, Candidate(worker)).prefill_ms == pytest.approx(finish, rel=0.02)

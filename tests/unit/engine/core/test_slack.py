@@ -83,14 +83,14 @@ class TestRoom:
         ask(scheduler, "a", 16, PACE)
         assert plan(scheduler, 0.0) == ([], {"a": 16})
         ask(scheduler, "b", 640)
-        # The first token is out at 0.010. One token, 99 to come, each at 6 ms: 990 - 1.2 * 594 = 277 ms for a step of
-        # 6 ms without prompts, so that 542 tokens would fit: the budget limits them.
+        # The first token is out at 0.010. One token, 99 to come, each at 6 ms: 0.98 * 990 - 1.2 * 594 = 257 ms for a step
+        # of 6 ms without prompts, so that 502 tokens would fit: the budget limits them.
         assert plan(scheduler, 0.010) == (["a"], {"b": 240})
-        # 98 to come: 990 - 130 - 1.2 * 588 = 154 ms, 148 of them for prompt tokens.
+        # 98 to come: 970.2 - 130 - 1.2 * 588 = 134.6 ms, 128 of them for prompt tokens.
         assert plan(scheduler, 0.140) == (["a"], {"b": 240})
-        # 990 - 250 - 1.2 * 97 * 6 = 41.6 ms, less 6: 71 tokens, of which whole blocks are taken.
-        assert plan(scheduler, 0.260) == (["a"], {"b": 64})
-        # 990 - 350 - 1.2 * 96 * 6 is negative, and 96 * 6 is not too late: decodes only.
+        # 970.2 - 250 - 1.2 * 97 * 6 = 21.8 ms, less 6: 31 tokens, of which whole blocks are taken.
+        assert plan(scheduler, 0.260) == (["a"], {"b": 16})
+        # 970.2 - 350 - 1.2 * 96 * 6 is negative, and 96 * 6 is not too late: decodes only.
         assert plan(scheduler, 0.360) == (["a"], {})
 
     def test_without_answers_there_is_no_limit_but_the_budget(self) -> None:
@@ -105,11 +105,11 @@ class TestRoom:
         ask(scheduler, "b", 16, with_(tpot_s=0.0084))
         plan(scheduler, 0.010)
         ask(scheduler, "c", 640)
-        # b at 0.023: 99 * 8.4 - 1.2 * 99 * 7 = 0 ms. a alone would leave 990 - 13 - 1.2 * 98 * 7 = 153.8.
+        # b at 0.023: 0.98 * 99 * 8.4 - 1.2 * 99 * 7 < 0. a alone would leave 970.2 - 13 - 1.2 * 98 * 7 = 134.
         assert plan(scheduler, 0.023) == (["a", "b"], {})
 
     def test_an_unknown_length_is_guessed_short(self) -> None:
-        """A tenth of 200 tokens that are expected: one out, 19 to come, 190 - 1.2 * 114 = 53.2 ms, less 6."""
+        """A tenth of 200 tokens that are expected: one out, 19 to come, 186.2 - 1.2 * 114 = 49.4 ms, less 6."""
         scheduler = new_scheduler()
         ask(scheduler, "a", 16, with_(output_tokens=200.0), max_tokens=400)
         plan(scheduler, 0.0)
@@ -123,8 +123,8 @@ class TestRoom:
         for step in range(20):
             plan(scheduler, 0.010 + 0.006 * step)
         ask(scheduler, "b", 640)
-        # 21 tokens out, 0.3 to come: 10 * 20.3 - 120 - 1.2 * 0.3 * 6 = 80.84 ms, less 6: 149 tokens.
-        assert plan(scheduler, 0.130) == (["a"], {"b": 144})
+        # 21 tokens out, 0.3 to come: 9.8 * 20.3 - 120 - 1.2 * 0.3 * 6 = 76.78 ms, less 6: 141 tokens.
+        assert plan(scheduler, 0.130) == (["a"], {"b": 128})
 
     def test_a_whole_answer_may_have_a_deadline(self) -> None:
         scheduler = new_scheduler()
@@ -154,8 +154,8 @@ class TestRoom:
         scheduler.add(sequence)
         plan(scheduler, 5.0)
         ask(scheduler, "b", 640)
-        # 10 tokens out since 4.9, 40 to come: 490 - 120 - 1.2 * 240 = 82 ms, less 6: 152 tokens.
-        assert plan(scheduler, 5.020) == (["a"], {"b": 144})
+        # 10 tokens out since 4.9, 40 to come: 480.2 - 120 - 1.2 * 240 = 72.2 ms, less 6: 132 tokens.
+        assert plan(scheduler, 5.020) == (["a"], {"b": 128})
 
 
 class TestPause:
