@@ -107,6 +107,25 @@ def test_nodes_with_gpus_have_what_kernels_are_compiled_with_and_show_their_driv
         assert cluster_file["available_node_types"][node_type]["resources"] == {"CPU": 0, "GPU": 1}
 
 
+@pytest.mark.parametrize("name", GPU_FILES)
+def test_every_node_has_room_for_the_weights_twice_and_the_packages(name: str) -> None:
+    """`disagg model import` copies what the hub's client downloads; CUDA's libraries come with torch."""
+    weights_gb, packages_gb, system_gb = 16.4, 9, 20
+    disks: dict[str, int] = {}
+    for node_type, settings in read(name)["available_node_types"].items():
+        node = settings["node_config"]
+        if "disks" in node:
+            (disk,) = node["disks"]
+            disks[node_type] = disk["initializeParams"]["diskSizeGb"]
+            # Google Cloud's default is pd-standard, which its nodes with an H100 do not take.
+            assert "GPU" not in settings["resources"] or "/pd-balanced" in disk["initializeParams"]["diskType"]
+        else:
+            (mapping,) = node["BlockDeviceMappings"]
+            disks[node_type] = mapping["Ebs"]["VolumeSize"]
+    assert set(disks) == {"head", "prefill", "decode"}
+    assert min(disks.values()) >= 2 * weights_gb + packages_gb + system_gb
+
+
 def test_gpu_pools_hand_over_in_pieces_of_several_hundred_tokens() -> None:
     """A token of a model of 8B has 144 KiB of KV: the CPU's chunks of 4 MiB would be 28 tokens."""
     config = load_config(FOLDER / "disagg-gpu.yaml")

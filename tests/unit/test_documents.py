@@ -14,6 +14,7 @@ import yaml
 
 from disagg.cli.main import app
 from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.control.cores import check_devices
 from disagg.proto.errors import ConfigError
 from tests.support.architecture import REPOSITORY
 
@@ -230,6 +231,16 @@ def test_shown_configurations_are_valid() -> None:
         assert shown, path
         for block in shown:
             parse_config(yaml.safe_load(block))
+
+
+def test_the_configurations_of_the_first_hour_fit_one_gpu() -> None:
+    shown = re.findall(r"cat > \S+\.yaml <<'END'\n(.*?)\nEND", read("docs/first-hour-on-a-gpu.md"), re.DOTALL)
+    assert len(shown) == 2
+    for block in shown:
+        check_devices(parse_config(yaml.safe_load(block)), 1)
+    pools = yaml.safe_load(shown[1])["pools"]
+    two = {"pools": {name: pool | {"device": "cuda"} for name, pool in pools.items()}}
+    check_devices(parse_config(two), 2)
 
 
 def test_words_are_explained_once() -> None:
