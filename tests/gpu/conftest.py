@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.report import Row, RowFile, Status, failure
+from disagg.engine.device_environment import device_environment
 
 DEVICE_VARIABLE = "DISAGG_GPU_CHECK_DEVICE"
 
@@ -49,11 +50,11 @@ def layout(request: pytest.FixtureRequest, device: torch.device) -> torch.device
 
 
 def nccl_environment(name: str, *, apart: bool) -> dict[str, str]:
-    """Of a process that uses NCCL: what it says goes to a file where the check keeps its logs. Processes that are not
-    `apart` share a device, which NCCL takes from different hosts only."""
+    """Of a process that uses NCCL: a worker's, and what NCCL says goes to a file where the check keeps its logs.
+    Processes that are not `apart` share a device, which NCCL takes from different hosts only."""
     folder = os.environ.get("DISAGG_GPU_CHECK_LOGS")
     log = f"{folder}/nccl-{name}-%p.log" if folder else "/dev/stderr"
-    common = {"NCCL_DEBUG": "INFO" if folder else "WARN", "NCCL_DEBUG_FILE": log}
+    common = device_environment("cuda") | {"NCCL_DEBUG": "INFO" if folder else "WARN", "NCCL_DEBUG_FILE": log}
     if apart:
         return common
     return common | {"NCCL_HOSTID": f"gpu-check-{name}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
