@@ -104,7 +104,7 @@ def _choice() -> _Choice:
         return _Choice("triton (DISAGG_KERNELS=triton)", triton=_load_triton())
     triton = _load_triton() if torch.cuda.is_available() else None
     try:
-        library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
+        library = build.library(os.environ)
         native = NativeLinear.load(library.path)
         multiplies = "C++" if native is not None and native.packs_bf16 else "oneDNN"
         description = f"cpu-c++ {library.simd}, bf16 GEMM by {multiplies}"

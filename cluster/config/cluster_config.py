@@ -310,7 +310,7 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     network = config.network
     if network.certificates is not None:
         given = {name: absolute(getattr(network.certificates, name)) for name in ("ca", "cert", "key")}
-        network = msgspec.structs.replace(network, certificates=CertificateFiles(**given))
+        network = msgspec.structs.replace(network, certificates=msgspec.structs.replace(network.certificates, **given))
     return msgspec.structs.replace(config, gateway=gateway, network=network)
 
 

@@ -3,6 +3,10 @@
 A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start
 together take a file lock, so that one compiles and the others load its result; the library appears under its
 name in one piece.
+
+Where there shall be no compiler, such as in an image, the libraries are made before, one for each level of processors:
+
+    python -m disagg.kernels.cpu.build FOLDER        and at run time DISAGG_PREBUILT_KERNELS=FOLDER
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,20 @@ FLAGS = (
     "-Wno-psabi",
 )
 """No -ffast-math: NaN and infinity must go through, and sums keep the order that the source gives them."""
+
+
+PREBUILT: Final = "DISAGG_PREBUILT_KERNELS"
+"""The variable that names the folder of libraries that were made before."""
+_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+LEVELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "x86_64": {
+        "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+        "x86-64-v3": _V3,
+    },
+    "aarch64": {"armv8-a": ("asimd",)},
+}
+"""Machine -> what its compiler calls a level of processors, the best first -> the features that Linux shows for it."""
+_SIMD_OF_LEVEL: Final = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "armv8-a": "neon"}
 
 
 class BuildError(Exception):
@@ -89,6 +110,55 @@ def build(files: Sequence[Path], folder: Path, compiler: str, processor: str = "
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
     return Library(path, _simd(macros))
+
+
+def library(environ: Mapping[str, str]) -> Library:
+    """The kernels for this machine: made before, where `environ` says so, else compiled or found. Raises
+    `BuildError`."""
+    if folder := environ.get(PREBUILT):
+        return find_prebuilt(Path(folder), platform.machine(), _features())
+    return build(sources(), cache_folder(), find_compiler())
+
+
+def prebuild(folder: Path, compiler: str, machine: str) -> list[Path]:
+    """Compile for each level of a kind of machine; the libraries. Raises `BuildError`."""
+    levels = LEVELS.get(machine)
+    if levels is None:
+        raise BuildError(f"there are no levels of processors for {machine}; there are for {', '.join(LEVELS)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for level in levels:
+        path = _prebuilt_path(folder, level)
+        _compile(sources(), path, [compiler, *FLAGS, f"-march={level}"])
+        path.chmod(0o755)  # others may run it, and nobody change it
+        made.append(path)
+    return made
+
+
+def find_prebuilt(folder: Path, machine: str, features: frozenset[str]) -> Library:
+    """The library for the best level that a processor with these features has. Raises `BuildError`."""
+    fitting = [level for level, needed in LEVELS.get(machine, {}).items() if features.issuperset(needed)]
+    if not fitting:
+        raise BuildError(f"{PREBUILT}: no level of processors fits this {machine}")
+    for level in fitting:
+        path = _prebuilt_path(folder, level)
+        if _is_ours(path):
+            return Library(path, f"{_SIMD_OF_LEVEL[level]} ({level})")
+    raise BuildError(f"{PREBUILT}: {folder} has no library of these sources for {' or '.join(fitting)}")
+
+
+def _prebuilt_path(folder: Path, level: str) -> Path:
+    return folder / f"{_digest(sources(), FLAGS, '')}-{level}.so"
+
+
+def _features() -> frozenset[str]:
+    """Of this processor, as Linux names them; none where that cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((frozenset(v.split()) for k, _, v in lines if k.strip() in ("flags", "Features")), frozenset())
 
 
 def _compile(files: Sequence[Path], path: Path, compiler: Sequence[str]) -> None:
@@ -146,3 +216,8 @@ def _simd(macros: str) -> str:
         if f"#define {macro} " in macros:
             return name
     return "generic"
+
+
+if __name__ == "__main__":
+    for _made in prebuild(Path(sys.argv[1]), find_compiler(), platform.machine()):
+        print(_made)

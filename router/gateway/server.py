@@ -259,7 +259,7 @@ class GatewayServer:
         if num_running:
             logger.info("draining: %d calls still run, for at most %g s", num_running, deadline - time.monotonic())
         if left := await self._readiness.wait_ended(max(0.0, deadline - time.monotonic())):
-            logger.warning("drain timed out: %d calls are cut off", left)
+            logger.info("%d calls still run and are cut off", left)
         rest_s = min(CLOSE_GRACE_S, max(0.0, deadline - time.monotonic()))
         stops = [server.stop(rest_s)]  # once: gRPC crashes where two stops of a server overlap
         if self._http is not None:

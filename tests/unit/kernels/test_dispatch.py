@@ -203,3 +203,50 @@ def test_sources_are_found_beside_the_builder() -> None:
     assert names == sorted(names)
     assert {"attention.cpp", "elementwise.cpp", "vec.h"} <= set(names)
     assert all(os.access(path, os.R_OK) for path in build.sources())
+
+
+# ---------------------------------------------------------------- made before
+
+
+V3, V4 = build.LEVELS["x86_64"]["x86-64-v3"], build.LEVELS["x86_64"]["x86-64-v4"]
+
+
+def test_libraries_for_levels_of_processors(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER))
+    monkeypatch.setattr(build, "LEVELS", {"here": {"native": ("fma",)}})
+    monkeypatch.setattr(build, "_SIMD_OF_LEVEL", {"native": "wide"})
+    (path,) = build.prebuild(tmp_path / "kernels", compiler, "here")
+    library = build.find_prebuilt(tmp_path / "kernels", "here", frozenset({"fma", "more"}))
+    assert library == build.Library(path, "wide (native)")
+    assert ctypes.CDLL(str(library.path)).answer() == 42
+    with pytest.raises(build.BuildError, match="no level of processors fits this here"):
+        build.find_prebuilt(tmp_path / "kernels", "here", frozenset())
+    with pytest.raises(build.BuildError, match="there are no levels of processors for pdp11; there are for here"):
+        build.prebuild(tmp_path / "kernels", compiler, "pdp11")
+
+
+def test_the_best_level_that_the_processor_has_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER))
+
+    def put(level: str) -> Path:
+        path = build._prebuilt_path(tmp_path, level)
+        path.write_bytes(level.encode())
+        path.chmod(0o755)
+        return path
+
+    v3 = put("x86-64-v3")
+    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v3  # there is no better one
+    v4 = put("x86-64-v4")
+    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v4
+    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V3)).path == v3
+    v4.chmod(0o777)  # anybody could have written it
+    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v3
+    monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER.replace("42", "43")))
+    with pytest.raises(build.BuildError, match="has no library of these sources for x86-64-v4 or x86-64-v3"):
+        build.find_prebuilt(tmp_path, "x86_64", frozenset(V4))
+
+
+def test_the_variable_chooses_what_was_made_before(tmp_path: Path) -> None:
+    """No compiler is looked for then: an image has none."""
+    with pytest.raises(build.BuildError, match=f"^{build.PREBUILT}: "):
+        build.library({build.PREBUILT: str(tmp_path)})

@@ -6,6 +6,7 @@ import datetime
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -26,8 +27,8 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def files_of(authority: Authority, name: str = "process", **options: object) -> CertificateFiles:
-    cert, key = authority.issue(name, **{"dns": NAME, **options})  # type: ignore[arg-type]
+def files_of(authority: Authority, **options: Any) -> CertificateFiles:
+    cert, key = authority.issue("process", **{"dns": NAME, **options})
     return CertificateFiles(ca=authority.ca, cert=cert, key=key)
 
 
@@ -50,7 +51,7 @@ def test_good_files(authority: Authority, usages: tuple[object, ...]) -> None:
         ({"passphrase": b"secret"}, "is no private key in PEM without a passphrase"),
     ],
 )
-def test_files_that_cannot_be_used(authority: Authority, options: dict[str, object], message: str) -> None:
+def test_files_that_cannot_be_used(authority: Authority, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^network.certificates.*{message}"):
         read_leaf(files_of(authority, **options), time.time())
 
