@@ -1,4 +1,4 @@
-"""`disagg cluster start | stop | status`: a cluster that runs detached in a Ray cluster.
+"""`disagg cluster start | stop | status | leave`: a cluster that runs detached in a Ray cluster.
 
 The controller is a detached actor: it outlives the command that made it, Ray starts it again where it dies, and it
 brings up the rest by itself, as nodes come.
@@ -32,10 +32,14 @@ from disagg.cluster.on_ray.joined import AUTO, JoinedSession
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
-from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
+from disagg.proto.addresses import split_address
+from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
+from disagg.proto.ids import Incarnation, WorkerId
 
 POLL_INTERVAL_S = 0.2
+LEAVE_GRACE_S = 15.0
+"""For a drained worker's process to end."""
 
 
 def ray_address(config: ClusterConfig, option: str | None) -> str:
@@ -81,6 +85,52 @@ def run_status(address: str, console: Console) -> None:
         if find_controller() is None:
             raise LaunchError("no cluster runs here; start one with: disagg cluster start --config FILE")
         show(_state(), console)
+
+
+def run_leave(address: str, console: Console, deadline_s: float) -> None:
+    """Drain the workers of this node and wait until they have left it. Where one is the only ready worker of its pool,
+    it stays: what it has is computed again once another one is there.
+
+    Args:
+        deadline_s: for their sequences to move or end.
+
+    Raises:
+        LaunchError: if one is still there some time after that.
+    """
+    import ray
+
+    with joined(address):
+        if find_controller() is None:
+            console.print("nothing is running", highlight=False)
+            return
+        leaving: set[tuple[WorkerId, Incarnation]] = set()
+        here = str(ray.util.get_node_ip_address())
+        for worker_id, incarnation in ready_on(_state(), here):
+            reply = call_controller(DrainRequest(worker_id=worker_id, deadline_s=deadline_s))
+            if isinstance(reply, ControlRefused):
+                console.print(f"{worker_id} stays: {reply.message}", highlight=False, markup=False, soft_wrap=True)
+            else:
+                leaving.add((worker_id, incarnation))
+        until = time.monotonic() + deadline_s + LEAVE_GRACE_S
+        while left := leaving & present(_state()):
+            if time.monotonic() >= until:
+                raise LaunchError(f"{', '.join(sorted(name for name, _ in left))}: still there; it goes on")
+            time.sleep(POLL_INTERVAL_S)
+        console.print(f"left: {', '.join(sorted(name for name, _ in leaving)) or 'none'}", highlight=False)
+
+
+def ready_on(state: ControlState, host: str) -> list[tuple[WorkerId, Incarnation]]:
+    """The workers that are ready on a host, and their incarnations."""
+    return [
+        (record.worker_id, record.info.incarnation)
+        for record in state.workers
+        if record.phase == "ready" and record.info is not None and split_address(record.info.address)[0] == host
+    ]
+
+
+def present(state: ControlState) -> set[tuple[WorkerId, Incarnation]]:
+    """All workers that have a process, and their incarnations."""
+    return {(record.worker_id, record.info.incarnation) for record in state.workers if record.info is not None}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import signal
 import socket
@@ -103,10 +104,11 @@ async def test_the_command_for_probes(folder: Path, tmp_path: Path) -> None:
 
 
 @contextmanager
-def serving(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`disagg up` with a configuration; host:port of its HTTP."""
+def serving(config: Path, manager: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`disagg up` with a configuration, under a service manager with this socket; host:port of its HTTP."""
     command = [sys.executable, "-m", "disagg.cli", "up", "--launcher", "processes", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
+    environment = {**os.environ, "NOTIFY_SOCKET": str(manager)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment) as up:
         timer = threading.Timer(2 * LONG_WAIT_S, up.kill)
         timer.start()
         try:
@@ -121,6 +123,13 @@ def serving(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             up.terminate()
             up.communicate()
             timer.cancel()
+
+
+def bound(manager: socket.socket, folder: Path) -> Path:
+    """The socket of a service manager, which waits no longer than a test."""
+    manager.settimeout(LONG_WAIT_S)
+    manager.bind(str(folder / "notify"))
+    return folder / "notify"
 
 
 def post(address: str, body: dict[str, Any]) -> socket.socket:
@@ -147,7 +156,9 @@ def test_probes_and_streams_while_a_cluster_stops(tmp_path: Path) -> None:
     config = tmp_path / "disagg.yaml"
     config.write_text("model: {path: fake}\ngateway: {port: 0, drain_timeout_s: 100}\n")
     request = {"model": "fake", "prompt": "hi", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    with serving(config) as (up, address):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, serving(config, bound(manager, tmp_path)) as it:
+        up, address = it
+        assert manager.recv(64) == b"READY=1"
         assert http_get(address, "/readyz", None) == (200, b'{"status":"ready"}')
         with post(address, {**request, "stream_options": {"include_usage": True}}) as stream:
             answer = stream.recv(1024)
@@ -155,6 +166,7 @@ def test_probes_and_streams_while_a_cluster_stops(tmp_path: Path) -> None:
             up.send_signal(signal.SIGTERM)
             until(lambda: http_get(address, "/readyz", None)[0] == 503, "it stays ready")
             assert http_get(address, "/readyz", None) == (503, b'{"status":"draining"}')
+            assert manager.recv(64) == b"STOPPING=1"
             assert http_get(address, "/livez", None)[0] == 200
             assert up.poll() is None
             with post(address, request) as refused:

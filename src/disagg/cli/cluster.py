@@ -9,7 +9,7 @@ import typer
 
 from disagg.cluster.system.terminal import console, examples
 
-app = typer.Typer(help="A cluster detached in a running Ray cluster: start, stop, status.", no_args_is_help=True)
+app = typer.Typer(help="A cluster detached in a running Ray cluster: start, stop, status, leave.", no_args_is_help=True)
 
 RayAddressOption = Annotated[
     str | None,
@@ -45,6 +45,21 @@ def stop(ray_address: RayAddressOption = None) -> None:
     from disagg.cluster.on_ray.joined import AUTO
 
     ray_operate.run_stop(ray_address or AUTO, console())
+
+
+@app.command(epilog=examples("disagg cluster leave", "disagg cluster leave --deadline 80s"))
+def leave(
+    ray_address: RayAddressOption = None,
+    deadline: Annotated[
+        str, typer.Option("--deadline", help="How long sequences may take to move or end; then they start elsewhere.")
+    ] = "60s",
+) -> None:
+    """Have the workers on this node replaced elsewhere, before the node goes."""
+    from disagg.cli.operate import parse_seconds
+    from disagg.cluster.on_ray import detached as ray_operate
+    from disagg.cluster.on_ray.joined import AUTO
+
+    ray_operate.run_leave(ray_address or AUTO, console(), parse_seconds("--deadline", deadline))
 
 
 @app.command(epilog=examples("disagg cluster status", "disagg cluster status --ray-address 10.0.0.5:6379"))
