@@ -24,8 +24,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from disagg.proto.cluster_secret import CertificateFiles
 from disagg.proto.connections.identity import NAME, Leaf
+from disagg.proto.connections.watched_files import Stamp, read_private_file, stamp
 from disagg.proto.errors import ConfigError
-from disagg.proto.watched_files import Stamp, read_private_file, stamp
 
 logger = logging.getLogger(__name__)
 

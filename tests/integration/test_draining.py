@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from disagg.cli.health import ALIVE, READY, run_health
+from disagg.cli.doctor.health import ALIVE, READY, run_health
 from disagg.client import AsyncClient
 from disagg.proto.errors import UnavailableError
 from disagg.router.gateway.config import TlsFiles

@@ -155,6 +155,57 @@ def test_the_controller_keeps_a_twin_running(folder: Path) -> None:
         assert not twin.is_alive()
 
 
+@pytest.mark.slow
+def test_the_workers_of_a_node_leave_it(folder: Path) -> None:
+    """As the hook of a pod that ends does: Ray places nothing on the node any more, and what is there is drained. All
+    nodes here have one address, so all workers are asked; the only one of a pool stays."""
+    nodes_of_decode = [{"resources": {"disagg_slot": 1}, "labels": {"disagg.role": "decode"}} for _ in range(3)]
+    with ray_nodes(folder, {"HOME": str(folder)}, [NODES[0], *nodes_of_decode]) as nodes:
+        pools = {**POOLS, "decode": {**POOLS["decode"], "size": 2}}
+        status, output = cluster_command(nodes, "start", "--config", write_config(folder, pools=pools), "--wait")
+        assert status == 0, output
+        with Client(gateway_address(output)) as client:
+            before = {worker.worker_id: worker for worker in client.cluster_state().workers}
+            left = parent_of(before["decode-0"].pid)
+            drain = ["drain-node", "--node-id", node_of(nodes, before["decode-0"].pid)]
+            reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it goes"]
+            run_ray(nodes, *drain, *reason, "--deadline-remaining-seconds", "110")
+            status, output = cluster_command(nodes, "leave", "--deadline", "30s")
+            assert status == 0, output
+            assert output.endswith("left: decode-0\n")
+            stay = [line.partition(":")[0] for line in output.splitlines()[:-1]]
+            assert stay == ["prefill-0 stays", "decode-1 stays"]
+            state = wait_for(client, lambda state: all(worker.phase == "ready" for worker in state.workers))
+            after = {worker.worker_id: worker for worker in state.workers}
+            assert parent_of(after["decode-0"].pid) != left
+            assert {name for name in before if before[name].pid != after[name].pid} == {"decode-0"}
+            answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+        assert cluster_command(nodes, "stop") == (0, "stopped\n")
+        assert cluster_command(nodes, "leave") == (0, "nothing is running\n")
+
+
+def run_ray(nodes: RayNodes, *arguments: str) -> str:
+    """The output of `ray`, on a node."""
+    command = [str(Path(sys.executable).with_name("ray")), *arguments, "--address", nodes.address]
+    return subprocess.run(
+        command, env=nodes.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+    ).stdout
+
+
+def node_of(nodes: RayNodes, pid: int) -> str:
+    """The id of the Ray node that an actor's process is on."""
+    code = (
+        "import ray, sys; from ray._private.state import actors; ray.init(sys.argv[1], logging_level='error')\n"
+        "print(*[i['Address']['NodeID'] for i in actors().values() if i['Pid'] == int(sys.argv[2])])"
+    )
+    command = [sys.executable, "-c", code, nodes.address, str(pid)]
+    done = subprocess.run(
+        command, env=nodes.environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+    )
+    return done.stdout.split()[-1]
+
+
 def wait_for_twin(client: Client, after_s: float) -> None:
     """Until a twin has read the load after that time."""
     deadline = time.monotonic() + TIMEOUT_S

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from disagg.cli.health import run_health
+from disagg.cli.doctor.health import run_health
 from disagg.cli.main import app
 from disagg.kernels.cpu import build
 

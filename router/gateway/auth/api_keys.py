@@ -30,8 +30,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
-from disagg.proto.watched_files import read_private_file
 from disagg.router.api import TenantLimits
 from disagg.router.gateway.auth.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from disagg.proto.connections.watched_files import Stamp, stamp
 from disagg.proto.errors import ConfigError
-from disagg.proto.watched_files import Stamp, stamp
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import grpc
 
+from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
-from disagg.proto.watched_files import read_private_file
 from disagg.router.gateway.config import TlsFiles
 
 

@@ -13,8 +13,8 @@ import msgspec
 import yaml
 from rich.console import Console
 
+from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
-from disagg.proto.watched_files import read_private_file
 from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries
 from disagg.router.gateway.auth.auth import digest_of
 

@@ -177,7 +177,7 @@ def health(
     live: Annotated[bool, typer.Option("--live", help="Ask whether it is alive, not whether it is ready.")] = False,
 ) -> None:
     """Ask a gateway whether it takes requests. Exit status 0 if so, 1 if not: for probes. Needs no key."""
-    from disagg.cli.health import ALIVE, READY, run_health
+    from disagg.cli.doctor.health import ALIVE, READY, run_health
 
     raise typer.Exit(run_health(url, ALIVE if live else READY, os.environ, console()))
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.address import DEFAULT_HTTP_ADDRESS
-from disagg.cli.health import ALIVE, run_health
+from disagg.cli.doctor.health import ALIVE, run_health
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.proto.errors import ConfigError
 
