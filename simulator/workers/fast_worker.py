@@ -90,13 +90,14 @@ class FastWorker(FastEngine):
 
     def load(self) -> Load:
         """The load as the worker reports it to gateways."""
+        scheduler = self._scheduler
         blocks, per_block = self._blocks, self._blocks.per_block
-        uncomputed = sum(max(0, s.num_known - max(s.computed, s.swapped)) for s in self._uncomputed())
+        uncomputed = sum(max(0, s.num_known - max(s.computed, s.swapped)) for s in scheduler.uncomputed())
         uncomputed += self._pending_prompts.num_tokens(self._sequences.__contains__)
-        num_suspended = sum(s.swapped > 0 for s in self._sequences.values()) if self._num_preempted else 0
+        num_suspended = sum(s.swapped > 0 for s in self._sequences.values()) if scheduler.num_preempted else 0
         return Load(
-            num_running=len(self._decoding) + len(self._started),
-            num_waiting=self._num_waiting - num_suspended + self._num_reserved,
+            num_running=len(self._decoding) + len(scheduler.started),
+            num_waiting=scheduler.num_waiting - num_suspended + scheduler.num_reserved,
             num_suspended=num_suspended,
             uncomputed_prompt_tokens=uncomputed,
             blocks_total=blocks.num_blocks,
@@ -104,12 +105,9 @@ class FastWorker(FastEngine):
             blocks_cached=blocks.num_cached // per_block,
             blocks_reserved=blocks.num_reserved // per_block,
             steps=self._num_steps,
-            num_preempted=self._num_preempted,
+            num_preempted=scheduler.num_preempted,
             blocks_copied=blocks.num_copied // per_block,
         )
-
-    def _uncomputed(self) -> list[FastSequence]:
-        return [*self._started, *(s for order, _, s in self._waiting if s.phase == "waiting" and s.order is order)]
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
         """What is held (all zero when idle), and what does not fit together."""
@@ -120,10 +118,10 @@ class FastWorker(FastEngine):
             "units_own": blocks.num_own,
             "units_held": blocks.num_held,
             "units_reserved": blocks.num_reserved,
-            "reserved": self._num_reserved,
-            "waiting": self._num_waiting,
-            "preempted": self._num_preempted,
-            "attended": self._attends,
+            "reserved": self._scheduler.num_reserved,
+            "waiting": self._scheduler.num_waiting,
+            "preempted": self._scheduler.num_preempted,
+            "attended": self._scheduler.attends,
         }
         return counts, blocks.check_integrity()
 
@@ -136,7 +134,7 @@ class FastWorker(FastEngine):
             return
         self._told_at = self._loop.now
         self._times.clear()
-        self._first_time = self._steps
+        self._first_time = self._scheduler.steps
         self._send_to(self._world.gateway_now)
         self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
 
@@ -190,7 +188,7 @@ class FastWorker(FastEngine):
         other = sequence.other
         if other is not None and sequence.holds:
             self._loop.after(self._world.overheads.message_s, other.on_abort, sequence.key)
-        self._post(self._release, sequence)
+        self._post(self._scheduler.release, sequence)
 
     # ------------------------------------------------------------ the hand-over
 
@@ -206,7 +204,7 @@ class FastWorker(FastEngine):
     def on_abort(self, key: AttemptKey) -> None:
         """The other worker gives an attempt up."""
         if not self.is_dead and (sequence := self._sequences.get(key)) is not None and sequence.phase != "decode":
-            self._post(self._release, sequence)
+            self._post(self._scheduler.release, sequence)
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
         """P: the decode worker has room."""
@@ -229,7 +227,7 @@ class FastWorker(FastEngine):
         """P: the decode worker owns the sequence."""
         sequence = None if self.is_dead else self._sequences.get(key)
         if sequence is not None:
-            self._release(sequence)
+            self._scheduler.release(sequence)
             self._wake()
 
     @override
@@ -248,7 +246,7 @@ class FastWorker(FastEngine):
             sequence.transfer_began = self._loop.now
         nbytes = num_tokens * self._bytes_per_token
         sequence.kv_bytes += nbytes
-        self._copy_s += nbytes * self._world.overheads.copy_byte_s
+        self._scheduler.copy_s += nbytes * self._world.overheads.copy_byte_s
         message_s = self._world.overheads.message_s
         if is_complete:
             computed_at = self._loop.now
@@ -302,17 +300,17 @@ class FastWorker(FastEngine):
         if sequence.num_known >= self._max_model_len:
             self._end(sequence, "refused", f"{sequence.num_known} tokens and an answer do not fit")
             return
-        self._queue(sequence)
+        self._scheduler.queue(sequence)
 
     def _reserve(self, sequence: FastSequence) -> None:
         if sequence.phase != "offered":
             return
         reason = None
-        if self._num_preempted:
+        if self._scheduler.num_preempted:
             reason = "preempted sequences go first"
-        elif self._num_places() < 1:
+        elif self._scheduler.num_places() < 1:
             reason = "the batch is full"
-        elif not self._room.place(sequence, self._is_alone):
+        elif not self._room.place(sequence, self._scheduler.is_alone):
             reason = "not enough free KV blocks"
         prefill, key = sequence.other, sequence.key
         assert prefill is not None
@@ -324,7 +322,7 @@ class FastWorker(FastEngine):
             self._loop.after(message_s, prefill.on_refused, key, reason)
             return
         sequence.phase = "reserved"
-        self._num_reserved += 1
+        self._scheduler.num_reserved += 1
         self._loop.after(message_s, prefill.on_reserved, key, sequence.cached_tokens)
 
     def _join(self, sequence: FastSequence) -> None:
@@ -332,13 +330,13 @@ class FastWorker(FastEngine):
             return
         now, prefill = self._loop.now, sequence.other
         assert prefill is not None
-        self._num_reserved -= 1
-        self._copy_s += sequence.kv_bytes * self._world.overheads.copy_byte_s
+        self._scheduler.num_reserved -= 1
+        self._scheduler.copy_s += sequence.kv_bytes * self._world.overheads.copy_byte_s
         self._room.extend(sequence, sequence.num_known)
         sequence.computed = sequence.num_known
         self._room.publish(sequence)
         sequence.sent += 1
-        self._decode(sequence)
+        self._scheduler.decode(sequence)
         began = sequence.transfer_began
         message = HandedOver(
             request_id=sequence.key.request_id,
@@ -361,12 +359,12 @@ class FastWorker(FastEngine):
         self._answers.note_times(key.request_id, index, [now + self._to_client_s])
         self._tokens.append(TokenOut(key.request_id, key.attempt, index, (self._answers.token(key.request_id, index),)))
         sequence.sent += 1
-        if self._num_left(sequence) == 0:
+        if self._scheduler.num_left(sequence) == 0:
             sequence.phase = "held"
             other = sequence.other
             if other is not None:
                 self._loop.after(self._world.overheads.message_s, other.on_abort, key)
-            self._end(sequence, self._finish_reason(sequence))
+            self._end(sequence, self._scheduler.finish_reason(sequence))
             return
         if sequence.holds:
             sequence.phase = "held"
@@ -378,26 +376,26 @@ class FastWorker(FastEngine):
                 queue_s=sequence.queue_s or 0.0,
             )
             return
-        self._decode(sequence)
+        self._scheduler.decode(sequence)
 
     @override
     def _tell_tokens(self, sequence: FastSequence) -> None:
         """Send what it made since the last time."""
-        num_new = self._steps - sequence.told_at
+        num_new = self._scheduler.steps - sequence.told_at
         if num_new <= 0:
             return
-        first, last = sequence.sent, self._steps - self._first_time
+        first, last = sequence.sent, self._scheduler.steps - self._first_time
         request_id, attempt = sequence.key
         self._answers.note_times(request_id, first, self._times[last - num_new : last])
         self._tokens.append(TokenOut(request_id, attempt, first, self._answers.tokens(request_id, first, num_new)))
         sequence.sent += num_new
-        sequence.told_at = self._steps
+        sequence.told_at = self._scheduler.steps
 
     @override
     def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
         """Drop it and tell the gateway."""
         in_transfer = detail.startswith("pair lost")
-        self._release(sequence)
+        self._scheduler.release(sequence)
         if sequence.other is not None and not sequence.holds and reason == "failed":
             return  # P, or the loss of P, says so.
         self._outbox.end(
