@@ -9,8 +9,8 @@ what the gateway took of its core. All of this is linear in its unknowns, which 
 relative errors, none negative. The gateway's part is found before that, from the time between two steps: it is longer
 on the worker whose core the gateway has.
 
-Times of steps are those of the reports that carried them, so they are known to some 20 ms: good enough to see which
-neighbour computed, not for how long a message took.
+A report of steps comes up to an interval after they ended (20 ms), which blurs which neighbour computed meanwhile, so
+that shares come out too low. So a step ended when the message with its tokens came, where there is one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ WARM_UP_S = 3.0
 LONGEST_GAP_S = 0.05
 """Messages that are further apart are not of two steps that follow each other."""
 SEEN_S = 0.03
-"""By so much the time of a step may be off."""
+"""By so much the time of a step may be off, where no message says when it ended."""
+SAME_S = 0.005
+"""The message of a step may come so long after the report of it."""
+MOST_ENDED = 8
+"""Prompts that may end in one step: each has a token more in its message."""
 MIN_GAPS = 20
 """Of a kind, for a mean."""
 CONTEXT_BUCKET = 128
@@ -94,15 +98,14 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
     """Sort a recording by worker."""
     found = Trace()
     arrived: dict[RequestId, float] = {}
+    reports: dict[WorkerId, list[tuple[float, tuple[StepSample, ...]]]] = {}
     for now, event in events:
         match event:
             case WorkerUp(info=info):
                 found.workers.setdefault(info.worker_id, WorkerTrace()).info = info
             case WorkerReported(report=report):
-                worker, end = found.workers.setdefault(report.worker_id, WorkerTrace()), now
-                for sample in reversed(report.steps):
-                    worker.steps.append(TimedStep(end - sample.ms / 1e3, end, sample))
-                    end -= sample.ms / 1e3
+                found.workers.setdefault(report.worker_id, WorkerTrace())
+                reports.setdefault(report.worker_id, []).append((now, report.steps))
             case FromWorker(worker_id=worker_id, update=update):
                 worker = found.workers.setdefault(worker_id, WorkerTrace())
                 worker.messages.append((now, sum(len(out.token_ids) for out in update.tokens)))
@@ -113,8 +116,31 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
                 arrived[request.request_id] = now
             case _:
                 """Nothing of it takes time."""
-    for worker in found.workers.values():
-        worker.steps.sort(key=lambda step: step.end)
+    for worker_id, worker in found.workers.items():
+        worker.steps = _timed(reports.get(worker_id, ()), worker.messages)
+    return found
+
+
+def _timed(
+    reports: Iterable[tuple[float, tuple[StepSample, ...]]], messages: Sequence[tuple[float, int]]
+) -> list[TimedStep]:
+    """The steps of a worker's reports with their times: a step ended when the first message came that has as many
+    tokens as it made and is of no step before it; at the latest when its report came, less the steps after it."""
+    times = [time for time, _ in messages]
+    found: list[TimedStep] = []
+    first = 0
+    for now, samples in reports:
+        latest = [now - after_ms / 1e3 for after_ms in accumulate((each.ms for each in samples[:0:-1]), initial=0.0)]
+        for sample, end in zip(samples, reversed(latest), strict=False):
+            least = max(1, sample.num_decodes)
+            most = sample.num_decodes + (MOST_ENDED if sample.prefill_tokens else 0)
+            at = max(first, bisect_left(times, end - (SEEN_S if sample.num_decodes else SAME_S)))
+            while at < len(times) and times[at] <= end + SAME_S and not least <= messages[at][1] <= most:
+                at += 1
+            if at < len(times) and times[at] <= end + SAME_S:
+                end, first = times[at], at + 1
+            found.append(TimedStep(end - sample.ms / 1e3, end, sample))
+    found.sort(key=lambda step: step.end)
     return found
 
 

@@ -59,7 +59,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch, sharing: Sharing | None) -> list
 def test_steps_sharing_and_overheads_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, sharing, overheads = calibrate(recordings(monkeypatch, SHARING), is_one_machine=True)
     assert sharing is not None
-    assert msgspec.structs.asdict(sharing) == pytest.approx(msgspec.structs.asdict(SHARING), rel=0.3, abs=2e-5)
+    assert msgspec.structs.asdict(sharing) == pytest.approx(msgspec.structs.asdict(SHARING), rel=0.12, abs=2e-5)
     assert overheads.step_s == pytest.approx(OVERHEADS.step_s, rel=0.1)
     assert overheads.message_s == pytest.approx(OVERHEADS.message_s, rel=0.5)
     found = fit(samples)
