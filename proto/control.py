@@ -153,7 +153,16 @@ class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
     removed: tuple[WorkerId, ...] = ()
 
 
-ControllerToGateway = Membership | MembershipChange | AutoscalerState
+class GatewaySettings(Message, frozen=True, kw_only=True, tag=True):
+    """What a gateway is to do differently from now on, without a restart."""
+
+    router: bytes
+    """`RouterConfig` as JSON."""
+    load_every_s: float | None
+    """Between two reports to an autoscaler; None without one."""
+
+
+ControllerToGateway = Membership | MembershipChange | AutoscalerState | GatewaySettings
 
 
 # ---------------------------------------------------------------- operator -> controller
@@ -173,11 +182,26 @@ class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
     """After so many seconds what is left of them is retried elsewhere; None for `controller.drain_timeout_s`."""
 
 
+class ApplyRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Give the cluster another configuration. Answered with `ApplyReply` as soon as it is noted."""
+
+    config: bytes
+    """`ClusterConfig` as JSON."""
+    dry_run: bool = False
+    """Only say what would be done."""
+    surge: bool = True
+    """Whether each pool has one worker more while its workers are replaced; without, one less."""
+    restart: bool = False
+    """Replace all workers, also where nothing differs: for new weights or code in the old place."""
+    ready_timeout_s: float = 300.0
+    """How long a new worker may take to be ready, before the old configuration is restored."""
+
+
 class StateRequest(Message, frozen=True, kw_only=True, tag=True):
     """What is there."""
 
 
-ControlRequest = ScaleRequest | DrainRequest | StateRequest
+ControlRequest = ScaleRequest | DrainRequest | ApplyRequest | StateRequest
 
 
 class PoolState(Message, frozen=True, kw_only=True):
@@ -216,6 +240,35 @@ class GatewayRecord(Message, frozen=True, kw_only=True):
     """Why it was lost or failed, the last time."""
 
 
+class RolloutState(Message, frozen=True, kw_only=True):
+    """How far the way to another configuration is."""
+
+    generation: int
+    """That is being applied."""
+    previous: int
+    stage: str
+    """`canary`: the first new workers start; `rolling`: others are replaced; `finishing`: workers that stood in leave.
+    """
+    num_done: int
+    """Workers that have the new configuration and are ready."""
+    num_workers: int
+    """Workers that are to have it."""
+    running_s: float
+    doing: str
+    next: str
+    is_back: bool = False
+    """Whether `previous` failed, and its workers are replaced by those of `generation`."""
+    why: str = ""
+    """It failed."""
+
+
+class RolledBack(Message, frozen=True, kw_only=True):
+    """A configuration that could not be applied."""
+
+    generation: int
+    why: str
+
+
 class ControlState(Message, frozen=True, kw_only=True, tag=True):
     """The controller's state of the cluster."""
 
@@ -224,13 +277,20 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
     gateways: tuple[GatewayRecord, ...]
     autoscaler: AutoscalerState | None = None
     """None where it is not enabled."""
+    generation: int = 1
+    """Of the configuration; counts those that were applied."""
+    rollout: RolloutState | None = None
+    """Of the configuration that is being applied."""
+    rolled_back: RolledBack | None = None
+    """The configuration that was requested last, where it could not be applied."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether every pool has its desired size, and a gateway serves."""
+        """Whether every pool has its desired size and configuration, and a gateway serves."""
         sizes_met = all(pool.ready == pool.desired for pool in self.pools)
         return (
-            sizes_met
+            self.rollout is None
+            and sizes_met
             and all(w.phase == "ready" for w in self.workers)
             and any(g.phase == "ready" for g in self.gateways)
         )
@@ -243,4 +303,26 @@ class ControlRefused(Message, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-ControlReply = ControlState | ControlRefused
+class FieldChange(Message, frozen=True, kw_only=True):
+    """What becomes of one field in which the configuration differs."""
+
+    field: str
+    """Its path in the file."""
+    before: str
+    after: str
+    how: Literal["in place", "replaces workers", "no effect", "refused"]
+    detail: str = ""
+    """The pools whose workers are replaced; why it is refused."""
+
+
+class ApplyReply(Message, frozen=True, kw_only=True, tag=True):
+    """What is being done, or would be."""
+
+    generation: int
+    """That is being applied; the present one where nothing differs, or for a dry run."""
+    changes: tuple[FieldChange, ...]
+    pools: tuple[PoolName, ...]
+    """Whose workers are replaced, or that come or go."""
+
+
+ControlReply = ControlState | ControlRefused | ApplyReply

@@ -107,8 +107,8 @@ class GatewayHost:
             router,
             self._secret,
             spec.workers,
-            load=None if spec.load_every_s is None else router.load_report,
-            load_every_s=spec.load_every_s or 1.0,
+            load=router.load_report,
+            load_every_s=spec.load_every_s,
         )
         heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state)
         try:

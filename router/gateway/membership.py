@@ -30,6 +30,7 @@ from disagg.proto.control import (
     GatewayFailed,
     GatewayHeartbeat,
     GatewayHello,
+    GatewaySettings,
     GatewayToController,
     Member,
     Membership,
@@ -42,6 +43,7 @@ from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.membership import MembershipCopy
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROL, FOLLOW
+from disagg.router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 5.0
 REPORT_TIMEOUT_S = 10.0
+IDLE_LOAD_S = 1.0
+"""How often to look whether an autoscaler is to have reports."""
 
 
 class Workers(Protocol):
@@ -69,6 +73,10 @@ class Workers(Protocol):
         """Place nothing there any more."""
         ...
 
+    def configure(self, config: RouterConfig) -> None:
+        """Follow another configuration."""
+        ...
+
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Use a worker again that was drained; does nothing for any other."""
         ...
@@ -82,7 +90,7 @@ class ControllerLink:
         workers: changed by the membership.
         secret: of the cluster.
         known: the workers at the start.
-        load: what an autoscaler is to know of the load, each `load_every_s`; None where there is no autoscaler.
+        load: what an autoscaler is to know of the load, each `load_every_s`, which is None while there is none.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class ControllerLink:
         known: Iterable[WorkerInfo] = (),
         *,
         load: Callable[[], LoadReport] | None = None,
-        load_every_s: float = 1.0,
+        load_every_s: float | None = 1.0,
     ) -> None:
         self._gateway_id = gateway_id
         self._resolve = resolve
@@ -215,13 +223,18 @@ class ControllerLink:
 
     async def _send_load(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
         while self._load is not None:
-            outbox.put_nowait(self._load())
-            await asyncio.sleep(self._load_every_s)
+            if self._load_every_s is not None:
+                outbox.put_nowait(self._load())
+            await asyncio.sleep(self._load_every_s or IDLE_LOAD_S)
 
     async def take(self, message: ControllerToGateway) -> None:
         """Apply a message of the controller; after a gap, request all of the membership."""
         if isinstance(message, AutoscalerState):
             self.autoscaler = message
+            return
+        if isinstance(message, GatewaySettings):
+            self._load_every_s = message.load_every_s
+            self._workers.configure(msgspec.json.decode(message.router, type=RouterConfig))
             return
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)

@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import KvLayout, PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.proto.messages import PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig
 from disagg.router.placement.forecast import wait_ms
 from disagg.router.placement.model_groups import ModelGroup, WorkerBucket, longest_of
-from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist
+from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version
 from disagg.router.workers.assignments import Assignment, Assignments
 from disagg.router.workers.circuit_breakers import (
     NO_EXCLUSIONS,
@@ -66,7 +66,9 @@ class Fleet:
         self._may_prefill_locally = config.local_prefill == "auto"
         self._policy = policy
         self._workers: dict[WorkerId, Worker] = {}
-        self._groups: dict[tuple[str, KvLayout], ModelGroup] = {}
+        self._groups: dict[Version, ModelGroup] = {}
+        self._versions: frozenset[Version] | None = None
+        """Of the present workers."""
         self._bucket_of: dict[WorkerId, WorkerBucket] = {}
         """Of the workers that are not draining."""
         self.to_drain: list[Worker] = []
@@ -89,6 +91,20 @@ class Fleet:
         self._usable: tuple[int, UsableWorkers] | None = None
         """Version of the circuit breakers, and the usable workers as of then."""
 
+    def configure(self, config: RouterConfig, policy: Policy) -> None:
+        """Rank and weigh all workers anew, by this policy."""
+        self._config, self._policy = config, policy
+        self._may_prefill_locally = config.local_prefill == "auto"
+        present = [self._workers[worker_id] for worker_id in self._bucket_of]
+        for worker in present:
+            self._leave_bucket(worker)
+        self._groups.clear()
+        for worker in present:
+            self._join_bucket(worker)
+        self._longest = self._longest_new = None
+        self._openings.clear()
+        self.num_releases += 1
+
     # ---------------------------------------------------------------- up, lost, drained, suspected
 
     def up(self, info: WorkerInfo, now: float) -> None:
@@ -110,6 +126,7 @@ class Fleet:
         worker.reported_at = now
         if not worker.is_draining:
             self._join_bucket(worker)
+        self._versions = None
         self._longest = self._longest_new = None
         self.num_releases += 1
 
@@ -125,7 +142,7 @@ class Fleet:
         self.breakers.forget(worker_id)
         self.to_drain = [other for other in self.to_drain if other is not worker]
         self.lacking.pop(worker_id, None)
-        self._longest = self._longest_new = None
+        self._longest = self._longest_new = self._versions = None
 
     def drain(self, worker_id: WorkerId) -> None:
         """Place nothing new on a present worker from now on."""
@@ -283,6 +300,18 @@ class Fleet:
         """The same for a request of whose answer tokens were released, see `Demand.is_continued`."""
         return max(self.longest_new_sequence, self._longest_continued)
 
+    def has_only(self, version: Version) -> bool:
+        """Whether all present workers have that version of the model."""
+        if self._versions is None:
+            self._versions = frozenset(version_of(worker.info) for worker in self._workers.values())
+        return self._versions == {version}
+
+    def longest_of_version(self, version: Version) -> int:
+        """Tokens of the longest sequence that workers of that version could take over; 0 where none is left that is not
+        draining."""
+        infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
+        return longest_of([info for info in infos if version_of(info) == version], may_prefill_locally=True)
+
     def num_places(self) -> int:
         """Sequences that the workers which take new requests can decode at a time."""
         return self._num_places if self.longest_new_sequence else 0
@@ -346,10 +375,8 @@ class Fleet:
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
         self.pairs.expire(now)
-        if not self.breakers.is_clear:
-            excluded = self._usable_workers().excluded_for(demand.num_tokens)
-            return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups.values()]
-        return [group.shortlist(demand, without, matched, local) for group in self._groups.values()]
+        excluded = None if self.breakers.is_clear else self._usable_workers().excluded_for(demand.num_tokens)
+        return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups_for(demand)]
 
     def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
         """Whether a healthy worker, or pair, could do this leg instead of these."""
@@ -386,7 +413,7 @@ class Fleet:
         it soonest, with answers of `output_tokens` tokens; of those about as soon the one with the least share of its
         blocks in use."""
         local = self._may_prefill_locally or demand.is_continued
-        workers = [worker for group in self._groups.values() for worker in group.decoders(demand.num_tokens, local)]
+        workers = [worker for group in self._groups_for(demand) for worker in group.decoders(demand.num_tokens, local)]
         workers = [worker for worker in workers if not self.is_excluded(worker.worker_id)] or workers
         waits_ms = [self._bucket_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
         limit_ms = min(waits_ms, default=0.0) * _AS_SOON
@@ -443,11 +470,17 @@ class Fleet:
         return known[1]
 
     def _group(self, info: WorkerInfo) -> ModelGroup:
-        key = (info.fingerprint, info.kv_layout)
+        key = version_of(info)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = ModelGroup(self._policy, self._config.watermark, self.pairs)
         return group
+
+    def _groups_for(self, demand: Demand) -> Iterable[ModelGroup]:
+        if demand.version is None:
+            return self._groups.values()
+        group = self._groups.get(demand.version)
+        return () if group is None else (group,)
 
     def _prefill_buckets(self) -> Iterator[WorkerBucket]:
         for group in self._groups.values():
@@ -472,6 +505,11 @@ class Fleet:
             worker.refresh()
         elif bucket.changed(worker):
             self.num_openings += 1
+
+
+def version_of(info: WorkerInfo) -> Version:
+    """What a worker shares with those that can use its KV."""
+    return info.fingerprint, info.kv_layout
 
 
 def _emptiest(workers: Iterable[Worker]) -> Worker | None:

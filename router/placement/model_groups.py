@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import KvLayout, PeerRef, WorkerInfo
+from disagg.proto.messages import PeerRef, WorkerInfo
 from disagg.router.placement.forecast import openings
 from disagg.router.placement.lazy_ranking import LazyRanking
 from disagg.router.placement.placement import (
@@ -24,6 +24,7 @@ from disagg.router.placement.placement import (
     Demand,
     Policy,
     Shortlist,
+    Version,
     decode_blocks,
     num_shared,
     prefill_blocks,
@@ -202,7 +203,7 @@ def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
     """Tokens of the longest sequence that a pair, a worker with both roles, or a decode worker that may prefill could
     hold; 0 when there is none of these."""
     longest = 0
-    decodes: dict[tuple[str, KvLayout], int] = {}
+    decodes: dict[Version, int] = {}
     for info in infos:
         if has_both_roles(info) or (may_prefill_locally and decodes_only(info)):
             longest = max(longest, longest_sequence(info))

@@ -23,7 +23,7 @@ import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import BlockHash, WorkerId
-from disagg.proto.messages import WorkerInfo
+from disagg.proto.messages import KvLayout, WorkerInfo
 from disagg.proto.splitmix import splitmix64
 from disagg.router.config import Decodes
 from disagg.router.placement.forecast import num_pairs
@@ -35,6 +35,10 @@ Draw = Callable[[int, int], int]
 
 MAX_SIDE = 3
 """Candidates of each role, the best by themselves, that are combined to pairs; beside them `Shortlist.partners`."""
+
+
+Version = tuple[str, KvLayout]
+"""Fingerprint and KV layout: workers with equal ones can use each other's KV."""
 
 
 class Demand(msgspec.Struct, kw_only=True, gc=False):
@@ -65,6 +69,8 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     now: float = 0.0
     answer_tokens: float = 1.0
     """Mean number of tokens of recent answers."""
+    version: Version | None = None
+    """Of the model with which the answer began; no other one may continue it. None before the first token."""
     num_steps: float = 0.0
     """Decode steps that are expected: the first token comes from the prefill."""
     context: float = 0.0

@@ -117,6 +117,10 @@ class Tenants:
         self._per_free_place = share / (1 - share) if share < 1 else None
         """Places that a tenant may have for each free one, so that alone it gets its share."""
 
+    def configure(self, config: RouterConfig) -> None:
+        """The queue may be another length."""
+        self._config = config
+
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
         """The tenant, under these limits from now on, or those that were stated for it."""
         limits = self._stated.get(name, limits)

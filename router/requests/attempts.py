@@ -76,6 +76,11 @@ class Attempts:
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room and no_slot left the request in the queue."""
 
+    def configure(self, config: RouterConfig, policy: Policy) -> None:
+        """Place what comes next so."""
+        self._config, self._policy = config, policy
+        self.hopeless_last = policy.hopeless_last
+
     def try_start(
         self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId] = ()
     ) -> Dispatch | Blocked:
@@ -104,7 +109,11 @@ class Attempts:
     def has_room_for_half(self, record: RequestRecord, now: float) -> bool:
         """Whether there would be room for a request of half the size."""
         demand = self.demand(record, now)
-        half = Demand(num_tokens=max(1, demand.num_tokens // 2), reserve_tokens=demand.reserve_tokens // 2)
+        half = Demand(
+            num_tokens=max(1, demand.num_tokens // 2),
+            reserve_tokens=demand.reserve_tokens // 2,
+            version=demand.version,
+        )
         lists = self._fleet.shortlists(half, (), record.avoided(now), now)
         return any(each.colocated or (each.decodes and (each.prefills or each.local)) for each in lists)
 
@@ -283,6 +292,7 @@ class Attempts:
             turn=self._num_started,
             now=now,
             answer_tokens=self.answer_tokens,
+            version=record.version,
         )
 
     def _start(self, record: RequestRecord, choice: Choice, demand: Demand, now: float) -> Dispatch:

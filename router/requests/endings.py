@@ -69,6 +69,10 @@ class Endings:
         self._timers = timers
         self._telemetry = telemetry
 
+    def configure(self, config: RouterConfig) -> None:
+        """Pause and retry so from now on."""
+        self._config = self.retries.config = config
+
     # ---------------------------------------------------------------- an attempt
 
     def refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
@@ -157,10 +161,17 @@ class Endings:
                 error: DisaggError = DeadlineError(f"the deadline passed while {record.state.value}")
                 commands += self.fail(record, error, now)
             elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
-                role = self._fleet.missing_role() or "decode"
-                message = f"for {self._config.no_worker_grace_s:g} s there was no {role} worker that could take it"
-                commands += self.fail(record, UnavailableError(message, f"no_{role}_capacity"), now)
+                commands += self.fail(record, self._no_capacity(record), now)
         return commands
+
+    def _no_capacity(self, record: RequestRecord) -> UnavailableError:
+        grace_s = self._config.no_worker_grace_s
+        if record.version is not None and not self._fleet.has_only(record.version):
+            message = f"for {grace_s:g} s there was no worker with the version of the model with which its answer began"
+            return UnavailableError(message, "no_version_capacity")
+        role = self._fleet.missing_role() or "decode"
+        message = f"for {grace_s:g} s there was no {role} worker that could take it"
+        return UnavailableError(message, f"no_{role}_capacity")
 
     def _end_attempt(self, record: RequestRecord, now: float) -> list[Command]:
         self._migrations.attempt_ends(record.running, now)

@@ -19,7 +19,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
-from disagg.router.config import Decodes
+from disagg.router.config import Decodes, RouterConfig
 
 
 class Submit(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -109,6 +109,13 @@ class SetDecodes(msgspec.Struct, frozen=True, gc=False, tag=True):
     decodes: Decodes
 
 
+class ConfigChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """From now on the router follows this configuration, as far as `RouterCore.configure` says; nothing that runs or
+    waits is lost by it."""
+
+    config: RouterConfig
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
@@ -124,6 +131,7 @@ Event = (
     | LimitsChanged
     | ResumeWorker
     | SetDecodes
+    | ConfigChanged
     | WorkerReported
     | FromWorker
     | Tick

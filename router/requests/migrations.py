@@ -84,6 +84,11 @@ class Migrations:
         self._drains: dict[WorkerId, _Drain] = {}
         self._look_at = math.inf
 
+    def configure(self, config: RouterConfig, policy: Policy) -> None:
+        """Move so many at a time from now on, by this policy."""
+        self._most, self._policy = config.migrations, policy
+        self.changed()
+
     def next_wakeup(self) -> float:
         """When `look` is due; infinite where nothing has to move."""
         return self._look_at if self._fleet.to_drain or self._fleet.lacking else math.inf

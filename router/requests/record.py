@@ -20,6 +20,7 @@ from disagg.proto.messages import End, SequenceSpec, Targets
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
+from disagg.router.placement.placement import Version
 from disagg.router.queueing.queue import Urgency
 from disagg.router.queueing.tenants import Tenant
 from disagg.router.requests.output_buffer import OutputBuffer
@@ -142,6 +143,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Since when no worker has had room for it."""
     is_overtaken: bool = False
     """Whether it waits for KV blocks while there are enough for smaller ones, which are placed before it."""
+    version: Version | None = None
+    """Of the model that made the first released token; it makes the others, too."""
     cached_tokens: int | None = None
     """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
 

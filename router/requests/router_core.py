@@ -41,7 +41,7 @@ from disagg.proto.messages import (
 )
 from disagg.router.api import CallDemand, ClusterView, PlacementView, RequestTrace
 from disagg.router.config import Decodes, RouterConfig
-from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.fleet import Fleet, version_of
 from disagg.router.placement.placement import Draw, uniform_draw
 from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
@@ -85,11 +85,12 @@ class RouterCore:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
+        self._draw = draw
         self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()
-        pairs = Pairs(config)
-        policy = create(config.policy, config, links, pairs, draw)
-        self._fleet = Fleet(config, policy, links, pairs)
+        self._pairs = Pairs(config)
+        policy = create(config.policy, config, links, self._pairs, draw)
+        self._fleet = Fleet(config, policy, links, self._pairs)
         self._policy, self._links = policy, links
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._timers = Timers()
@@ -141,6 +142,8 @@ class RouterCore:
                 self._waiting.limits_changed()
             case events.SetDecodes(decodes=decodes):
                 self._on_set_decodes(decodes)
+            case events.ConfigChanged(config=config):
+                self.configure(config)
             case events.Tick():
                 pass
         fleet = self._fleet
@@ -158,6 +161,21 @@ class RouterCore:
                 self._out.append(events.WorkerIsDrained(*drained))
         out, self._out = self._out, []
         return out
+
+    def configure(self, config: RouterConfig) -> None:
+        """Follow another configuration: policy, targets, queue, retries, what is reserved. Limits of circuit breakers,
+        pairs, fairness, traces and sessions stay as they were at the start."""
+        before, self._config = self._config, config
+        if before == config:
+            return
+        if (before.policy, before.decodes) != (config.policy, config.decodes):
+            self._policy = create(config.policy, config, self._links, self._pairs, self._draw)
+        self._fleet.configure(config, self._policy)
+        self._attempts.configure(config, self._policy)
+        self._migrations.configure(config, self._policy)
+        self._tenants.configure(config)
+        self._endings.configure(config)
+        self._waiting.configure(config)
 
     def admit(self, call: CallDemand, now: float) -> LimitError | None:
         """Charge a call to its tenant; the error where all of it is refused."""
@@ -395,6 +413,8 @@ class RouterCore:
             self._attempts.computed(attempt, worker_id, now)
         released = record.output.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
         if released.token_ids:
+            if record.version is None:
+                record.version = version_of(self._fleet.worker(worker_id).info)
             if attempt.awaited == worker_id:
                 attempt.awaited = None
                 self._telemetry.moved(record.trace, now)

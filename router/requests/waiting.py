@@ -145,6 +145,11 @@ class Waiting:
         self._must_look = True
         self._hold.workers_changed()
 
+    def configure(self, config: RouterConfig) -> None:
+        """Another configuration: the policy of the attempts, grace and costs may be others."""
+        self._config, self._hopeless_last = config, self._attempts.hopeless_last
+        self.costs_changed()
+
     def limits_changed(self) -> None:
         """A tenant may have become able to run more."""
         self._must_look = True
@@ -322,6 +327,8 @@ class Waiting:
     def _could_fit(self, record: RequestRecord) -> bool:
         """Whether a present worker could hold a request if it were empty."""
         fleet, num_tokens = self._fleet, record.num_tokens
+        if record.version is not None and not fleet.has_only(record.version):
+            return num_tokens < fleet.longest_of_version(record.version)
         if num_tokens < fleet.longest_new_sequence:
             return True
         return bool(record.output.released) and num_tokens < fleet.longest_continued_sequence

@@ -31,6 +31,7 @@ from disagg.router.requests.events import (
     CancelOn,
     CancelRequest,
     Command,
+    ConfigChanged,
     ConnectPair,
     Dispatch,
     DrainWorker,
@@ -171,6 +172,12 @@ class RouterServer(Router):
             self._handle_event(DrainWorker(worker_id, incarnation))
         else:
             self.on_drained(worker_id, incarnation)
+
+    def configure(self, config: RouterConfig) -> None:
+        """Follow another configuration, as far as `RouterCore.configure` does."""
+        if config != self._config:
+            self._config = config
+            self._handle_event(ConfigChanged(config))
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Use that incarnation of a worker again, if it is draining; else does nothing."""

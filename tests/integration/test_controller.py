@@ -25,6 +25,7 @@ from disagg.proto.control import ControlRefused, ControlState, DrainRequest, Sca
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
+from disagg.router.config import RouterConfig
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
@@ -223,6 +224,8 @@ class NoWorkers:
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
+
+    def configure(self, config: RouterConfig) -> None: ...
 
 
 def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end(

@@ -18,6 +18,7 @@ from disagg.proto.control import (
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder
+from disagg.router.config import RouterConfig
 from disagg.router.gateway.membership import ControllerLink
 from tests.support.control import make_info
 from tests.support.secret import SECRET
@@ -46,6 +47,9 @@ class Workers:
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.told.append(f"resume {incarnation}")
+
+    def configure(self, config: RouterConfig) -> None:
+        self.told.append(f"configure {config.policy}")
 
     def take(self) -> list[str]:
         told, self.told = self.told, []

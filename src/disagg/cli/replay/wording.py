@@ -56,6 +56,8 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
             return "the limits of tenants changed"
         case events.SetDecodes(decodes=decodes):
             return f"answers decode with {decodes} from now on"
+        case events.ConfigChanged(config=config):
+            return f"another configuration is followed, with policy {config.policy}"
         case events.Tick():
             return "a time came that was waited for"
 
