@@ -24,7 +24,7 @@ from benchmarks.common import print_table, report, write_json
 from benchmarks.processes import cpu_seconds
 from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
-from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.config.cluster_config import PoolConfig, parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.plan import plan_cluster
@@ -55,7 +55,7 @@ class FleetLauncher(ProcessLauncher):
         self._fleet_of: dict[str, FleetProcess] = {}
 
     @override
-    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
         fleet = self._fleets[self._num_started % len(self._fleets)]
         self._num_started += 1
         self._fleet_of[config.worker_id] = fleet

@@ -1,6 +1,7 @@
 """The controller's core: reconciles the observed with the desired state. Pure: (event, now) -> commands.
 
     Scale ──> desired sizes ─┐
+    Apply ──> a rollout ─────┤  (`cluster/rollout/rollout.py`)
                              ├─ reconcile ──> start, stop, restart after a pause, drain
     registered, left, ... ───┘       └──────> membership ──Publish──> gateways ──WorkerEmpty──> drained: stop
 
@@ -8,6 +9,8 @@ The worker with the highest index leaves first. A worker that becomes desired ag
 and is then started again. Gateways move what runs on a draining worker to others. Nothing is drained for longer than
 `drain_timeout_s`, or the deadline of the operator's request: then it leaves the membership, and gateways retry what is
 left there elsewhere.
+
+While a rollout goes on, it says how many workers each pool is to have and with which configuration each is started.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
 until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A gateway that joins
@@ -17,14 +20,18 @@ reports which workers it drains: an operator's drain goes on under the next cont
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from disagg.cluster.control import events
 from disagg.cluster.control.events import Command, Event
 from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway
 from disagg.cluster.control.workers import Worker, split_worker_id, worker_id
+from disagg.cluster.rollout.rollout import Plan, Rollout, Target
 from disagg.proto.control import (
     MAX_POOL_SIZE,
+    ApplyRequest,
     ControlRefused,
     ControlRequest,
     ControlState,
@@ -33,7 +40,9 @@ from disagg.proto.control import (
     Membership,
     PoolName,
     PoolState,
+    RolledBack,
     ScaleRequest,
+    StateRequest,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.membership import MembershipLog
@@ -47,6 +56,9 @@ INITIAL_POOLS_TIMEOUT_S = 20.0
 """How long the gateway's first start waits for all workers of the pools, once there is one of each pool."""
 
 
+_FIELD_OF = {ScaleRequest: "sizes", DrainRequest: "worker_id", ApplyRequest: "file"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Time limits of the controller, in seconds."""
@@ -56,19 +68,50 @@ class Settings:
     """How long a process that left, and of which no end was reported, may take to come back."""
 
 
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state, for the next controller."""
+
+    target: Target
+    """What holds; during a rollout what held before it."""
+    plan: Plan | None = None
+    """Of the rollout."""
+    latest: int = 1
+    """The generation that was requested last."""
+    rolled_back: RolledBack | None = None
+
+
+def configured(desired: Desired) -> int:
+    """The generation whose settings hold for which no worker is restarted."""
+    plan = desired.plan
+    return (desired.target if plan is None else plan.configured).generation
+
+
 class ControlCore:
-    """Owner of the desired sizes and of all records.
+    """Owner of the desired state and of all records.
 
     Args:
         sizes: desired size of each pool; their order is the order in which workers are shown.
         running: names of processes that an earlier controller started.
         controller_id: part of the ids of its starts; no other controller has the same.
+        desired: what an earlier controller saved, instead of `sizes`; see `saved`.
     """
 
     def __init__(
-        self, sizes: Mapping[PoolName, int], settings: Settings, running: Collection[str] = (), controller_id: str = ""
+        self,
+        sizes: Mapping[PoolName, int],
+        settings: Settings,
+        running: Collection[str] = (),
+        controller_id: str = "",
+        desired: Desired | None = None,
     ) -> None:
-        self._sizes = dict(sizes)
+        if desired is None:
+            desired = Desired(target=Target(generation=1, sizes=dict(sizes), templates=dict.fromkeys(sizes, "")))
+        self._target = desired.target
+        self._latest = desired.latest
+        self._rolled_back = desired.rolled_back
+        self._plan = desired.plan
+        """Of the rollout that an earlier controller began."""
+        self._rollout: Rollout | None = None
         self._settings = settings
         self._running = frozenset(running)
         self._controller_id = controller_id
@@ -90,30 +133,59 @@ class ControlCore:
 
     @property
     def sizes(self) -> dict[PoolName, int]:
-        """The desired sizes."""
-        return dict(self._sizes)
+        """The desired sizes; during a rollout those of now."""
+        rollout = self._rollout
+        if rollout is not None:
+            return {pool: rollout.size(pool) for pool in rollout.pools}
+        return dict(self._target.sizes)
+
+    @property
+    def target(self) -> Target:
+        """What holds; during a rollout what held before it."""
+        return self._target
+
+    @property
+    def configured(self) -> int:
+        """The generation whose settings hold for which no worker is restarted."""
+        return configured(self.saved())
+
+    @property
+    def latest(self) -> int:
+        """The generation that was requested last."""
+        return self._latest
+
+    def saved(self) -> Desired:
+        """The desired state, for the next controller."""
+        return Desired(
+            target=self._target,
+            plan=self._plan if self._rollout is None else self._rollout.plan,
+            latest=self._latest,
+            rolled_back=self._rolled_back,
+        )
 
     @property
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """All workers that may have a process."""
         return tuple(self._workers)
 
-    def state(self) -> ControlState:
-        """The cluster, for operators."""
-        workers = sorted(
-            self._workers.values(), key=lambda worker: (list(self._sizes).index(worker.pool), worker.index)
-        )
+    def state(self, now: float = 0.0) -> ControlState:
+        """The cluster, for operators. `now`: to show for how long a rollout has gone on."""
+        sizes = self.sizes
+        workers = sorted(self._workers.values(), key=lambda worker: (list(sizes).index(worker.pool), worker.index))
         own = self._gateway.record()
         others = (f for f in self._followers.values() if f.gateway_id != self._gateway.gateway_id)
         return ControlState(
             pools=tuple(
-                PoolState(name=name, desired=size, ready=self._num_ready(name)) for name, size in self._sizes.items()
+                PoolState(name=name, desired=size, ready=self._num_ready(name)) for name, size in sizes.items()
             ),
             workers=tuple(worker.record() for worker in workers),
             gateways=(
                 *([own] if own is not None else []),
                 *(f.record() for f in others),
             ),
+            generation=self._target.generation,
+            rollout=None if self._rollout is None else self._rollout.state(self._workers.values(), now),
+            rolled_back=self._rolled_back,
         )
 
     def membership(self) -> Membership:
@@ -122,6 +194,17 @@ class ControlCore:
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request is refused; None if it is not."""
+        if (rollout := self._rollout) is not None and not isinstance(request, StateRequest):
+            generation, field = rollout.plan.new.generation, _FIELD_OF[type(request)]
+            if not (isinstance(request, ApplyRequest) and rollout.plan.is_back):
+                verb = "restored" if rollout.plan.is_back else "applied"
+                message = f"generation {generation} of the configuration is being {verb}; `disagg status` shows it"
+                return ControlRefused(field=field, message=message)
+        if isinstance(request, ApplyRequest):
+            if self._adopting_until is not None:
+                message = "the controller was started again and waits for the workers; try again in some seconds"
+                return ControlRefused(field="file", message=message)
+            return None
         if isinstance(request, ScaleRequest):
             return self._scale_refusal(request)
         if isinstance(request, DrainRequest):
@@ -142,10 +225,10 @@ class ControlCore:
 
     def _scale_refusal(self, request: ScaleRequest) -> ControlRefused | None:
         if not request.sizes:
-            return ControlRefused(field="sizes", message=f"name at least one pool of {', '.join(self._sizes)}")
+            return ControlRefused(field="sizes", message=f"name at least one pool of {', '.join(self.sizes)}")
         for name, size in request.sizes.items():
-            if name not in self._sizes:
-                return ControlRefused(field=f"sizes.{name}", message=f"this cluster has {', '.join(self._sizes)}")
+            if name not in self._target.sizes:
+                return ControlRefused(field=f"sizes.{name}", message=f"this cluster has {', '.join(self.sizes)}")
             if not 1 <= size <= MAX_POOL_SIZE:
                 return ControlRefused(
                     field=f"sizes.{name}", message=f"expected 1 to {MAX_POOL_SIZE} workers; got {size}"
@@ -158,6 +241,8 @@ class ControlCore:
         dues += [self._gateway.due, self._adopting_until]
         if self._enough_since is not None and self._gateway.phase is None:
             dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
+        if self._rollout is not None and self._adopting_until is None:
+            dues.append(self._rollout.next_due(self._workers.values()))
         return min((due for due in dues if due is not None), default=None)
 
     # ------------------------------------------------------------ events
@@ -169,6 +254,7 @@ class ControlCore:
             self._begin(now)
         self._take(event, now)
         self._expire(now)
+        self._roll(now)
         self._reconcile(now)
         self._reconcile_gateway(now)
         self._publish()
@@ -180,7 +266,10 @@ class ControlCore:
     def _take(self, event: Event, now: float) -> None:
         match event:
             case events.Scale(sizes=sizes):
-                self._sizes |= sizes
+                self._target = msgspec.structs.replace(self._target, sizes={**self._target.sizes, **sizes})
+                self._out.append(events.Save())
+            case events.Apply(plan=plan):
+                self._on_apply(plan, now)
             case events.Drain(worker_id=name, deadline_s=deadline_s):
                 self._drain(self._workers[name], now, deadline_s)
             case events.WorkerRegistered(info=info):
@@ -193,7 +282,7 @@ class ControlCore:
                 self._on_hung(event, now)
             case events.WorkersStopped(worker_ids=names):
                 for name in names:
-                    self._on_stopped(name)
+                    self._on_stopped(name, now)
             case events.ProcessExited(name=process, why=why):
                 self._on_exited(process, why, now)
             case events.StartsPending(reasons=reasons):
@@ -231,7 +320,10 @@ class ControlCore:
     def _begin(self, now: float) -> None:
         """Adopt the desired processes that an earlier controller started, and stop the others."""
         grace_end = now + self._settings.lost_grace_s
-        for pool, size in self._sizes.items():
+        if self._plan is not None:
+            self._rollout, self._plan = Rollout(self._plan, now), None
+        sizes = self.sizes
+        for pool, size in sizes.items():
             for index in range(size):
                 if (name := worker_id(pool, index)) in self._running:
                     self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
@@ -242,7 +334,7 @@ class ControlCore:
         for surplus in sorted(self._running - set(self._workers) - {GATEWAY}):
             unwanted = WorkerId(surplus)
             of_pool, index = split_worker_id(unwanted)
-            if of_pool in self._sizes:
+            if of_pool in sizes:
                 self._workers[unwanted] = Worker(unwanted, of_pool, index, "stopping")
             self._to_stop.append(unwanted)
 
@@ -257,18 +349,26 @@ class ControlCore:
         elif worker.phase == "draining" and not worker.is_current(incarnation):
             self._out.append(events.Reject(name, incarnation, "the process that it replaces was draining"))
             self._stop(worker)
-        elif (misfit := self._misfit(info)) is not None:
+        elif (misfit := self._misfit(worker, info)) is not None:
             self._out.append(events.Reject(name, incarnation, misfit))
             worker.fault("failed", misfit, now)
         else:
             self._out.append(events.Accept(name, incarnation))
             if worker.phase != "draining":
                 worker.ready(info, now)
+                if self._rollout is not None:
+                    self._rollout.registered(worker)
                 self._resume_drains(now)
 
-    def _misfit(self, info: WorkerInfo) -> str | None:
-        """Why a worker cannot work with the others, as they are now."""
-        others = (w.info for w in self._workers.values() if w.worker_id != info.worker_id and w.is_member)
+    def _misfit(self, worker: Worker, info: WorkerInfo) -> str | None:
+        """Why a worker cannot work with the others, as they are now. During a rollout that replaces all workers it must
+        work with those of its own configuration."""
+        candidate, rollout = replace(worker, template=info.template), self._rollout
+        others = (
+            other.info
+            for other in self._workers.values()
+            if other is not worker and other.is_member and (rollout is None or rollout.fits(candidate, other))
+        )
         model = next((other for other in others if other is not None), None)
         if model is not None and info.fingerprint != model.fingerprint:
             return f"it runs another model ({info.fingerprint}) than {model.worker_id} ({model.fingerprint})"
@@ -295,15 +395,15 @@ class ControlCore:
             worker.enter("lost", due=now + self._settings.lost_grace_s)
         worker.detail, worker.was_killed = f"it {event.why} and was killed", True
 
-    def _on_stopped(self, name: WorkerId) -> None:
+    def _on_stopped(self, name: WorkerId, now: float) -> None:
         """Gone: started again if it is desired. What an earlier controller left of another pool has no record."""
         worker = self._workers.get(name)
         if worker is None:
             return
         assert worker.phase == "stopping", f"{name} is {worker.phase}"
         worker.info = None
-        if worker.index < self._sizes[worker.pool]:
-            self._start(worker)
+        if worker.index < self.sizes.get(worker.pool, 0):
+            self._start(worker, now)
         else:
             del self._workers[worker.worker_id]
 
@@ -322,7 +422,7 @@ class ControlCore:
         elif worker.phase == "starting":
             worker.fault("failed", why, now)
 
-    # ------------------------------------------------------------ reconcile
+    # ------------------------------------------------------------ time
 
     def _expire(self, now: float) -> None:
         for worker in self._workers.values():
@@ -339,14 +439,58 @@ class ControlCore:
         if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
             self._adopting_until = None
 
+    # ------------------------------------------------------------ another configuration
+
+    def _on_apply(self, plan: Plan, now: float) -> None:
+        self._latest, self._rolled_back = plan.new.generation, None
+        if plan.is_needed:
+            self._rollout = Rollout(plan, now)
+        else:
+            self._target, self._rollout = plan.new, None
+        if not (plan.is_needed and plan.has_trial):
+            self._configure(plan.new)
+        self._out.append(events.Save())
+
+    def _configure(self, target: Target) -> None:
+        if target.drain_timeout_s is not None:
+            self._settings = replace(self._settings, drain_timeout_s=target.drain_timeout_s)
+        self._out.append(events.Configure(target.generation))
+
+    def _roll(self, now: float) -> None:
+        rollout = self._rollout
+        if rollout is None or self._adopting_until is not None:
+            return
+        if (why := rollout.failure(self._workers.values(), now)) is not None:
+            self._rolled_back = RolledBack(generation=rollout.plan.new.generation, why=why)
+            if rollout.plan.configured is rollout.plan.new:
+                self._configure(rollout.plan.old)
+            rollout = self._rollout = Rollout(rollout.plan.reversed(why), now)
+            self._out.append(events.Save())
+        had_canary = rollout.stage != "canary"
+        for worker in rollout.advance(self._workers):
+            worker.num_faults, worker.unready_since = 0, None
+            if worker.phase == "ready":
+                self._drain(worker, now)
+            else:
+                self._stop(worker)
+        if not rollout.plan.is_back and not had_canary and rollout.stage != "canary":
+            self._configure(rollout.plan.new)
+            self._out.append(events.Save())
+        if rollout.is_over(self._workers.values()):
+            self._target, self._rollout = rollout.plan.new, None
+            self._out.append(events.Save())
+
+    # ------------------------------------------------------------ reconcile
+
     def _reconcile(self, now: float) -> None:
-        for pool, size in self._sizes.items():
+        sizes = self.sizes
+        for pool, size in sizes.items():
             for index in range(size):
                 name = worker_id(pool, index)
                 if name not in self._workers:
                     self._workers[name] = Worker(name, pool, index)
-                    self._start(self._workers[name])
-        surplus = [worker for worker in self._workers.values() if worker.index >= self._sizes[worker.pool]]
+                    self._start(self._workers[name], now)
+        surplus = [worker for worker in self._workers.values() if worker.index >= sizes[worker.pool]]
         for worker in sorted(surplus, key=lambda w: w.index, reverse=True):
             if worker.phase in ("ready", "lost") and worker.info is not None:
                 self._drain(worker, now)
@@ -356,13 +500,19 @@ class ControlCore:
             if worker.phase == "draining" and self._is_empty(worker):
                 self._stop(worker)
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, now: float) -> None:
         if worker.phase != "starting":
             worker.enter("starting")
+        rollout = self._rollout
+        worker.template = self._target.templates[worker.pool] if rollout is None else rollout.starts(worker)
+        if worker.unready_since is None:
+            worker.unready_since = now
         worker.num_starts += 1
         self._num_starts += 1
         worker.start_id = f"{self._controller_id}.{self._num_starts}"
-        self._out.append(events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id))
+        self._out.append(
+            events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id, worker.template)
+        )
 
     def _resume_drains(self, now: float) -> None:
         """Go on with the drains of an earlier controller. A process that is neither here nor expected is forgotten."""
@@ -399,14 +549,14 @@ class ControlCore:
         if self._gateway.phase is not None:
             return
         if (
-            not all(self._num_ready(pool) or not size for pool, size in self._sizes.items())
+            not all(self._num_ready(pool) or not size for pool, size in self._target.sizes.items())
             or not self._num_any_ready()
         ):
             self._enough_since = None
             return
         if self._enough_since is None:
             self._enough_since = now
-        is_full = all(self._num_ready(pool) >= size for pool, size in self._sizes.items())
+        is_full = all(self._num_ready(pool) >= size for pool, size in self._target.sizes.items())
         if is_full or self._gateway.num_starts or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
             ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
             self._gateway.enter("starting")
@@ -430,7 +580,7 @@ class ControlCore:
             self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
 
     def _num_any_ready(self) -> int:
-        return sum(self._num_ready(pool) for pool in self._sizes)
+        return sum(worker.phase == "ready" for worker in self._workers.values())
 
     def _num_ready(self, pool: PoolName) -> int:
         return sum(worker.pool == pool and worker.phase == "ready" for worker in self._workers.values())

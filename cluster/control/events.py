@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from disagg.cluster.rollout.rollout import Plan
 from disagg.proto.control import MembershipChange, PoolName
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
@@ -16,6 +17,13 @@ class Scale:
     """An operator sets the desired sizes; checked by `ControlCore.refusal` before."""
 
     sizes: Mapping[PoolName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operator gives the cluster another configuration; checked by `ControlCore.refusal` before."""
+
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,7 @@ class Tick:
 
 Event = (
     Scale
+    | Apply
     | Drain
     | WorkerRegistered
     | WorkerStartFailed
@@ -165,6 +174,8 @@ class StartWorker:
     index: int
     start_id: str
     """Different for every start by any controller; the process brings it when it registers."""
+    template: str = ""
+    """Which configuration of its pool; the process brings that, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +228,16 @@ class Publish:
     """Gateways that joined, or missed a change: they get all of it, `ControlCore.membership()`."""
 
 
-Command = StartWorker | StopWorkers | StartGateway | StopGateway | Accept | Reject | Publish
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep `ControlCore.saved()` for the next controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """From now on settings of that generation hold that no worker is restarted for."""
+
+    generation: int
+
+
+Command = Save | Configure | StartWorker | StopWorkers | StartGateway | StopGateway | Accept | Reject | Publish

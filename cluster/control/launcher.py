@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from disagg.cluster.config.cluster_config import PoolConfig
 from disagg.cluster.control import events
-from disagg.cluster.control.plan import ClusterPlan, GatewaySpec, port_of
+from disagg.cluster.control.plan import GatewaySpec, port_of
+from disagg.cluster.rollout.plans import Plans
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import describe
 from disagg.engine.config import WorkerConfig
@@ -36,8 +38,9 @@ class Launcher(Protocol):
         """The names of processes that an earlier controller of this cluster left running. Called once, first."""
         ...
 
-    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
         """Begin to start a worker, which registers with the controller by itself, or reports there why it cannot start.
+        `pool`: where it may run.
 
         Raises:
             LaunchError: if not even that can be begun.
@@ -84,13 +87,13 @@ class LauncherThread:
 
     def __init__(
         self,
-        plan: ClusterPlan,
+        plans: Plans,
         launcher: Launcher,
         executor: ThreadPoolExecutor,
         address: str,
         on_event: Callable[[events.Event], None],
     ) -> None:
-        self._plan = plan
+        self._plans = plans
         self._launcher = launcher
         self._executor = executor
         self._address = address
@@ -135,14 +138,15 @@ class LauncherThread:
 
     def _call(self, command: events.Command) -> events.Event | None:
         match command:
-            case events.StartWorker(pool=pool, index=index, start_id=start_id):
-                config = msgspec.structs.replace(self._plan.worker(pool, index), start_id=start_id)
-                self._launcher.start_worker(config, self._address)
+            case events.StartWorker(pool=pool, index=index, start_id=start_id, template=template):
+                config, place = self._plans.worker(pool, index, template)
+                config = msgspec.structs.replace(config, start_id=start_id)
+                self._launcher.start_worker(config, self._address, place)
             case events.StopWorkers(worker_ids=worker_ids):
                 self._launcher.stop_workers(worker_ids)
                 return events.WorkersStopped(worker_ids)
             case events.StartGateway(workers=workers, address=address, http_address=http_address):
-                spec = self._plan.gateway(workers, port_of(address), port_of(http_address))
+                spec = self._plans.present.gateway(workers, port_of(address), port_of(http_address))
                 self._launcher.start_gateway(spec, self._address)
             case events.StopGateway():
                 self._launcher.stop_gateway()

@@ -11,7 +11,7 @@ import errno
 import secrets
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,11 @@ class ClusterPlan:
     """A checkpoint folder, or `fake`."""
     available: tuple[int, ...]
     """The cores that workers are laid out on."""
+    layout: Mapping[PoolName, int] | None = None
+    """The sizes by which cores and devices are laid out: those that the cluster began with, so that other sizes move no
+    worker. None for the configured ones."""
+    restarts: int = 0
+    """Counts requests to replace workers though nothing differs."""
 
     @property
     def cores(self) -> CorePlan:
@@ -92,9 +97,20 @@ class ClusterPlan:
         """The workers that come first, prefill workers before others."""
         return [self.worker(name, index) for name, size in self.sizes.items() for index in range(size)]
 
+    @property
+    def load_every_s(self) -> float | None:
+        """Between two reports of a gateway to the autoscaler; None without one."""
+        return self.config.autoscaler.interval_s / 2.0 if self.config.autoscaler.enabled else None
+
     def worker(self, pool: PoolName, index: int) -> WorkerConfig:
         """Any worker of a pool, also beyond its configured size."""
-        return worker_config(self.config, pool, index, self.model_path, self.available)
+        return worker_config(self._laid_out(), pool, index, self.model_path, self.available)
+
+    def _laid_out(self) -> ClusterConfig:
+        pools = self.config.pools
+        for name, size in (self.layout or {}).items():
+            pools = msgspec.structs.replace(pools, **{name: msgspec.structs.replace(getattr(pools, name), size=size)})
+        return msgspec.structs.replace(self.config, pools=pools)
 
     def gateway(
         self, infos: Sequence[WorkerInfo], port: int | None = None, http_port: int | None = None
@@ -109,7 +125,7 @@ class ClusterPlan:
             workers=tuple(infos),
             cores=self.cores.gateway,
             recording=self.config.gateway.record_events,
-            load_every_s=self.config.autoscaler.interval_s / 2.0 if self.config.autoscaler.enabled else None,
+            load_every_s=self.load_every_s,
         )
 
 
@@ -220,14 +236,15 @@ def port_of(address: str) -> int | None:
     return int(address.rpartition(":")[2]) if address else None
 
 
-def plan_cluster(config: ClusterConfig) -> ClusterPlan:
-    """Find the model and lay out the processes; raises `ConfigError`."""
+def plan_cluster(config: ClusterConfig, available: tuple[int, ...] | None = None) -> ClusterPlan:
+    """Find the model and lay out the processes on the `available` cores; without these on all that this process may
+    use. Raises `ConfigError`."""
     check_installed(config.transfer.transport)
     path = config.model.path
     model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
     if model_path != FAKE_MODEL and any(pool.tp > 1 for _, pool in active_pools(config)):
         check_ranks(config, read_model_config(model_path))
-    return ClusterPlan(config, model_path, available_cores())
+    return ClusterPlan(config, model_path, available_cores() if available is None else available)
 
 
 def check_gateway(config: ClusterConfig) -> None:

@@ -22,20 +22,23 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
+from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Settings
+from disagg.cluster.control.core import ControlCore, Desired, Settings
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher, LauncherThread
-from disagg.cluster.control.plan import ClusterPlan
+from disagg.cluster.control.plan import ClusterPlan, router_config
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
-from disagg.cluster.scaling.runner import AutoscalerRunner
+from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
+from disagg.cluster.scaling.runner import AutoscalerRunner, pool_limits
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
+    ApplyRequest,
     ControllerToWorker,
     ControlReply,
     ControlRequest,
@@ -44,6 +47,7 @@ from disagg.proto.control import (
     GatewayFailed,
     GatewayHeartbeat,
     GatewayHello,
+    GatewaySettings,
     GatewayToController,
     MembershipChange,
     MembershipRequest,
@@ -57,6 +61,7 @@ from disagg.proto.control import (
     WorkerToController,
     WorkerWelcome,
 )
+from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import decoder, encode
 from disagg.proto.services import (
@@ -111,10 +116,10 @@ class Controller:
         launcher: starts and ends the processes; called on one thread.
         secret: of the cluster; calls without it are refused.
         host, port: where to listen; port 0 takes any.
-        sizes: desired sizes that an earlier controller saved; the plan's without.
+        saved: the desired state that an earlier controller saved; the plan's without.
         companion: a process beside the cluster, which its owner need not watch.
-        on_scaled: called with the desired sizes whenever they change, on the launcher's thread, before the change is
-            made.
+        on_saved: called with the desired state whenever it changes, on the launcher's thread, before anything is
+            started or stopped for it.
     """
 
     def __init__(
@@ -125,18 +130,18 @@ class Controller:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        sizes: Mapping[PoolName, int] | None = None,
+        saved: SavedState | None = None,
         companion: Companion | None = None,
-        on_scaled: Callable[[dict[PoolName, int]], None] | None = None,
+        on_saved: Callable[[SavedState], None] | None = None,
     ) -> None:
-        self._plan = plan
+        self._plans = Plans(plan, saved)
+        self._saved = saved
         self._launcher = launcher
         self._secret = secret
         self._guard = ClusterGuard(secret)
         self._host = host
         self._port = port
-        self._sizes = {**plan.sizes, **(sizes or {})}
-        self._on_scaled = on_scaled
+        self._on_saved = on_saved
         self._companion = companion
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
@@ -153,10 +158,7 @@ class Controller:
         self._stopping = False
         self._autoscaler: AutoscalerRunner | None = None
         self._autoscaling: asyncio.Task[None] | None = None
-        if plan.config.autoscaler.enabled:
-            self._autoscaler = AutoscalerRunner(
-                plan.config, self.state, self._resize, self._publish_scaling, time.monotonic
-            )
+        self._make_autoscaler(self._plans.present.config)
 
     # ------------------------------------------------------------ start and stop
 
@@ -168,21 +170,20 @@ class Controller:
         """
         loop = asyncio.get_running_loop()
         running = await loop.run_in_executor(self._executor, self._launcher.running)
-        settings = Settings(
-            drain_timeout_s=self._plan.config.controller.drain_timeout_s, lost_grace_s=self._lost_grace_s
-        )
-        self._core = ControlCore(self._sizes, settings, running, controller_id=uuid.uuid4().hex[:8])
+        config = self._plans.present.config
+        settings = Settings(drain_timeout_s=config.controller.drain_timeout_s, lost_grace_s=self._lost_grace_s)
+        desired = Desired(target=self._plans.target(1)) if self._saved is None else self._saved.desired
+        self._core = ControlCore({}, settings, running, controller_id=uuid.uuid4().hex[:8], desired=desired)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
         await server.start()
         self._server = server
-        self._launcher_thread = LauncherThread(self._plan, self._launcher, self._executor, address, self._handle)
+        self._launcher_thread = LauncherThread(self._plans, self._launcher, self._executor, address, self._handle)
         self._handle(events.Tick())
         self._poller = asyncio.create_task(self._poll(self._launcher_thread), name="launcher-poll")
         self._supervisor.start()
-        if self._autoscaler is not None:
-            self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
+        self._run_autoscaler()
         return address
 
     async def stop(self) -> None:
@@ -217,19 +218,95 @@ class Controller:
         assert self._core is not None, "the controller has not started"
         if (refused := self._core.refusal(request)) is not None:
             return refused
+        if isinstance(request, ApplyRequest):
+            return await self._apply(request, self._core)
         if isinstance(request, ScaleRequest):
             await self._resize(request.sizes)
         elif isinstance(request, DrainRequest):
             self._handle(events.Drain(request.worker_id, request.deadline_s))
+        self._observe(self._core)
         return self._state
+
+    async def _apply(self, request: ApplyRequest, core: ControlCore) -> ControlReply:
+        """Begin to change what differs, unless it is refused."""
+        try:
+            reply, plan, new = await asyncio.to_thread(self._plans.plan, request, core.target, core.latest)
+        except ConfigError as error:
+            return refusal_of(error)
+        if (refused := core.refusal(request)) is not None:  # another one came meanwhile
+            return refused
+        if request.dry_run or (not reply.changes and not plan.is_needed):
+            return msgspec.structs.replace(reply, generation=core.target.generation)
+        self._plans.add(plan.new.generation, new)
+        logger.warning(
+            "generation %d of the configuration is applied: %s; replaces workers of: %s",
+            plan.new.generation,
+            ", ".join(change.field for change in reply.changes) or "nothing differs",
+            ", ".join(reply.pools) or "no pool",
+        )
+        self._handle(events.Apply(plan))
+        await self._flush()
+        return reply
 
     async def _resize(self, sizes: Mapping[PoolName, int]) -> None:
         """Make pools this large, from 0 on."""
-        assert self._core is not None, "the controller has not started"
-        if self._on_scaled is not None:
-            wanted = {**self._core.sizes, **sizes}
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._on_scaled, wanted)
         self._handle(events.Scale(sizes))
+        await self._flush()
+
+    async def _autoscale(self, sizes: Mapping[PoolName, int]) -> None:
+        """The same, unless a rollout says how large they are."""
+        if self._state.rollout is None:
+            await self._resize(sizes)
+
+    async def _flush(self) -> None:
+        """Until what was to be saved is saved."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, lambda: None)
+
+    def _make_autoscaler(self, config: ClusterConfig) -> None:
+        self._autoscaler = None
+        if config.autoscaler.enabled:
+            self._autoscaler = AutoscalerRunner(
+                config, self.state, self._autoscale, self._publish_scaling, time.monotonic
+            )
+
+    def _configure(self, generation: int) -> None:
+        """Follow what a generation says for which no process is restarted."""
+        before = self._plans.present.config
+        self._plans.configured = generation
+        config = self._plans.present.config
+        if (before.autoscaler, pool_limits(before)) != (config.autoscaler, pool_limits(config)):
+            if self._autoscaling is not None:
+                self._autoscaling.cancel()
+            self._make_autoscaler(config)
+            self._run_autoscaler()
+        frame = self._settings_frame()
+        for frames in self._followers.values():
+            frames.put_nowait(frame)
+
+    def _run_autoscaler(self) -> None:
+        self._autoscaling = None
+        if self._autoscaler is not None:
+            self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
+
+    def _settings_frame(self) -> bytes:
+        plan = self._plans.present
+        router = msgspec.json.encode(router_config(plan.config))
+        return encode(GatewaySettings(router=router, load_every_s=plan.load_every_s))
+
+    def _save(self, core: ControlCore) -> None:
+        """Keep the desired state, and the generations that are needed for it."""
+        desired = core.saved()
+        targets = [desired.target] if desired.plan is None else [desired.target, desired.plan.old, desired.plan.new]
+        self._plans.keep({target.generation for target in targets})
+        if self._on_saved is not None:
+            self._executor.submit(self._save_now, self._on_saved, self._plans.saved(desired))
+
+    def _save_now(self, on_saved: Callable[[SavedState], None], state: SavedState) -> None:
+        try:
+            on_saved(state)
+        except Exception:
+            # Of the store. The next controller would go on from the state before; the cluster itself goes on.
+            logger.exception("the desired state could not be saved")
 
     def _publish_scaling(self, state: AutoscalerState) -> None:
         """To the gateways, for their metrics, and to operators."""
@@ -252,16 +329,23 @@ class Controller:
             # the next message of the process.
             logger.exception("the controller could not handle %s; the event is dropped", event)
             commands = []
-        self._state = self._core.state()
-        if self._autoscaler is not None:
-            self._autoscaler.observe(self._state)
-            self._state = msgspec.structs.replace(self._state, autoscaler=self._autoscaler.snapshot())
+        self._observe(self._core)
         for command in commands:
             self._execute(command, self._core)
         self._set_timer(self._core.next_wakeup())
 
+    def _observe(self, core: ControlCore) -> None:
+        self._state = core.state(time.monotonic())
+        if self._autoscaler is not None:
+            self._autoscaler.observe(self._state)
+            self._state = msgspec.structs.replace(self._state, autoscaler=self._autoscaler.snapshot())
+
     def _execute(self, command: events.Command, core: ControlCore) -> None:
         match command:
+            case events.Save():
+                self._save(core)
+            case events.Configure(generation=generation):
+                self._configure(generation)
             case events.Accept(worker_id=worker_id, incarnation=incarnation):
                 self._reply(worker_id, incarnation, WorkerWelcome())
             case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):
@@ -274,7 +358,8 @@ class Controller:
                 self._launcher_thread.put(command)
 
     def _publish(self, change: MembershipChange | None, snapshot_for: Collection[GatewayId], core: ControlCore) -> None:
-        """A gateway for which too many changes wait gets a snapshot of the membership instead."""
+        """A gateway for which too many changes wait gets a snapshot of the membership instead. With each snapshot come
+        the settings, for a gateway that joined, or of which a message was dropped."""
         frame = None if change is None else encode(change)
         snapshot: bytes | None = None
         for gateway_id, frames in self._followers.items():
@@ -284,6 +369,7 @@ class Controller:
                     frames.get_nowait()
                 snapshot = snapshot or encode(core.membership())
                 frames.put_nowait(snapshot)
+                frames.put_nowait(self._settings_frame())
             elif frame is not None:
                 frames.put_nowait(frame)
 

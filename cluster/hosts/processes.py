@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import override
 
-from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
 from disagg.cluster.control.cores import check_devices
@@ -124,7 +124,7 @@ class ProcessLauncher(Launcher):
         return frozenset()
 
     @override
-    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
         environment = thread_environment(config.num_threads) | device_environment(config.device)
         self._start(config.worker_id, WORKER_MODULE, config, controller_address, environment)
 

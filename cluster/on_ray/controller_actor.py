@@ -17,11 +17,11 @@ from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, record_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
+from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import log_environment, setup_logging
 from disagg.cluster.system.process_tools import describe
-from disagg.proto.control import PoolName
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class ControllerActor:
         settings = self._settings
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await asyncio.sleep(record_start(CONTROLLER))
-        plan = plan_cluster(settings.config)
+        saved = ray_store.load(ray_store.DESIRED, SavedState)
+        plan = plan_cluster(settings.config if saved is None else saved.present)
         pin_process(plan.cores.gateway if settings.is_private else ())
         controller = Controller(
             plan,
@@ -80,8 +81,8 @@ class ControllerActor:
             node_address() if settings.config.network.bind == "node" else LOOPBACK,
             settings.config.controller.port,
             companion=twin_of(settings.config, settings.twin_key, os.environ, plan.available),
-            sizes=ray_store.load(ray_store.SIZES, dict[PoolName, int]),
-            on_scaled=functools.partial(ray_store.save, ray_store.SIZES),
+            saved=saved,
+            on_saved=functools.partial(ray_store.save, ray_store.DESIRED),
         )
         try:
             address = await self._listen(controller)

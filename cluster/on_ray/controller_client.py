@@ -19,6 +19,7 @@ from disagg.cluster.control.plan import new_secret
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.handles import present_actors, present_groups, remove_group, stop_actors
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
+from disagg.cluster.rollout.changes import values_of
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError
@@ -131,27 +132,12 @@ def changed_sizes(running: ClusterConfig, requested: ClusterConfig) -> dict[Pool
     Raises:
         LaunchError: naming what else differs; that cannot be changed while the cluster runs.
     """
-    other = sorted(set(_values(running).items()) ^ set(_values(requested).items()))
+    before, after = values_of(running), values_of(requested)
+    names = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     sizes = {f"pools.{name}.size": name for name, _ in active_pools(requested)}
-    names = {path for path, _ in other}
     if fixed := sorted(names - set(sizes)):
         raise LaunchError(
-            f"a cluster runs here with another configuration ({', '.join(fixed)} differ); end it first with "
-            "`disagg cluster stop`"
+            f"a cluster runs here with another configuration ({', '.join(fixed)} differ); change it with "
+            "`disagg apply`, or end it first with `disagg cluster stop`"
         )
     return {sizes[path]: dict(active_pools(requested))[sizes[path]].size for path in names}
-
-
-def _values(config: ClusterConfig) -> dict[str, str]:
-    """Dotted path of each key of the file -> its value as text."""
-    values: dict[str, str] = {}
-
-    def visit(path: str, value: object) -> None:
-        if isinstance(value, dict) and not path.endswith(".node_labels"):
-            for key, inner in value.items():
-                visit(f"{path}.{key}" if path else str(key), inner)
-        else:
-            values[path] = repr(value)
-
-    visit("", msgspec.to_builtins(config))
-    return values

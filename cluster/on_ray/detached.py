@@ -30,6 +30,7 @@ from disagg.cluster.on_ray.controller_client import (
 )
 from disagg.cluster.on_ray.joined import AUTO, JoinedSession
 from disagg.cluster.on_ray.store import ControllerSettings
+from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.addresses import split_address
@@ -156,6 +157,9 @@ def _create(config: ClusterConfig) -> None:
 
 def _update(config: ClusterConfig, console: Console) -> None:
     running = ray_store.load(ray_store.CONFIG, ClusterConfig)
+    saved = ray_store.load(ray_store.DESIRED, SavedState)
+    if saved is not None and saved.desired.target.generation > 1:  # applied; the sizes may have been set since
+        running = saved.present
     if running is None:
         raise LaunchError("a cluster runs here, but not its configuration; end it first with `disagg cluster stop`")
     sizes = changed_sizes(running, config)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 from typing_extensions import override
 
-from disagg.cluster.config.cluster_config import PoolConfig, active_pools
+from disagg.cluster.config.cluster_config import PoolConfig
 from disagg.cluster.control.cores import num_cores
 from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
@@ -52,7 +52,6 @@ from disagg.cluster.system.logs import log_environment
 from disagg.cluster.system.process_tools import describe, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.engine.device_environment import device_environment
-from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
 
 LOOK_INTERVAL_S: Final = 1.0
@@ -73,6 +72,8 @@ class RayLauncher(Launcher):
         self._actors: dict[str, Any] = {}
         """Process name -> handle, of those that should run; each rank of a worker is a process."""
         self._groups: dict[str, Any] = {}
+        self._labels: dict[str, dict[str, str]] = {}
+        """Worker -> of the nodes that it may run on; of those that were started by this launcher."""
         self._reported: set[str] = set()
         self._exited_due = self._pending_due = 0.0
         self._pending: dict[str, str] = {}
@@ -96,10 +97,10 @@ class RayLauncher(Launcher):
         return frozenset(names)
 
     @override
-    def start_worker(self, config: WorkerConfig, controller_address: str) -> None:
+    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
         """The worker finds the controller by its name."""
         name = config.worker_id
-        pool = dict(active_pools(self._config))[_pool_of(name)]
+        self._labels[name] = dict(pool.node_labels)
         settings = ProcessSettings(
             name=name,
             kind="worker",
@@ -109,7 +110,7 @@ class RayLauncher(Launcher):
             tp=config.tp,
         )
         environment = thread_environment(config.num_threads) | device_environment(config.device)
-        self._start(settings, config, environment, self._worker_bundle(config), self._labels(name))
+        self._start(settings, config, environment, self._worker_bundle(config), self._labels[name])
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -220,21 +221,17 @@ class RayLauncher(Launcher):
             bundle |= _on_node(ray.util.get_node_ip_address())
         return bundle
 
-    def _labels(self, name: str) -> dict[str, str]:
-        """Of the nodes that a worker may run on."""
-        return {} if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].node_labels
-
     def _why_pending(self, name: str, group: Any) -> str:
         """For people to read; empty if the process has its place."""
         needs = unmet_needs(group)
-        labels = ", ".join(f"{key}={value}" for key, value in self._labels(name).items())
+        labels = ", ".join(f"{key}={value}" for key, value in self._labels.get(name, {}).items())
         with_labels = f" and the labels {labels}" if labels else ""
         return f"waits for a Ray node with {needs}{with_labels}" if needs else ""
 
     # ------------------------------------------------------------ stop
 
     def _stop(self, names: Sequence[str], timeout_s: float = STOP_TIMEOUT_S) -> None:
-        processes = [rank_name(name, rank) for name in names for rank in range(self._tp(name))]
+        processes = self._processes(names)
         actors = [actor for process in processes if (actor := ray_store.find_actor(process)) is not None]
         stop_actors(actors, timeout_s)
         for process in processes:
@@ -243,21 +240,18 @@ class RayLauncher(Launcher):
             self._groups.pop(name, None)
             self._reported.discard(name)
             remove_group(name)
-            delete_rank_records(name, self._tp(name))
+            delete_rank_records(name, sum(worker_of(process) == name for process in processes))
 
-    def _tp(self, name: str) -> int:
-        """Ranks, and so actors, of a worker; the gateway is one."""
-        return 1 if name == GATEWAY else dict(active_pools(self._config))[_pool_of(name)].tp
+    def _processes(self, names: Sequence[str]) -> list[str]:
+        """The processes of these names that may have an actor: the one that has the name, and other ranks."""
+        wanted = set(names)
+        ranks = [process for process in self._actors if worker_of(process) in wanted]
+        return list(dict.fromkeys((*names, *ranks)))
 
 
 def _why_exited(name: str, info: dict[str, Any]) -> str:
     """The reason that the process recorded itself, else the one that Ray reports."""
     return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
-
-
-def _pool_of(worker_id: str) -> PoolName:
-    pool: PoolName = worker_id.rpartition("-")[0]  # type: ignore[assignment]  # the controller makes only such names
-    return pool
 
 
 def _cores_to_claim(pool: PoolConfig) -> int:

@@ -227,6 +227,7 @@ class Worker:
             address=address,
             pid=os.getpid(),
             start_id=config.start_id,
+            template=config.template,
             fingerprint=runner.fingerprint,
             kv_layout=runner.layout,
             num_blocks=runner.num_blocks,

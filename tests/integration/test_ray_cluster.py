@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 import yaml
 
@@ -24,7 +25,7 @@ from disagg.cluster.on_ray.private import MAX_TEMP_DIR_CHARS
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.runner.fake import fake_generate
-from disagg.proto.control import ControlState, ScaleRequest, WorkerRecord
+from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest, WorkerRecord
 from disagg.proto.errors import DisaggError
 from tests.support.processes import mentioning
 
@@ -160,6 +161,27 @@ def test_what_is_killed_comes_back_and_pools_grow_and_shrink(temp_dir: Path) -> 
         assert not leaving.is_alive()
         assert pids(cluster) == now
         assert serve(cluster) == ("prefill-0", "decode-0")
+
+
+def test_an_apply_goes_on_under_the_next_controller(temp_dir: Path) -> None:
+    config = make_config(temp_dir, pools={"decode": {"size": 2}})
+    wanted = parse_config({**config, "pools": {"decode": {"size": 2, "num_blocks": 300}}})
+    with RayCluster(parse_config(config)) as cluster:
+        before = pids(cluster)
+        reply = cluster.control(ApplyRequest(config=msgspec.json.encode(wanted)))
+        assert isinstance(reply, ApplyReply)
+        assert (reply.generation, reply.pools) == (2, ("decode",))
+        kill(controller_pid(cluster))
+        state = wait_for(cluster, lambda state: state.generation == 2)
+        assert {name: record.info and record.info.num_blocks for name, record in records(state).items()} == {
+            "prefill-0": records(state)["prefill-0"].info.num_blocks,  # type: ignore[union-attr]
+            "decode-0": 300,
+            "decode-1": 300,
+        }
+        assert (pids(cluster)["prefill-0"], state.rolled_back) == (before["prefill-0"], None)
+        kill(controller_pid(cluster))
+        assert wait_for(cluster, lambda state: state.generation == 2).rollout is None
+        serve(cluster)
 
 
 def kill(pid: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Settings
+from disagg.cluster.control.core import ControlCore, Desired, Settings
 from disagg.cluster.control.events import Command, Event
 from disagg.proto.control import PoolName, WorkerRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -18,7 +18,12 @@ LOST_GRACE_S = 10.0
 
 
 def make_info(
-    name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
+    name: str,
+    incarnation: int = 1,
+    fingerprint: str = "f",
+    num_layers: int = 1,
+    start_id: str = "",
+    template: str = "",
 ) -> WorkerInfo:
     """What a worker registers; its incarnation is `name.incarnation`."""
     layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
@@ -29,6 +34,7 @@ def make_info(
         address="127.0.0.1:1",
         pid=incarnation,
         start_id=start_id,
+        template=template,
         fingerprint=fingerprint,
         kv_layout=layout,
         num_blocks=1,
@@ -41,18 +47,25 @@ def make_info(
 
 class Driver:
     """A core, its clock, and short names for what happens to it. Commands are given back as short lines:
-    `start prefill-0`, `stop prefill-0 decode-0`, `accept x`, `reject x: why`, `gateway prefill-0 decode-0`,
-    `stop gateway`, `publish prefill-0 decode-0(draining)`."""
+    `start prefill-0`, `start prefill-0 as t2`, `stop prefill-0 decode-0`, `accept x`, `reject x: why`, `configure 2`,
+    `gateway prefill-0 decode-0`, `stop gateway`, `publish prefill-0 decode-0(draining)`. Saving gives no line."""
 
-    def __init__(self, sizes: Mapping[PoolName, int], running: Collection[str] = ()) -> None:
+    def __init__(
+        self, sizes: Mapping[PoolName, int], running: Collection[str] = (), desired: Desired | None = None
+    ) -> None:
         settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S)
-        self.core = ControlCore(sizes, settings, running, controller_id="c1")
+        self.core = ControlCore(sizes, settings, running, controller_id="c1", desired=desired)
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
         """Of the latest start of each worker."""
+        self.templates: dict[str, str] = {}
+        """The same; the worker registers with it."""
+        self.saved: Desired | None = None
+        """What the core had saved last."""
 
     def __call__(self, event: Event) -> list[str]:
-        return [self._line(command) for command in self.core.handle(event, self.now)]
+        lines = [self._line(command) for command in self.core.handle(event, self.now)]
+        return [line for line in lines if line]
 
     def tick(self, after_s: float = 0.0) -> list[str]:
         self.now += after_s
@@ -61,7 +74,8 @@ class Driver:
     def register(
         self, name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
     ) -> list[str]:
-        return self(events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id)))
+        template = self.templates.get(name, "")
+        return self(events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id, template)))
 
     def left(self, name: str, incarnation: int = 1) -> list[str]:
         return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{incarnation}")))
@@ -110,9 +124,14 @@ class Driver:
 
     def _line(self, command: Command) -> str:
         match command:
-            case events.StartWorker(worker_id=name, start_id=start_id):
-                self.start_ids[name] = start_id
-                return f"start {name}"
+            case events.Save():
+                self.saved = self.core.saved()
+                return ""
+            case events.Configure(generation=generation):
+                return f"configure {generation}"
+            case events.StartWorker(worker_id=name, start_id=start_id, template=template):
+                self.start_ids[name], self.templates[name] = start_id, template
+                return f"start {name}" + (f" as {template}" if template else "")
             case events.StopWorkers(worker_ids=names):
                 return f"stop {' '.join(names)}"
             case events.Accept(worker_id=name):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.config.cluster_config import PoolConfig, parse_config
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster, ProcessLauncher
@@ -34,7 +34,8 @@ def test_a_worker_s_process_has_its_device_s_variables_from_its_start(
         settings = ControllerSettings(config=parse_config({"model": {"path": "fake"}}), cores=(), is_private=True)
         launcher = RayLauncher(settings)
         monkeypatch.setattr(launcher, "_start", lambda *arguments: given.append(arguments[2]))
-    launcher.start_worker(WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="fake", device=device), "")
+    config = WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="fake", device=device)
+    launcher.start_worker(config, "", PoolConfig(device=device))
     (environment,) = given
     assert {name: value for name, value in environment.items() if name in GPU_ENVIRONMENT} == expected
 

@@ -47,7 +47,7 @@ def test_other_sizes_are_a_change_that_a_running_cluster_can_make() -> None:
     ],
 )
 def test_anything_else_is_refused_by_name(raw: dict[str, object], named: str) -> None:
-    with pytest.raises(LaunchError, match=rf"another configuration \({named} differ\); end it first"):
+    with pytest.raises(LaunchError, match=rf"another configuration \({named} differ\); change it with"):
         changed_sizes(BASE, parse_config(raw))
 
 

@@ -1,0 +1,126 @@
+"""In which fields two configurations of a cluster differ, and what becomes of each. Pure.
+
+    in place            the controller, its gateways and later starts follow it; no process is restarted
+    replaces workers    see `rollout.py`
+    no effect           it is about pools that the mode does not use
+    refused             then nothing is changed
+
+A field that is not listed here is refused: what it would need is not known.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Collection
+
+import msgspec
+
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolsConfig, active_pools
+from disagg.proto.control import FieldChange, PoolName
+
+IN_PLACE = (
+    "pools.*.size",
+    "pools.*.min_size",
+    "pools.*.max_size",
+    "placement.*",
+    "slo.*",
+    "gateway.max_queued",
+    "controller.drain_timeout_s",
+    "autoscaler.*",
+)
+REPLACES_ALL = (
+    "mode",
+    "model.path",
+    "model.dtype",
+    "model.quantization",
+    "model.kv_cache_dtype",
+    "model.share_weights",
+    "kernels.*",
+    "transfer.*",
+    "gateway.token_interval_ms",
+    "recovery.failpoints",
+)
+REFUSED = {
+    "gateway.replicas": "gateways come and go with the cluster",
+    "gateway.*": "the gateway reads it when it starts, and a restart breaks its streams",
+    "metrics.*": "the gateway reads it when it starts, and a restart breaks its streams",
+    "recovery.*": "gateway and controller read it when they start",
+    "controller.*": "the controller reads it when it starts",
+    "model.max_model_len": "the gateway checks prompts by it",
+    "network.*": "all processes would have to change at once",
+    "ray.*": "the cluster would have to move",
+    "logging.*": "processes read it when they start",
+}
+"""Why; the first pattern that fits counts."""
+_TO_THE_TWIN = "the twin sets it while it is auto"
+_ANEW = "it cannot be changed while the cluster runs: stop it and start it anew"
+
+
+def values_of(config: ClusterConfig) -> dict[str, object]:
+    """Dotted path of each key of the file -> its value."""
+    values: dict[str, object] = {}
+
+    def visit(path: str, value: object) -> None:
+        if isinstance(value, dict) and not path.endswith(".node_labels"):
+            for key, inner in value.items():
+                visit(f"{path}.{key}" if path else str(key), inner)
+        else:
+            values[path] = value
+
+    visit("", msgspec.to_builtins(config))
+    return values
+
+
+def compare(running: ClusterConfig, wanted: ClusterConfig, replaced: Collection[PoolName] = ()) -> list[FieldChange]:
+    """The fields in which two configurations differ, in the order of the file.
+
+    Args:
+        replaced: pools of which workers will be replaced, that come or go. A field of others replaces nothing: what it
+            stands for is the same.
+    """
+    before, after = values_of(running), values_of(wanted)
+    paths = [path for path in dict.fromkeys((*before, *after)) if before.get(path) != after.get(path)]
+    used = {name for config in (running, wanted) for name, _ in active_pools(config)}
+    return [_change(path, running, wanted, before, after, used, replaced) for path in paths]
+
+
+def _change(
+    path: str,
+    running: ClusterConfig,
+    wanted: ClusterConfig,
+    before: dict[str, object],
+    after: dict[str, object],
+    used: Collection[PoolName],
+    replaced: Collection[PoolName],
+) -> FieldChange:
+    def change(how: str, detail: str = "") -> FieldChange:
+        text = {side: json.dumps(values.get(path)) for side, values in (("before", before), ("after", after))}
+        return FieldChange(field=path, how=how, detail=detail, **text)  # type: ignore[arg-type]  # one of the four
+
+    pool: PoolName | None = next((name for name in _POOLS if path.startswith(f"pools.{name}.")), None)
+    if path == "model.name":
+        if running.model.served_name == wanted.model.served_name:
+            return change("in place")
+        return change("refused", f"requests use the name {running.model.served_name}; set model.path to serve others")
+    if path == "model.path" and running.model.served_name != wanted.model.served_name:
+        name = running.model.served_name
+        return change("refused", f"requests use the name {name}: set model.name: {name} to serve this under it")
+    if path == "placement.decodes" and "auto" in (running.placement.decodes, wanted.placement.decodes):
+        return change("refused", _TO_THE_TWIN)
+    if pool is not None and pool not in used:
+        return change("no effect", "the mode does not use this pool")
+    if _fits(path, IN_PLACE):
+        return change("in place")
+    if pool is not None or _fits(path, REPLACES_ALL):
+        of = [name for name in replaced if pool is None or name == pool]
+        return change("replaces workers", ", ".join(of)) if of else change("in place")
+    reason = next((reason for pattern, reason in REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), _ANEW)
+    return change("refused", reason)
+
+
+_POOLS: tuple[PoolName, ...] = PoolsConfig.__struct_fields__  # type: ignore[assignment]  # one for each name
+
+
+def _fits(path: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

@@ -1,0 +1,324 @@
+"""The way of a running cluster from one configuration to another, worker by worker. Pure.
+
+    canary ──one new worker of each pool is ready──> rolling ──all are new, and ready──> finishing ──> over
+      │                                                │ wave by wave: drain, stop, start as new, ready
+      └──── a new worker fails `MAX_FAILURES` times, or is not ready in time ────> the same way back
+
+Each pool whose workers are replaced has one worker more meanwhile, behind those that are configured (a surge worker):
+it is the canary, and it stands in for the one that is being replaced. Without surge workers the first wave is the
+canary, and each pool has one worker less.
+
+A wave has at most one worker of each pool. It comes from the pools that have the most left to replace, so that the last
+workers of all pools are replaced together: where old and new workers form no pairs (another model, another KV layout)
+neither version ever has prefill workers without decode workers. Pools of another mode are started whole before the old
+ones are drained.
+
+A worker's `template` names all that its configuration says, but for its id. A worker that dies is started again as it
+was before the canary is ready, and as a new one after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from disagg.cluster.control.workers import Worker
+from disagg.proto.control import PoolName, RolloutState
+from disagg.proto.ids import WorkerId
+
+MAX_FAILURES = 3
+"""Faults in a row of a new worker that end the way forward."""
+READY_TIMEOUT_S = 300.0
+
+Stage = Literal["canary", "rolling", "finishing"]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of the configuration, as far as the controller's core needs it."""
+
+    generation: int
+    sizes: dict[PoolName, int]
+    """Of the pools that its mode uses."""
+    templates: dict[PoolName, str]
+    """Names the configuration of the pool's workers."""
+    drain_timeout_s: float | None = None
+    """None keeps the present one."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """From where to where, and how. It is saved, so that the next controller goes on."""
+
+    old: Target
+    new: Target
+    surge: bool = True
+    ready_timeout_s: float = READY_TIMEOUT_S
+    is_back: bool = False
+    """Whether it takes back the one before, which failed: then it has no limits, and goes on until it is done."""
+    why: str = ""
+    """Of the way back."""
+    has_canary: bool = False
+    """Whether the first new workers were ready."""
+
+    @property
+    def replaced(self) -> tuple[PoolName, ...]:
+        """The pools that stay, and whose workers are replaced."""
+        old = self.old.templates
+        return tuple(p for p, template in self.new.templates.items() if p in old and old[p] != template)
+
+    @property
+    def added(self) -> tuple[PoolName, ...]:
+        """The pools of the new mode only."""
+        return tuple(pool for pool in self.new.templates if pool not in self.old.templates)
+
+    @property
+    def removed(self) -> tuple[PoolName, ...]:
+        """The pools of the old mode only."""
+        return tuple(pool for pool in self.old.templates if pool not in self.new.templates)
+
+    @property
+    def changes_all(self) -> bool:
+        """Whether no old worker stays: old and new ones need not fit each other."""
+        return len(self.replaced) + len(self.removed) == len(self.old.templates)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any worker has to be replaced, or pools to be exchanged."""
+        return bool(self.replaced or self.added or self.removed)
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether it begins with a canary, before which nothing else changes."""
+        return not self.is_back and (self.surge or bool(self.added))
+
+    @property
+    def configured(self) -> Target:
+        """Whose settings hold for which no worker is restarted."""
+        return self.new if self.has_canary or not self.has_trial else self.old
+
+    def reversed(self, why: str) -> Plan:
+        """The way back."""
+        return Plan(
+            old=self.new,
+            new=self.old,
+            surge=self.surge,
+            ready_timeout_s=self.ready_timeout_s,
+            is_back=True,
+            why=why,
+        )
+
+
+class Rollout:
+    """Where a plan is. Decides what is to be there; the controller's core reconciles.
+
+    Args:
+        plan: what is carried out.
+        now: when it began, for people.
+    """
+
+    def __init__(self, plan: Plan, now: float) -> None:
+        self.plan = plan
+        self.began = now
+        self.stage: Stage = "canary" if plan.has_trial and not plan.has_canary else "rolling"
+        self._released: set[WorkerId] = set()
+        """Workers whose turn has come."""
+
+    # ------------------------------------------------------------ what is to be there
+
+    @property
+    def pools(self) -> tuple[PoolName, ...]:
+        """All pools that have workers meanwhile."""
+        return tuple(dict.fromkeys((*self.plan.new.sizes, *self.plan.old.sizes)))
+
+    def size(self, pool: PoolName) -> int:
+        """Workers of a pool that are to be there now."""
+        old, new = self.plan.old.sizes.get(pool, 0), self.plan.new.sizes.get(pool, 0)
+        if self.stage == "finishing":
+            return new
+        if pool in self.plan.added:
+            return min(1, new) if self.stage == "canary" else new
+        extra = int(self.plan.surge and pool in self.plan.replaced)
+        return (old if self.stage == "canary" else max(old, new)) + extra
+
+    def starts(self, worker: Worker) -> str:
+        """With which configuration a worker is started now. One that died after the canary takes its turn."""
+        old, new = self.plan.old, self.plan.new
+        if worker.pool not in new.templates:
+            return old.templates[worker.pool]
+        if self.stage == "rolling" and (self.plan.is_back or self.plan.has_canary):
+            self._released.add(worker.worker_id)
+        comes_in_addition = worker.index >= old.sizes.get(worker.pool, 0) and worker.pool not in self.plan.removed
+        if comes_in_addition or worker.worker_id in self._released or worker.pool not in old.templates:
+            return new.templates[worker.pool]
+        return worker.template or old.templates[worker.pool]
+
+    def is_new(self, worker: Worker) -> bool:
+        """Whether a worker has the configuration that is wanted."""
+        return worker.template == self.plan.new.templates.get(worker.pool)
+
+    def fits(self, one: Worker, other: Worker) -> bool:
+        """Whether two workers must be able to form a pair."""
+        return not self.plan.changes_all or self.is_new(one) == self.is_new(other)
+
+    def registered(self, worker: Worker) -> None:
+        """A worker is there; after a new controller began, that shows whose turn was over."""
+        if self.is_new(worker):
+            self._released.add(worker.worker_id)
+
+    # ------------------------------------------------------------ next steps
+
+    def failure(self, workers: Iterable[Worker], now: float) -> str | None:
+        """Why the way forward ends; None where it does not."""
+        if self.plan.is_back or self.stage == "finishing":
+            return None
+        for worker in workers:
+            if not self._is_on_trial(worker):
+                continue
+            if worker.num_faults >= MAX_FAILURES:
+                return f"{worker.worker_id} failed {worker.num_faults} times: {worker.detail}"
+            if worker.phase != "ready" and (due := self._ready_due(worker)) is not None and due <= now:
+                why = worker.pending or worker.detail
+                return f"{worker.worker_id} was not ready after {self.plan.ready_timeout_s:g} s" + (why and f": {why}")
+        return None
+
+    def next_due(self, workers: Iterable[Worker]) -> float | None:
+        """When `failure` may change by itself."""
+        if self.plan.is_back or self.stage == "finishing":
+            return None
+        dues = (self._ready_due(w) for w in workers if self._is_on_trial(w) and w.phase != "ready")
+        return min((due for due in dues if due is not None), default=None)
+
+    def advance(self, workers: Mapping[WorkerId, Worker]) -> list[Worker]:
+        """Enter the next stage where that is due; returns the workers whose turn comes."""
+        if self.stage == "canary":
+            if not all(self._is_done(w) for w in workers.values() if self._is_canary(w)) or not self._has_all(workers):
+                return []
+            self.stage = "rolling"
+            self.plan = msgspec.structs.replace(self.plan, has_canary=True)
+        if self.stage != "rolling":
+            return []
+        if self._has_all_bases(workers):
+            self.stage = "finishing"
+            return []
+        turn = [w for w in self._left(workers.values()) if w.phase in ("starting", "failed")]
+        if not turn:
+            if not self._has_all(workers) or not all(w.phase == "ready" for w in self._watched(workers.values())):
+                return []
+            turn = self._next_wave(workers.values())
+        self._released.update(worker.worker_id for worker in turn)
+        return turn
+
+    def is_over(self, workers: Iterable[Worker]) -> bool:
+        """Whether all is as wanted, and nothing more."""
+        sizes = self.plan.new.sizes
+        return self.stage == "finishing" and all(worker.index < sizes.get(worker.pool, 0) for worker in workers)
+
+    # ------------------------------------------------------------ for operators
+
+    def state(self, workers: Iterable[Worker], now: float) -> RolloutState:
+        """How far it is."""
+        workers = list(workers)
+        total = sum(self.plan.new.sizes[pool] for pool in (*self.plan.replaced, *self.plan.added))
+        done = sum(
+            self._is_done(w)
+            for w in workers
+            if w.pool in (*self.plan.replaced, *self.plan.added) and w.index < self.plan.new.sizes[w.pool]
+        )
+        return RolloutState(
+            generation=self.plan.new.generation,
+            previous=self.plan.old.generation,
+            stage=self.stage,
+            is_back=self.plan.is_back,
+            why=self.plan.why,
+            num_done=done,
+            num_workers=total,
+            running_s=now - self.began,
+            doing=self._doing(workers),
+            next=self._next(workers),
+        )
+
+    def _doing(self, workers: list[Worker]) -> str:
+        if self.stage == "finishing":
+            leaving = [w.worker_id for w in workers if w.index >= self.plan.new.sizes.get(w.pool, 0)]
+            return f"{', '.join(leaving)} leaves" if leaving else ""
+        new = [w for w in workers if self._is_in_hand(w) and not self._is_done(w)]
+        if self.stage == "canary" and new:
+            return f"waits for the first new workers: {', '.join(f'{w.worker_id} is {w.phase}' for w in new)}"
+        return ", ".join(f"{w.worker_id} is {w.phase}" for w in new)
+
+    def _next(self, workers: list[Worker]) -> str:
+        wave = self._next_wave(workers) if self.stage != "finishing" else []
+        if wave:
+            return f"replaces {' and '.join(w.worker_id for w in wave)}"
+        removed = self.plan.removed if self.stage != "finishing" else ()
+        if removed:
+            return f"drains the pools {' and '.join(removed)}"
+        return "" if self.stage == "finishing" or not self.plan.surge else "drains the workers that stood in"
+
+    # ------------------------------------------------------------ inside
+
+    def _is_done(self, worker: Worker) -> bool:
+        return self.is_new(worker) and worker.phase == "ready"
+
+    def _is_canary(self, worker: Worker) -> bool:
+        is_first = worker.pool in self.plan.added and worker.index == 0
+        return is_first or (
+            self.plan.surge
+            and worker.pool in self.plan.replaced
+            and worker.index == self.plan.old.sizes.get(worker.pool, 0)
+        )
+
+    def _is_in_hand(self, worker: Worker) -> bool:
+        """Whether it is, or is becoming, a new one. Workers of pools that do not change are not."""
+        if worker.pool not in self.plan.replaced and worker.pool not in self.plan.added:
+            return False
+        comes_in_addition = worker.pool in self.plan.replaced and worker.index >= self.plan.old.sizes[worker.pool]
+        return worker.worker_id in self._released or worker.pool in self.plan.added or comes_in_addition
+
+    def _is_on_trial(self, worker: Worker) -> bool:
+        return self._is_in_hand(worker) and self.is_new(worker)
+
+    def _ready_due(self, worker: Worker) -> float | None:
+        return None if worker.unready_since is None else worker.unready_since + self.plan.ready_timeout_s
+
+    def _watched(self, workers: Iterable[Worker]) -> list[Worker]:
+        """The workers all of which have to be ready before the next wave."""
+        return [w for w in workers if w.pool in self.plan.replaced or w.pool in self.plan.added]
+
+    def _has_all(self, workers: Mapping[WorkerId, Worker]) -> bool:
+        """Whether each place that is to be there has a worker."""
+        counts = {pool: self.size(pool) for pool in (*self.plan.replaced, *self.plan.added)}
+        for worker in workers.values():
+            if worker.pool in counts and worker.index < self.size(worker.pool):
+                counts[worker.pool] -= 1
+        return not any(counts.values())
+
+    def _has_all_bases(self, workers: Mapping[WorkerId, Worker]) -> bool:
+        """Whether each place that stays has a new worker, which is ready."""
+        counts = {pool: self.plan.new.sizes[pool] for pool in (*self.plan.replaced, *self.plan.added)}
+        for worker in workers.values():
+            if worker.pool in counts and worker.index < self.plan.new.sizes[worker.pool] and self._is_done(worker):
+                counts[worker.pool] -= 1
+        return not any(counts.values())
+
+    def _left(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Workers of places that stay, whose turn has not come."""
+        return sorted(
+            (
+                w
+                for w in workers
+                if w.pool in self.plan.replaced
+                and w.index < self.plan.new.sizes[w.pool]
+                and w.worker_id not in self._released
+                and not self.is_new(w)
+            ),
+            key=lambda w: (self.pools.index(w.pool), w.index),
+        )
+
+    def _next_wave(self, workers: Iterable[Worker]) -> list[Worker]:
+        left: dict[PoolName, list[Worker]] = {}
+        for worker in self._left(workers):
+            left.setdefault(worker.pool, []).append(worker)
+        most = max(map(len, left.values()), default=0)
+        return [of_pool[0] for of_pool in left.values() if len(of_pool) == most]
