@@ -234,7 +234,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,9 @@ class GetClusterStateResponse(_message.Message):
     OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     AUTOSCALER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -257,7 +260,42 @@ class GetClusterStateResponse(_message.Message):
     output_tokens_per_s: float
     http_address: str
     autoscaler: AutoscalerState
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ...) -> None: ...
+    generation: int
+    rollout: RolloutState
+    rolled_back: RolledBack
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ...) -> None: ...
+
+class RolloutState(_message.Message):
+    __slots__ = ("generation", "previous", "stage", "done", "total", "running_s", "doing", "next", "is_back", "why")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_S_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    IS_BACK_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    previous: int
+    stage: str
+    done: int
+    total: int
+    running_s: float
+    doing: str
+    next: str
+    is_back: bool
+    why: str
+    def __init__(self, generation: _Optional[int] = ..., previous: _Optional[int] = ..., stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., running_s: _Optional[float] = ..., doing: _Optional[str] = ..., next: _Optional[str] = ..., is_back: bool = ..., why: _Optional[str] = ...) -> None: ...
+
+class RolledBack(_message.Message):
+    __slots__ = ("generation", "why")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    why: str
+    def __init__(self, generation: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class AutoscalerState(_message.Message):
     __slots__ = ("policy", "dry_run", "age_s", "pools", "requests_per_s", "forecast_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
@@ -412,6 +450,44 @@ class DrainWorkerRequest(_message.Message):
 class DrainWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ApplyConfigRequest(_message.Message):
+    __slots__ = ("config_json", "dry_run", "no_surge", "restart", "ready_timeout_s")
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    NO_SURGE_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    READY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    config_json: bytes
+    dry_run: bool
+    no_surge: bool
+    restart: bool
+    ready_timeout_s: float
+    def __init__(self, config_json: _Optional[bytes] = ..., dry_run: bool = ..., no_surge: bool = ..., restart: bool = ..., ready_timeout_s: _Optional[float] = ...) -> None: ...
+
+class ApplyConfigResponse(_message.Message):
+    __slots__ = ("generation", "changes", "pools")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    changes: _containers.RepeatedCompositeFieldContainer[FieldChange]
+    pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[FieldChange, _Mapping]]] = ..., pools: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FieldChange(_message.Message):
+    __slots__ = ("field", "before", "after", "how", "detail")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    HOW_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    before: str
+    after: str
+    how: str
+    detail: str
+    def __init__(self, field: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ..., how: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestRequest(_message.Message):
     __slots__ = ("request_id",)

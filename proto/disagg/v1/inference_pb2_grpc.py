@@ -323,6 +323,11 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ApplyConfig = channel.unary_unary(
+                '/disagg.v1.AdminService/ApplyConfig',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/disagg.v1.AdminService/GetLoad',
                 request_serializer=disagg_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
@@ -395,6 +400,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyConfig(self, request, context):
+        """ApplyConfig gives the cluster another configuration. What differs is changed in place, or worker by worker; it is all
+        refused, with INVALID_ARGUMENT and the field's name, where one field cannot be changed. It answers when the change is
+        noted; GetClusterState shows how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """GetLoad returns what the recent load is replayed from: the latest requests, and the workers as placement has them.
         """
@@ -455,6 +469,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ApplyConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyConfig,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -662,6 +681,33 @@ class AdminService(object):
             '/disagg.v1.AdminService/DrainWorker',
             disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/ApplyConfig',
+            disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

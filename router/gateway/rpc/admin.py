@@ -14,7 +14,7 @@ import grpc
 from typing_extensions import override
 
 from disagg.proto.control import (
-    ControlRefused,
+    ApplyRequest,
     ControlReply,
     ControlRequest,
     ControlState,
@@ -23,13 +23,20 @@ from disagg.proto.control import (
     ScaleRequest,
     StateRequest,
 )
-from disagg.proto.errors import InternalError, InvalidRequestError, RequestNotFoundError, UnavailableError
+from disagg.proto.errors import InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.api import Router
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.rights import Rights
-from disagg.router.gateway.rpc.admin_answers import explanation, placement_facts, pool_states, recent_request
+from disagg.router.gateway.rpc.admin_answers import (
+    apply_answer,
+    explanation,
+    placement_facts,
+    pool_states,
+    recent_request,
+    state_in,
+)
 from disagg.router.gateway.rpc.probe import PairProbe
 from disagg.router.gateway.rpc.shape import MAX_CHARS, Shape, check, why
 from disagg.router.gateway.rpc.state_feed import StateFeed
@@ -42,6 +49,8 @@ logger = logging.getLogger(__name__)
 Control = Callable[[ControlRequest], Awaitable[ControlReply]]
 """Calls the controller; raises `UnavailableError` when it does not answer."""
 
+DEFAULT_READY_TIMEOUT_S = 300.0
+MAX_READY_TIMEOUT_S = 86_400.0
 DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
 DEFAULT_LISTED = 20
@@ -151,14 +160,30 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 if name in sizes:
                     raise InvalidRequestError(f"sizes.{name}", "it is named twice")
                 sizes[name] = entry.size
-            return pb.SetPoolSizesResponse(pools=pool_states(_state(await self._control(ScaleRequest(sizes=sizes)))))
+            return pb.SetPoolSizesResponse(pools=pool_states(state_in(await self._control(ScaleRequest(sizes=sizes)))))
 
     @override
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         async with abort_on_error(context), self._change(context, f"drain {request.worker_id}"):
             deadline_s = request.deadline_s if request.HasField("deadline_s") else None
-            _state(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id), deadline_s=deadline_s)))
+            state_in(await self._control(DrainRequest(worker_id=WorkerId(request.worker_id), deadline_s=deadline_s)))
             return pb.DrainWorkerResponse()
+
+    @override
+    async def ApplyConfig(self, request: pb.ApplyConfigRequest, context: Context) -> pb.ApplyConfigResponse:
+        async with abort_on_error(context), self._change(context, "apply a configuration"):
+            timeout_s = request.ready_timeout_s if request.HasField("ready_timeout_s") else DEFAULT_READY_TIMEOUT_S
+            if not 0.0 < timeout_s <= MAX_READY_TIMEOUT_S:
+                message = f"must be above 0 and at most {MAX_READY_TIMEOUT_S:g} s, not {timeout_s:g}"
+                raise InvalidRequestError("ready_timeout_s", message)
+            asked = ApplyRequest(
+                config=request.config_json,
+                dry_run=request.dry_run,
+                surge=not request.no_surge,
+                restart=request.restart,
+                ready_timeout_s=timeout_s,
+            )
+            return apply_answer(await self._control(asked))
 
     @override
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
@@ -235,7 +260,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def _known(self) -> ControlState:
         try:
-            return _state(await self._control(StateRequest()))
+            return state_in(await self._control(StateRequest()))
         except UnavailableError:
             return ControlState(pools=(), workers=(), gateways=())
 
@@ -256,12 +281,3 @@ def _decodes(text: str) -> Decodes:
 
 def _pool_name(text: str) -> PoolName | None:
     return next((name for name in get_args(PoolName) if name == text), None)
-
-
-def _state(reply: ControlReply) -> ControlState:
-    """The state in a reply; raises `InvalidRequestError` for a refusal."""
-    if isinstance(reply, ControlRefused):
-        raise InvalidRequestError(reply.field, reply.message)
-    if not isinstance(reply, ControlState):
-        raise InternalError(f"the controller answered {type(reply).__name__}")
-    return reply

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from disagg.proto.autoscaling import Decision
-from disagg.proto.control import ControlState, WorkerRecord
+from disagg.proto.control import ApplyReply, ControlRefused, ControlReply, ControlState, WorkerRecord
+from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
@@ -50,6 +51,9 @@ def cluster_state(
         requests_per_s=view.rates.requests_per_s,
         output_tokens_per_s=view.rates.output_tokens_per_s,
         autoscaler=_autoscaler(known),
+        generation=known.generation if known.pools else 0,
+        rollout=_rollout(known, with_details=with_addresses),
+        rolled_back=_rolled_back(known) if with_addresses else None,
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
     )
 
@@ -57,6 +61,50 @@ def cluster_state(
 def pool_states(state: ControlState) -> list[pb.PoolState]:
     """The pools of the controller's state."""
     return [pb.PoolState(name=pool.name, desired=pool.desired, ready=pool.ready) for pool in state.pools]
+
+
+def state_in(reply: ControlReply) -> ControlState:
+    """The state in a reply; raises `InvalidRequestError` for a refusal."""
+    if isinstance(reply, ControlRefused):
+        raise InvalidRequestError(reply.field, reply.message)
+    if not isinstance(reply, ControlState):
+        raise InternalError(f"the controller answered {type(reply).__name__}")
+    return reply
+
+
+def apply_answer(reply: ControlReply) -> pb.ApplyConfigResponse:
+    """What a configuration changes; raises `InvalidRequestError` for a refusal."""
+    if not isinstance(reply, ApplyReply):
+        state_in(reply)
+        raise InternalError(f"the controller answered {type(reply).__name__}")
+    changes = [
+        pb.FieldChange(field=each.field, before=each.before, after=each.after, how=each.how, detail=each.detail)
+        for each in reply.changes
+    ]
+    return pb.ApplyConfigResponse(generation=reply.generation, changes=changes, pools=reply.pools)
+
+
+def _rollout(state: ControlState, *, with_details: bool) -> pb.RolloutState | None:
+    found = state.rollout
+    if found is None:
+        return None
+    return pb.RolloutState(
+        generation=found.generation,
+        previous=found.previous,
+        stage=found.stage,
+        done=found.num_done,
+        total=found.num_workers,
+        running_s=found.running_s,
+        doing=found.doing,
+        next=found.next,
+        is_back=found.is_back,
+        why=found.why if with_details else "",
+    )
+
+
+def _rolled_back(state: ControlState) -> pb.RolledBack | None:
+    found = state.rolled_back
+    return None if found is None else pb.RolledBack(generation=found.generation, why=found.why)
 
 
 def _autoscaler(state: ControlState) -> pb.AutoscalerState | None:

@@ -220,6 +220,42 @@ def drain(
 
 @app.command(
     rich_help_panel=OPERATE,
+    epilog=examples("disagg apply cluster.yaml --dry-run", "disagg apply cluster.yaml --ready-timeout 2min"),
+)
+def apply(
+    file: Annotated[Path, typer.Argument(help="The YAML configuration that the cluster is to have.", dir_okay=False)],
+    address: AddressOption = DEFAULT_ADDRESS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what becomes of each field.")] = False,
+    surge: Annotated[
+        bool,
+        typer.Option("--surge/--no-surge", help="One worker more in each pool meanwhile, or one less: without room."),
+    ] = True,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Replace all workers, also where nothing differs: new weights, new code.")
+    ] = False,
+    ready_timeout: Annotated[
+        str, typer.Option("--ready-timeout", help="What a new worker may take to be ready; then all goes back.")
+    ] = "300s",
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 3600.0,
+) -> None:
+    """Give a running cluster another configuration: in place where that is possible, else worker by worker, without a
+    request that fails. Exit status: 0 applied; 1 taken back, because new workers do not become ready; 2 refused."""
+    from disagg.cli.apply import ApplyOptions, run_apply
+    from disagg.cli.operate import parse_seconds
+
+    options = ApplyOptions(
+        dry_run=dry_run,
+        surge=surge,
+        restart=restart,
+        ready_timeout_s=parse_seconds("--ready-timeout", ready_timeout),
+        wait_s=timeout if wait else None,
+    )
+    run_apply(address, file, console(), options)
+
+
+@app.command(
+    rich_help_panel=OPERATE,
     epilog=examples("disagg top", "disagg top --once"),
 )
 def top(

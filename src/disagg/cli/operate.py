@@ -19,7 +19,7 @@ from disagg.router.api import QUARANTINED
 
 POLL_INTERVAL_S = 0.2
 
-_Workers = dict[str, tuple[str, str]]
+Workers = dict[str, tuple[str, str]]
 """Worker id -> phase and incarnation."""
 
 
@@ -83,12 +83,12 @@ def run_drain(
 def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console: Console, wait_s: float) -> None:
     """Until every pool is as large as it should be and every worker is ready; a line for each change on the way."""
     deadline = time.monotonic() + wait_s
-    earlier = _workers(before)
+    earlier = workers_in(before)
     while True:
         state = look()
-        workers = _workers(state)
+        workers = workers_in(state)
         details = {worker.worker_id: worker.detail for worker in state.workers}
-        for line in _changes(earlier, workers, details):
+        for line in changes(earlier, workers, details):
             console.print(line, highlight=False, soft_wrap=True)
         if is_settled(state):
             return
@@ -103,16 +103,19 @@ def is_settled(state: ClusterState) -> bool:
     """Whether the observed state is the desired one."""
     return (
         len(state.pools) > 0
+        and not state.HasField("rollout")
         and all(pool.ready == pool.desired for pool in state.pools)
         and all(worker.phase == "ready" for worker in state.workers)
     )
 
 
-def _workers(state: ClusterState) -> _Workers:
+def workers_in(state: ClusterState) -> Workers:
+    """The workers of a state."""
     return {worker.worker_id: (worker.phase, worker.incarnation) for worker in state.workers}
 
 
-def _changes(before: _Workers, after: _Workers, details: dict[str, str]) -> list[str]:
+def changes(before: Workers, after: Workers, details: dict[str, str]) -> list[str]:
+    """A line for each worker that is in another phase, or another process. `details`: why, by worker."""
     lines = []
     for name, (phase, incarnation) in after.items():
         earlier_phase, earlier_incarnation = before.get(name, ("", ""))
@@ -147,9 +150,28 @@ def show_state(state: ClusterState, console: Console) -> None:
     for worker in state.workers:
         if worker.detail and (worker.phase != "ready" or worker.detail.startswith(QUARANTINED)):
             console.print(f"{escape(worker.worker_id)}: {escape(worker.detail)}", highlight=False, soft_wrap=True)
+    if state.HasField("rollout"):
+        console.print(rollout_line(state), highlight=False, soft_wrap=True)
+    if state.HasField("rolled_back"):
+        text = f"generation {state.rolled_back.generation} was taken back: {escape(state.rolled_back.why)}"
+        console.print(text, highlight=False, soft_wrap=True)
     if state.HasField("autoscaler"):
         show_autoscaler(state.autoscaler, console)
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
+
+
+def rollout_line(state: ClusterState) -> str:
+    """How far another configuration is: since when, which, how many workers of how many, what happens, what is next."""
+    rollout = state.rollout
+    what = "back to generation" if rollout.is_back else "generation"
+    parts = [
+        f"{rollout.running_s:.0f} s: {what} {rollout.generation}, {rollout.stage}: {rollout.done} of {rollout.total} "
+        "workers have it",
+        escape(rollout.doing),
+        f"next: {escape(rollout.next)}" if rollout.next else "",
+        f"because {escape(rollout.why)}" if rollout.why else "",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def show_autoscaler(found: AutoscalerState, console: Console) -> None:

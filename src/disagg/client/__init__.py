@@ -18,6 +18,7 @@ from disagg.client.blocking import Client
 from disagg.client.failures import error_of
 from disagg.client.types import (
     Answer,
+    Applied,
     AutoscalerState,
     ClusterState,
     Delta,
@@ -40,6 +41,7 @@ from disagg.client.wire import make_request
 
 __all__ = [
     "Answer",
+    "Applied",
     "AsyncClient",
     "AutoscalerState",
     "Client",

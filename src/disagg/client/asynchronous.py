@@ -13,6 +13,7 @@ from disagg.client.failures import error_of
 from disagg.client.types import (
     CHANNEL_OPTIONS,
     Answer,
+    Applied,
     ClusterState,
     Delta,
     Explanation,
@@ -106,6 +107,33 @@ class AsyncClient(ClientBase):
         """Make pools larger or smaller from now on, `{"prefill": 3, "decode": 2}`: all of them, or none. Returns when
         that is noted; `cluster_state` shows how far it is. Raises `InvalidRequestError` naming the pool."""
         await self._run(self._calls.scale(sizes))
+
+    async def apply(
+        self,
+        config: Mapping[str, object],
+        *,
+        dry_run: bool = False,
+        surge: bool = True,
+        restart: bool = False,
+        ready_timeout_s: float | None = None,
+    ) -> Applied:
+        """Give the cluster another configuration, worker by worker where workers have to be replaced. It returns when
+        that is noted; `cluster_state` shows how far it is.
+
+        Args:
+            config: all of it, as the YAML file has it.
+            dry_run: only return what would be done.
+            surge: start another worker before one is replaced; without, each pool has one worker less meanwhile.
+            restart: replace all workers, also where nothing differs.
+            ready_timeout_s: how long a new worker may take to be ready, before the old configuration is restored.
+
+        Raises:
+            InvalidRequestError: for a field that has a bad value or cannot be changed while the cluster runs.
+            PermissionDeniedError: without the key of an admin, where the gateway has keys.
+        """
+        return await self._run(
+            self._calls.apply(config, dry_run=dry_run, surge=surge, restart=restart, ready_timeout_s=ready_timeout_s)
+        )
 
     async def drain(self, worker_id: str, deadline_s: float | None = None) -> None:
         """Replace a worker by a new process, after its sequences have moved to others or ended; `deadline_s` seconds

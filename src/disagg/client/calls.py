@@ -9,6 +9,7 @@ The calls of a stream are the exception: a flow returns the `Call` to begin, and
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from google.protobuf.message import Message as ProtoMessage
 from disagg.client.credentials import Credentials
 from disagg.client.types import (
     Answer,
+    Applied,
     ClusterState,
     Explanation,
     Message,
@@ -37,6 +39,8 @@ from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
+APPLY_TIMEOUT_S = 30.0
+"""The controller looks at the model's folder before it answers."""
 LOAD_TIMEOUT_S = 30.0
 """For the calls of a twin, which must not wait for ever."""
 Metadata = tuple[tuple[str, str], ...]
@@ -127,6 +131,26 @@ class Calls:
         """A worker that is to be replaced."""
         request = pb.DrainWorkerRequest(worker_id=worker_id, deadline_s=deadline_s)
         yield self._call(self._admin.DrainWorker, request)
+
+    def apply(
+        self,
+        config: Mapping[str, object],
+        *,
+        dry_run: bool,
+        surge: bool,
+        restart: bool,
+        ready_timeout_s: float | None,
+    ) -> Flow[Applied]:
+        """Another configuration."""
+        request = pb.ApplyConfigRequest(
+            config_json=json.dumps(config).encode(),
+            dry_run=dry_run,
+            no_surge=not surge,
+            restart=restart,
+            ready_timeout_s=ready_timeout_s,
+        )
+        response: Applied = yield self._call(self._admin.ApplyConfig, request, APPLY_TIMEOUT_S)
+        return response
 
     def explain(self, request_id: str) -> Flow[Explanation]:
         """The record of one request."""

@@ -14,6 +14,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 FinishReason = Literal["stop", "length"]
 
 Model = pb.Model
+Applied = pb.ApplyConfigResponse
 AutoscalerState = pb.AutoscalerState
 ClusterState = pb.GetClusterStateResponse
 Explanation = pb.ExplainRequestResponse
