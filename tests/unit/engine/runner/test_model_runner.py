@@ -16,9 +16,11 @@ import torch
 
 from disagg.engine.checkpoint.checkpoint import model_fingerprint
 from disagg.engine.config import WorkerConfig
-from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan, StepResult, WarmUp
+from disagg.engine.plan import NO_TOKEN, ModelRunner, ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.request import Sequence
+from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model.replay import Scored
 from disagg.engine.runner.model_runner import TorchModelRunner, _warm_up_of, warm_up
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
@@ -344,6 +346,24 @@ def test_a_chunk_that_samples_nothing_is_waited_for(folder: Path, monkeypatch: p
     assert calls == ["record", "synchronize"]
     runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 5, len(PROMPT) - 5, samples=True),)))
     assert calls == ["record", "synchronize"]
+
+
+def test_a_row_that_is_not_finite_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raised here would end a worker of several ranks."""
+    runner = make_runner(folder)
+    good, bad = make_sequence(PROMPT, BLOCKS), make_sequence(PROMPT[:5], [7])
+    entries = (ScheduledSequence(good, 0, len(PROMPT), samples=True), ScheduledSequence(bad, 0, 5, samples=True))
+    plan = StepPlan(prefills=entries)
+    expected = runner.run(plan).token_ids[0]
+    score = runner._score
+
+    def spoilt(arrays: BatchArrays) -> Scored:
+        logits_SV = score(arrays).logits_SV.clone()
+        logits_SV[1, 3] = float("nan")
+        return Scored(logits_SV, None)
+
+    monkeypatch.setattr(runner, "_score", spoilt)
+    assert runner.run(plan) == StepResult([expected, NO_TOKEN], faults={1: "model"})
 
 
 def test_a_copy_into_the_cache_is_waited_for_or_answered_by_its_event(
