@@ -314,9 +314,9 @@ def test_a_device_that_is_lost_ends_the_process(
     def fail(*_: object) -> int:
         raise error
 
+    p, d = both(rendezvous)
     monkeypatch.setattr(nixl, "checksum_of", fail)
     monkeypatch.setattr(nixl, "end_process", lambda _, why: ends.append(why))
-    p, d = both(rendezvous)
     answers = Answers()
     d.recv(np.zeros(5, np.uint8), 5, answers)
     p.send(np.ones(5, np.uint8), 5, lambda *_: None)
