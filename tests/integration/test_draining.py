@@ -58,6 +58,9 @@ async def test_a_stop_waits_for_running_answers_and_no_longer(folder: Path) -> N
             break
         stop = asyncio.create_task(server.stop())
         assert (await watch.read()).status == NOT_SERVING
+        async with grpc.aio.insecure_channel(server.address) as later:
+            check: Any = health_pb2_grpc.HealthStub(later).Check
+            assert (await check(health_pb2.HealthCheckRequest(), timeout=LONG_WAIT_S)).status == NOT_SERVING
         with pytest.raises(UnavailableError):
             await client.generate("hi", max_tokens=1)
         assert not stop.done()

@@ -41,8 +41,8 @@ class Rights:
         """The caller of a call that runs on and on, by the keys of now. Raises `RefusedError` once its key is no longer
         valid."""
         if self._authenticator is not None:
-            brought = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
-            header = brought if isinstance(brought, str) else None
+            brought = (value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION)
+            header = next((value for value in brought if isinstance(value, str)), None)
             name = name_of_peer(context.auth_context()) if header is None else ""
             CALLER.set(self._authenticator.authenticate(header, name))
         return self.caller(context)
