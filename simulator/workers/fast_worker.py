@@ -381,15 +381,16 @@ class FastWorker(FastEngine):
     @override
     def _tell_tokens(self, sequence: FastSequence) -> None:
         """Send what it made since the last time."""
-        num_new = self._scheduler.steps - sequence.told_at
+        steps = self._scheduler.steps
+        num_new = steps - sequence.told_at
         if num_new <= 0:
             return
-        first, last = sequence.sent, self._scheduler.steps - self._first_time
+        first, last = sequence.sent, steps - self._first_time
         request_id, attempt = sequence.key
         self._answers.note_times(request_id, first, self._times[last - num_new : last])
         self._tokens.append(TokenOut(request_id, attempt, first, self._answers.tokens(request_id, first, num_new)))
         sequence.sent += num_new
-        sequence.told_at = self._scheduler.steps
+        sequence.told_at = steps
 
     @override
     def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
