@@ -51,7 +51,8 @@ def test_spread_computes_and_decodes_where_the_prompt_is_finished_first() -> Non
 
 
 def test_what_sequences_have_saved_is_time_for_a_prompt() -> None:
-    # Each has 10 tokens after 0.05 s: 90 more are due 0.98 * 1.98 s after the first one, and take 90 * 1.2 steps of 3.5 ms.
+    # Each has 10 tokens after 0.05 s: 90 more are due 0.98 * 1.98 s after the first one, and take 90 * 1.2 steps of
+    # 3.5 ms.
     it = placing("spread", num_workers=1)
     decode_on(it, "w0", 3, tpot_ms=20.0)
     spare, pace = it.fleet.worker(WorkerId("w0")).saved(0.05, 100.0)
@@ -62,7 +63,8 @@ def test_what_sequences_have_saved_is_time_for_a_prompt() -> None:
 
 
 def test_without_spare_time_a_prompt_goes_on_at_the_share_that_decodes_leave() -> None:
-    # 10 tokens in 1.56 s: late. 90 more at 3.5 ms would come in time, but not with 1.2 times their steps and a prompt.
+    # 10 tokens in 1.56 s: late. 90 more at 3.5 ms would come in time, but not with 1.2 times their steps and a
+    # prompt.
     it = placing("spread", num_workers=1)
     decode_on(it, "w0", 3, tpot_ms=20.0)
     policy, worker = it.policy, it.fleet.worker(WorkerId("w0"))

@@ -83,8 +83,8 @@ class TestRoom:
         ask(scheduler, "a", 16, PACE)
         assert plan(scheduler, 0.0) == ([], {"a": 16})
         ask(scheduler, "b", 640)
-        # The first token is out at 0.010. One token, 99 to come, each at 6 ms: 0.98 * 990 - 1.2 * 594 = 257 ms for a step
-        # of 6 ms without prompts, so that 502 tokens would fit: the budget limits them.
+        # The first token is out at 0.010. One token, 99 to come, each at 6 ms: 0.98 * 990 - 1.2 * 594 = 257 ms for a
+        # step of 6 ms without prompts, so that 502 tokens would fit: the budget limits them.
         assert plan(scheduler, 0.010) == (["a"], {"b": 240})
         # 98 to come: 970.2 - 130 - 1.2 * 588 = 134.6 ms, 128 of them for prompt tokens.
         assert plan(scheduler, 0.140) == (["a"], {"b": 240})
