@@ -37,7 +37,6 @@ from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.config import KvReserve
-from disagg.proto.connections.channels import check_given
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId
@@ -250,7 +249,8 @@ def plan_cluster(config: ClusterConfig, available: tuple[int, ...] | None = None
 def check_gateway(config: ClusterConfig) -> None:
     """Find out before models are loaded that a port of the gateway is taken, or that keys or certificates cannot be
     used; raises `LaunchError` or `ConfigError`."""
-    from disagg.router.gateway.auth.security import check_files  # loads gRPC
+    from disagg.proto.connections.channels import check_given  # loads gRPC, as the next one
+    from disagg.router.gateway.auth.security import check_files
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)
