@@ -209,15 +209,16 @@ def test_a_batch_whose_rows_all_sample_names_none() -> None:
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is copied from tensor to tensor."""
+    """What is copied from tensor to tensor: where to, and whether the host goes on meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.devices: list[str] = []
+        self.made: list[tuple[str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "copy" in func.__name__:
-            self.devices.append(str((kwargs or {}).get("device")))
+            options = kwargs or {}
+            self.made.append((str(options.get("device")), bool(options.get("non_blocking"))))
         return func(*args, **(kwargs or {}))
 
 
@@ -227,7 +228,7 @@ def test_a_batch_with_prompts_crosses_to_a_device_as_one_copy() -> None:
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
     with Copies() as copies:
         to_batch(arrays, OwnKernels(replace(SPEC, device="meta")))
-    assert copies.devices == ["meta"]
+    assert copies.made == [("meta", True)]
 
 
 def test_the_copy_has_the_list_of_work_and_every_array(monkeypatch: pytest.MonkeyPatch) -> None:
