@@ -85,6 +85,9 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What its call was charged for it; None where its call was not charged."""
     tokenize_queue_s: float = 0.0
     """How long its prompt waited for the tokenizer."""
+    resumed_token_ids: tuple[int, ...] = ()
+    """Output tokens that its client has from another gateway: the answer continues after them, and `block_hashes` are
+    of prompt and these. They do not end the answer."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -166,8 +166,13 @@ class TokenHider:
                 return FromWorker(worker_id, incarnation, self._hide_update(update)) if update.tokens else event
             case Submit(request=request, arrival=arrival):
                 prompt, sampling = _zeros(request.prompt_token_ids), _hide(request.sampling)
+                resumed = (HIDDEN,) * len(request.resumed_token_ids)
                 hidden = msgspec.structs.replace(
-                    request, prompt_token_ids=prompt, sampling=sampling, root_hash=_NO_HASH
+                    request,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    root_hash=_NO_HASH,
+                    resumed_token_ids=resumed,
                 )
                 return Submit(hidden, arrival)
             case _:

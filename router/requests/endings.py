@@ -189,6 +189,8 @@ class Endings:
             self._waiting.settle(record)
         self._timers.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0
+        if num_answered is not None:
+            num_answered -= len(record.request.resumed_token_ids)
         self._telemetry.ended(record.trace, outcome, now, cached_tokens=cached_tokens, num_answered=num_answered)
         self._counters.update(record.output.dropped)
 

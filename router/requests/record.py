@@ -292,7 +292,9 @@ def new_record(
         tenant=tenant,
         cost=trace.num_prompt_tokens + request.sampling.max_tokens,
         arrival_order=arrival_order,
-        output=OutputBuffer(request.sampling.max_tokens, request.sampling.logprobs >= 0),
+        output=OutputBuffer(
+            request.sampling.max_tokens, request.sampling.logprobs >= 0, list(request.resumed_token_ids)
+        ),
         trace=trace,
         block_hashes=request.block_hashes,
         due=due if request.deadline is None else min(due, request.deadline),

@@ -82,7 +82,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "n", "cache_salt")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "n", "cache_salt", "resume")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -99,7 +100,14 @@ class GenerateRequest(_message.Message):
     stopping: StopConditions
     n: int
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    resume: Resume
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("delta", "finished")
@@ -234,7 +242,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back", "gateways")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +257,7 @@ class GetClusterStateResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -263,7 +272,8 @@ class GetClusterStateResponse(_message.Message):
     generation: int
     rollout: RolloutState
     rolled_back: RolledBack
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ...) -> None: ...
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayState]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., gateways: _Optional[_Iterable[_Union[GatewayState, _Mapping]]] = ...) -> None: ...
 
 class RolloutState(_message.Message):
     __slots__ = ("generation", "previous", "stage", "done", "total", "running_s", "doing", "next", "is_back", "why")
@@ -296,6 +306,22 @@ class RolledBack(_message.Message):
     generation: int
     why: str
     def __init__(self, generation: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
+class GatewayState(_message.Message):
+    __slots__ = ("name", "phase", "detail", "pid", "own_address", "own_http_address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    OWN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    OWN_HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    phase: str
+    detail: str
+    pid: int
+    own_address: str
+    own_http_address: str
+    def __init__(self, name: _Optional[str] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., pid: _Optional[int] = ..., own_address: _Optional[str] = ..., own_http_address: _Optional[str] = ...) -> None: ...
 
 class AutoscalerState(_message.Message):
     __slots__ = ("policy", "dry_run", "age_s", "pools", "requests_per_s", "forecast_per_s", "prompt_tokens_per_s", "output_tokens_per_s")

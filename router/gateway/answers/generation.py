@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.proto.token_ids import pack_token_ids
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids
 from disagg.router.api import NO_LIMITS, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.merge import merge
@@ -38,7 +39,14 @@ from disagg.router.gateway.requests.request import (
     TextPrompt,
 )
 from disagg.router.gateway.requests.sampling import answer_seed
-from disagg.router.gateway.requests.validate import CheckedRequest, Limits, check_deadline, check_request, fit_prompt
+from disagg.router.gateway.requests.validate import (
+    RESUMED,
+    CheckedRequest,
+    Limits,
+    check_deadline,
+    check_request,
+    fit_prompt,
+)
 from disagg.router.gateway.requests.values import check_length
 from disagg.router.gateway.text.detokenizer import TextStream
 from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
@@ -49,6 +57,8 @@ T = TypeVar("T")
 
 MAX_LISTED_IDS: Final = 65_536
 """Of one call that takes or gives ids only, where the context is not longer."""
+_IDS_A_TURN: Final = 512
+"""Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
 
 
 class Generator:
@@ -82,7 +92,7 @@ class Generator:
         self._router = router
         self._fingerprint = fingerprint
         self._clock = clock
-        self._mint_seed = mint_seed
+        self.mint_seed = mint_seed
         self._mint_id = mint_id
         self._offload = offload
 
@@ -110,10 +120,15 @@ class Generator:
         answers: list[Answer] = []
         try:
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
+            resumed = await self._resumed_text(checked, routed)
+            if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
+                for event in _rest_of(routed, resumed, reason):
+                    yield event
+                return
             for i in range(checked.num_answers):
                 if i:
                     await asyncio.sleep(0)  # one answer in a turn of the event loop
-                answer = self._submit(checked, self._one_of(routed, i), arrival, i)
+                answer = self._submit(checked, self._one_of(routed, i), arrival, i, resumed)
                 answers.append(answer)  # one by one: the next may be refused
                 if charge is not None:
                     charge.submitted(least_tokens(given))
@@ -157,7 +172,7 @@ class Generator:
 
     async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""
-        seed = self._mint_seed()
+        seed = self.mint_seed()
         waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
         came = self._clock() if waits else 0.0
         max_tokens = self.limits.model.max_model_len - 1
@@ -171,12 +186,13 @@ class Generator:
             token_ids = _encode(checked.prompt, self.model.tokenizer, max_tokens)
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
+            known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
             root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
             return RoutedRequest(
                 request_id=call.request_id,
                 sampling=sampling,
                 prompt_token_ids=packed,
-                block_hashes=tuple(chain_hashes(root, packed)),
+                block_hashes=tuple(chain_hashes(root, known)),
                 root_hash=root,
                 deadline=call.deadline,
                 ttft_slo_s=call.targets.ttft_s,
@@ -186,6 +202,7 @@ class Generator:
                 limits=call.caller.limits,
                 prepaid_tokens=prepaid_tokens,
                 tokenize_queue_s=queue_s,
+                resumed_token_ids=checked.resumed,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
@@ -200,10 +217,37 @@ class Generator:
         sampling = msgspec.structs.replace(first.sampling, seed=seed)
         return msgspec.structs.replace(first, request_id=self._mint_id(), sampling=sampling)
 
-    def _submit(self, checked: CheckedRequest, routed: RoutedRequest, arrival: float, answer_index: int) -> Answer:
-        sampling = routed.sampling
-        text = TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
+    def _submit(
+        self,
+        checked: CheckedRequest,
+        routed: RoutedRequest,
+        arrival: float,
+        answer_index: int,
+        resumed: TextStream | None,
+    ) -> Answer:
+        text = resumed or self._text_stream(checked, routed)
         return Answer(self._router, routed, arrival, text, self._clock, answer_index)
+
+    def _text_stream(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream:
+        sampling = routed.sampling
+        return TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
+
+    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream | None:
+        """The text of an answer that is resumed, as it was after the tokens that the client has; None for a new one.
+        Raises `InvalidRequestError` if a stop string ends it before the last of them."""
+        token_ids = checked.resumed
+        if not token_ids:
+            return None
+        text = self._text_stream(checked, routed)
+        for begin in range(0, len(token_ids), _IDS_A_TURN):
+            if begin:
+                await asyncio.sleep(0)
+            text.push(token_ids[begin : begin + _IDS_A_TURN])
+            if text.stopped and text.num_tokens < len(token_ids):
+                raise InvalidRequestError(
+                    f"{RESUMED}[{text.num_tokens}]", "comes after a stop string, which ends the answer"
+                )
+        return text
 
 
 def prefix_salt(tenant: str, cache_salt: str) -> bytes:
@@ -212,6 +256,24 @@ def prefix_salt(tenant: str, cache_salt: str) -> bytes:
         return b""
     name = tenant.encode()
     return struct.pack("<I", len(name)) + name + cache_salt.encode()
+
+
+def _end_of(checked: CheckedRequest, routed: RoutedRequest, text: TextStream) -> Literal["stop", "length"] | None:
+    """How an answer ended of which the client has all tokens; None where more come."""
+    sampling = routed.sampling
+    if text.stopped or checked.resumed[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(checked.resumed) >= sampling.max_tokens else None
+
+
+def _rest_of(routed: RoutedRequest, text: TextStream, reason: Literal["stop", "length"]) -> Iterator[Delta | Finish]:
+    """What comes after the last token."""
+    if not text.stopped:
+        tail = text.finish()
+        reason = "stop" if tail.stopped else reason
+        if tail.text:
+            yield Delta(text.num_tokens, (), tail.text, num_prompt_tokens=routed.num_prompt_tokens)
+    yield Finish(routed.request_id, reason, routed.num_prompt_tokens, 0, text.num_tokens)
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int, special: bool = True) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
+from disagg.router.gateway.http.resume import Position
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -206,6 +207,7 @@ class StreamWriter:
         usage: of the call, to which the writer adds.
         max_tokens: at which an answer ends; `None` where it is not known.
         echoes: text before the answers of each prompt; empty without.
+        position: of a stream that can be resumed: its events have ids; `None` for others.
     """
 
     def __init__(
@@ -215,7 +217,9 @@ class StreamWriter:
         usage: UsageCount,
         max_tokens: int | None,
         echoes: tuple[str, ...] = (),
+        position: Position | None = None,
     ) -> None:
+        self._position = position
         self._style = style
         self._choices = choices
         self._usage = usage
@@ -263,7 +267,8 @@ class StreamWriter:
         text = self._echo(delta) + delta.text if self._echoes else delta.text
         if self._count_always:
             self._usage.add(delta)
-        return self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason) + self._end()
+        chunk = self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason) + self._end()
+        return chunk if self._position is None else self._position.add(delta) + chunk
 
     def _echo(self, delta: Delta) -> str:
         return self._echoes[delta.answer_index // self._usage.answers_each] if delta.first_index == 0 else ""

@@ -30,6 +30,7 @@ from disagg.router.gateway.http.chunks import (
     UsageCount,
 )
 from disagg.router.gateway.http.exchange import BodyLimits, Exchange
+from disagg.router.gateway.http.resume import BEGINNING, HEADER, Position, read_position, rest_after
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.router.gateway.metrics.registry import GatewayMetrics
@@ -113,12 +114,39 @@ class Completions:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
             parsed = await self._limits.read(exchange, kind.read)
+            position = self._position(exchange, parsed)
+            if position is not None:
+                parsed = replace(parsed, inputs=(replace(parsed.inputs[0], seed=position.seed),))
             checked = await in_pieces(self._check(parsed))
             with self._charged(parsed, call) as charge:
-                async with exchange.until_disconnect(), aclosing(self._run(parsed, call, charge, checked)) as events:
-                    await self._write(exchange, parsed, call, kind, events)
+                run = self._run(parsed, call, charge, checked)
+                if position is not None and (position.num_tokens or position.num_chars):
+                    run = rest_after(run, replace(position))
+                async with exchange.until_disconnect(), aclosing(run) as events:
+                    await self._write(exchange, parsed, call, kind, events, position)
 
-    async def _write(self, exchange: Exchange, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> None:
+    def _position(self, exchange: Exchange, parsed: ParsedCall) -> Position | None:
+        """Where a stream begins that can be resumed; `None` for others. Raises `InvalidRequestError`."""
+        event_id, seed = exchange.headers.get(HEADER), parsed.inputs[0].seed
+        given = parsed.inputs[0]
+        if parsed.stream and len(parsed.inputs) == 1 and (given.n or 1) == 1 and given.logprobs is None:
+            if event_id == BEGINNING:
+                return Position(self._generator.mint_seed() if seed is None else seed)
+            if event_id:
+                return read_position(event_id, seed)
+        elif event_id:
+            raise InvalidRequestError(HEADER, "continues a stream of one answer without logprobs only")
+        return None
+
+    async def _write(
+        self,
+        exchange: Exchange,
+        parsed: ParsedCall,
+        call: Call,
+        kind: _Kind,
+        events: Events,
+        position: Position | None,
+    ) -> None:
         echoes = await self._echoes(parsed)
         given, tokenizer = parsed.inputs[0], self._generator.model.tokenizer
         style = Style(
@@ -132,7 +160,7 @@ class Completions:
         )
         choices, usage = kind.choices(tokenizer), UsageCount(max(1, parsed.answers_each))
         if parsed.stream:
-            await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes))
+            await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes, position))
         else:
             answer = AnswerWriter(style, choices, usage, echoes)
             async for event in events:

@@ -102,6 +102,9 @@ class GenerationInput:
     """Answers to this prompt; each has its own id, seed and end."""
     cache_salt: str = ""
     """Cached prefixes are shared with requests of the same tenant and salt only."""
+    resumed: tuple[int, ...] | None = None
+    """Token ids of the answer that the client has already, from index 0 on: it continues an answer of which the
+    connection broke. `None` for a new answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

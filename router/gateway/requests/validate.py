@@ -26,6 +26,7 @@ from disagg.router.gateway.text.tokenizer import ModelInfo
 MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 16
 MAX_CACHE_SALT_BYTES = 256
+RESUMED = "resume.token_ids"
 ROLES = ("system", "user", "assistant")
 TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
@@ -59,6 +60,8 @@ class CheckedRequest:
     """Stop strings; workers never see them."""
     num_answers: int
     cache_salt: str
+    resumed: tuple[int, ...] = ()
+    """Token ids of the answer that the client has."""
 
 
 def check_request(given: GenerationInput, limits: Limits, time_left_s: float | None = None) -> CheckedRequest:
@@ -77,14 +80,16 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
     """
     check_deadline(time_left_s)
     check_model(given.model, limits)
+    sampling = check_sampling(given, limits.model)
     return CheckedRequest(
         prompt=_check_prompt(given.prompt, limits),
-        sampling=check_sampling(given, limits.model),
+        sampling=sampling,
         max_tokens=given.max_tokens,
         seed=given.seed,
         stop=check_stop_strings(given.stop),
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
         cache_salt=_check_cache_salt(given.cache_salt),
+        resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),
     )
 
 
@@ -122,6 +127,8 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
     if checked.sampling.min_tokens > room:
         raise ContextLengthError("stopping.min_tokens", f"{context}, so at most {room}")
     max_tokens = room if checked.max_tokens is None else checked.max_tokens
+    if len(checked.resumed) > max_tokens:
+        raise InvalidRequestError(RESUMED, f"at most {max_tokens}, as many as the answer, not {len(checked.resumed)}")
     seed = minted_seed if checked.seed is None else checked.seed
     return msgspec.structs.replace(checked.sampling, max_tokens=max_tokens, seed=seed)
 
@@ -235,6 +242,30 @@ def _check_prompt_ids(token_ids: Sequence[int], model: ModelInfo) -> IdsPrompt:
 def _check_num_bytes(num_bytes: int, field: str, limits: Limits) -> None:
     if num_bytes > limits.max_prompt_bytes:
         raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {num_bytes}")
+
+
+def _check_resumed(
+    token_ids: Sequence[int], given: GenerationInput, sampling: Sampling, model: ModelInfo
+) -> tuple[int, ...]:
+    """What can be an answer so far; its length is checked against the prompt's by `fit_prompt`."""
+    if given.n is not None and given.n > 1:
+        raise InvalidRequestError("resume", f"continues one answer, so n must be 1, not {shown(given.n)}")
+    if given.seed is None and sampling.temperature > 0:
+        raise InvalidRequestError(
+            "sampling.seed", "must be that of the answer that is resumed, unless temperature is 0"
+        )
+    check_num_resumed(len(token_ids), model)
+    ids = check_ids(token_ids, RESUMED, model.vocab_size)
+    stop_ids = set(sampling.stop_token_ids)
+    if not stop_ids.isdisjoint(ids[:-1]):
+        i = next(i for i, token_id in enumerate(ids) if token_id in stop_ids)
+        raise InvalidRequestError(f"{RESUMED}[{i}]", f"{ids[i]} ends the answer, so no token comes after it")
+    return ids
+
+
+def check_num_resumed(num_ids: int, model: ModelInfo) -> None:
+    """Raises `InvalidRequestError` if no answer has so many tokens."""
+    check_length(num_ids, RESUMED, model.max_model_len, "tokens")
 
 
 def _check_cache_salt(cache_salt: str) -> str:

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
-from disagg.router.gateway.requests.validate import check_num_ids, check_num_turns
+from disagg.router.gateway.requests.validate import check_num_ids, check_num_resumed, check_num_turns
 from disagg.router.gateway.requests.values import check_length
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tokenizer import ModelInfo
@@ -42,6 +42,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
     check_length(len(sampling.logit_bias), "sampling.logit_bias", MAX_LOGIT_BIASES, "tokens")
     check_length(len(stopping.stop_token_ids), "stopping.stop_token_ids", MAX_STOP_IDS)
     check_length(len(stopping.stop), "stopping.stop", MAX_STOP_STRINGS)
+    check_num_resumed(len(request.resume.token_ids), model)
     prompt = yield from _read_prompt(request, model)
     return GenerationInput(
         model=request.model,
@@ -55,6 +56,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
         stop=tuple(stopping.stop),
         n=_optional(request, "n"),
         cache_salt=request.cache_salt,
+        resumed=tuple(request.resume.token_ids) if request.HasField("resume") else None,
     )
 
 

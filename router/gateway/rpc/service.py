@@ -87,6 +87,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                 given = await self._read(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
+                if given.resumed is not None:
+                    raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
                 async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
                     await _gather(events, answer)
         return answer

@@ -143,6 +143,8 @@ class TextStream:
         self._min_tokens = min_tokens
         self.num_tokens = 0
         """Ids that were taken."""
+        self.stopped = False
+        """Whether a stop string ended it."""
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the next ids, at most up to the one that completes a stop string."""
@@ -151,6 +153,7 @@ class TextStream:
             text, stopped = self._push_one(token_id)
             texts.append(text)
             if stopped:
+                self.stopped = True
                 return Piece(tuple(token_ids[: i + 1]), "".join(texts), stopped=True)
         return Piece(tuple(token_ids), "".join(texts), stopped=False)
 

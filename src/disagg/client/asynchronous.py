@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from disagg.client.calls import Call, ClientBase, Flow
-from disagg.client.failures import error_of
+from disagg.client.failures import error_of, was_taken
+from disagg.client.resuming import Attempts, Resumption
 from disagg.client.types import (
     CHANNEL_OPTIONS,
     Answer,
@@ -28,6 +31,8 @@ from disagg.client.types import (
     Targets,
 )
 from disagg.client.wire import delta_of, state_of
+from disagg.proto.errors import DisaggError
+from disagg.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
 
@@ -59,7 +64,9 @@ class AsyncClient(ClientBase):
         targets: Targets | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Delta, None]:
-        """The answer as it is made. Close it with `contextlib.aclosing` when leaving it early.
+        """The answer as it is made. When the gateway dies, it goes on at the same address, from where it broke: by
+        another gateway that listens there, or by the same one after its restart; see `resume_s`. Close it with
+        `contextlib.aclosing` when leaving it early.
 
         Args:
             prompt: text, token ids or chat messages.
@@ -73,7 +80,7 @@ class AsyncClient(ClientBase):
             DisaggError: while iterating, whatever the server answered.
         """
         call = self._calls.stream(prompt, options, model, timeout_s, targets)
-        return self._stream(call, delta_of)
+        return self._answer(call)
 
     async def generate(
         self,
@@ -85,7 +92,18 @@ class AsyncClient(ClientBase):
         **options: Unpack[Options],
     ) -> Answer:
         """The whole answer; one, not `n`. Arguments and errors as for `stream`."""
-        return await self._run(self._calls.generate(prompt, options, model, timeout_s, targets))
+        attempts = Attempts(self._resume_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                return await self._run(self._calls.generate(prompt, options, model, left_s, targets))
+            except DisaggError as error:
+                taken = isinstance(error.__cause__, grpc.RpcError) and was_taken(error.__cause__)
+                pause_s = attempts.pause_s(error, taken, time.monotonic())
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def models(self) -> list[Model]:
         """The models that the gateway serves."""
@@ -187,6 +205,27 @@ class AsyncClient(ClientBase):
             return await call.begin()
         except grpc.RpcError as error:
             raise error_of(error) from error
+
+    async def _answer(self, flow: Flow[Call]) -> AsyncGenerator[Delta, None]:
+        call = await self._run(flow)
+        resumption = Resumption(cast(pb.GenerateRequest, call.request), self._resume_s)
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        while True:
+            call = call.continued(resumption.request(), deadline, time.monotonic())
+            running = call.begin()
+            try:
+                async for response in running:
+                    if resumption.took(response):
+                        yield delta_of(response)
+                return
+            except grpc.RpcError as error:
+                failure = error_of(error)
+                pause_s = resumption.pause_s(failure, was_taken(error), time.monotonic())
+                if pause_s is None:
+                    raise failure from error
+            finally:
+                running.cancel()
+            await asyncio.sleep(pause_s)
 
     async def _stream(self, flow: Flow[Call], read: Callable[[Any], T]) -> AsyncGenerator[T, None]:
         call = (await self._run(flow)).begin()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from disagg.client.credentials import Credentials
+from disagg.client.resuming import RESUME_S
 from disagg.client.types import (
     Answer,
     Applied,
@@ -55,6 +56,11 @@ class Call:
     request: ProtoMessage
     timeout_s: float | None
     metadata: Metadata
+
+    def continued(self, request: ProtoMessage, deadline: float | None, now: float) -> Call:
+        """The next attempt of the same call."""
+        left_s = None if deadline is None else max(0.0, deadline - now)
+        return replace(self, request=request, timeout_s=left_s)
 
     def begin(self) -> Any:
         """What gRPC returns: a response, an awaitable of one, or a stream of them."""
@@ -219,6 +225,7 @@ class ClientBase(ABC):
         client_key: str | None = None,
         *,
         allow_plaintext_key: bool = False,
+        resume_s: float = RESUME_S,
     ) -> None:
         """Make a connection when the first call needs it.
 
@@ -230,6 +237,8 @@ class ClientBase(ABC):
                 TLS.
             client_cert, client_key: PEM files, for a gateway that requires a client certificate.
             allow_plaintext_key: send the key to other machines without TLS, too.
+            resume_s: when the connection of a running call breaks, for how many seconds the client tries to go on with
+                it, at the same address; a stream then continues where it broke. 0: not at all.
 
         Raises:
             ConfigError: if a file cannot be read, or the key would travel in clear text.
@@ -241,6 +250,7 @@ class ClientBase(ABC):
             client_key=client_key,
             allow_plaintext_key=allow_plaintext_key,
         )
+        self._resume_s = resume_s
         self._channel = self._open_channel(address, credentials.channel(address))
         self._calls = Calls(self._channel, credentials)
 

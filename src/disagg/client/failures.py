@@ -26,6 +26,8 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 
+_REQUEST_ID = "x-disagg-request-id"
+
 
 def error_of(error: grpc.RpcError) -> DisaggError:
     """The error behind a failed call, by its status and the details that came with it."""
@@ -50,6 +52,12 @@ def error_of(error: grpc.RpcError) -> DisaggError:
     other = DisaggError(message)
     other.grpc_code, other.code = code, info.reason or code.lower()
     return other
+
+
+def was_taken(error: grpc.RpcError) -> bool:
+    """Whether a gateway had begun the call that failed: it sends the request's id first."""
+    sent = cast(grpc.Call, error).initial_metadata() or ()
+    return any(key == _REQUEST_ID for key, _ in sent)
 
 
 _BY_CODE: dict[str, type[DisaggError]] = {

@@ -32,7 +32,15 @@ SloState = pb.SloState
 PlacementOption = pb.PlacementOption
 StageSpan = pb.StageSpan
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    # A connection of its own for each client: several gateways at one address share out connections, not calls.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A connection that broke is tried again soon: another gateway may listen there, or the same one again.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
 
 
 class Options(TypedDict, total=False):

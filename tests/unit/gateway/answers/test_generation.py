@@ -397,3 +397,55 @@ async def test_stop_ids_reach_the_worker(model: ServedModel) -> None:
     router = FakeRouter()
     await collect(make(model, router).run(asked(stop_token_ids=(9,)), CALL))
     assert router.submitted[0][0].sampling.stop_token_ids == (9, IM_END, EOS)
+
+
+# ---------------------------------------------------------------- answers that are resumed
+
+
+async def test_an_answer_is_the_same_wherever_it_is_resumed(model: ServedModel) -> None:
+    """A character and a stop string may span the break; indices and the count go on."""
+    stop, tokens = ("sat on",), [*ids(model, "a 🙂 the cat sat on the mat")]
+
+    def script(routed: RoutedRequest) -> list[Step]:
+        return [*([token_id] for token_id in tokens[len(routed.resumed_token_ids) :]), Completion("length", 99, 0)]
+
+    whole = await collect(make(model, FakeRouter(script)).run(asked(stop, seed=5), CALL))
+    deltas = [event for event in whole if isinstance(event, Delta)]
+    assert "".join(event.text for event in deltas) == "a 🙂 the cat "
+    num_tokens = sum(len(event.token_ids) for event in deltas)
+    for had in range(1, num_tokens):
+        router = FakeRouter(script)
+        rest = await collect(make(model, router).run(asked(stop, seed=5, resumed=tuple(tokens[:had])), CALL))
+        assert rest == whole[had:]
+        ((routed, _),) = router.submitted
+        assert routed.resumed_token_ids == tuple(tokens[:had])
+        known = pack_token_ids([*PROMPT, *tokens[:had]])
+        assert routed.block_hashes == tuple(chain_hashes(routed.root_hash, known))
+        assert routed.prompt_token_ids == pack_token_ids(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "reason", "tail"),
+    [
+        ("hello there", {"max_tokens": 2}, "length", ""),
+        ("a 🙂", {"max_tokens": 3}, "length", "\ufffd"),
+        ("hello there", {"stop": (" there",)}, "stop", ""),
+        ("hello</s>", {}, "stop", ""),
+    ],
+)
+async def test_of_a_complete_answer_only_the_end_is_missing(
+    model: ServedModel, text: str, fields: dict[str, Any], reason: Any, tail: str
+) -> None:
+    router = FakeRouter()
+    had = tuple(ids(model, text))[: fields.get("max_tokens")]
+    events = await collect(make(model, router).run(asked(**fields, seed=5, resumed=had), CALL))
+    expected: list[Delta | Finish] = [Delta(len(had), (), tail)] if tail else []
+    assert events == [*expected, Finish(ID, reason, len(PROMPT), 0, len(had))]
+    assert router.submitted == []
+
+
+async def test_what_comes_after_a_stop_string_is_refused(model: ServedModel) -> None:
+    had = (*ids(model, "hello there"), *ids(model, "the"))
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(make(model, FakeRouter()).run(asked((" there",), seed=5, resumed=had), CALL))
+    assert caught.value.field == f"resume.token_ids[{len(had) - 1}]"

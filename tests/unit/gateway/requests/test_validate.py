@@ -86,6 +86,11 @@ WRONG: list[tuple[GenerationInput, str]] = [
     (asked(stop=("a",) * 17), "stopping.stop"),
     *((asked(n=v), "n") for v in (0, -1, 17, HUGE)),
     *((asked(cache_salt=v), "cache_salt") for v in (LONE, "x" * 257, "é" * 129)),
+    *((asked(resumed=v, seed=1), "resume.token_ids[1]") for v in ((0, VOCAB_SIZE), (0, -1), (17, EOS, 17))),
+    (asked(resumed=(0,) * 129, seed=1), "resume.token_ids"),
+    (asked(resumed=(17,), seed=1, n=2), "resume"),
+    (asked(resumed=(17,)), "sampling.seed"),
+    (asked(resumed=(), temperature=0.5), "sampling.seed"),
     (asked(None), "prompt"),
     (asked(TextPrompt("")), "prompt.text"),
     (asked(TextPrompt("x" * 4097)), "prompt.text"),
@@ -325,6 +330,19 @@ def test_what_does_not_fit_the_context(
     with pytest.raises(ContextLengthError) as caught:
         fit(limits, wanted, num_prompt_tokens)
     assert caught.value.field == field
+
+
+def test_what_can_be_resumed(limits: Limits) -> None:
+    assert check_request(asked(), limits).resumed == ()
+    assert check_request(asked(resumed=(17, EOS), seed=1), limits).resumed == (17, EOS)
+    assert check_request(asked(resumed=(17, EOS, 17), seed=1, ignore_eos=True), limits).resumed == (17, EOS, 17)
+    assert check_request(asked(resumed=(17,), temperature=0.0), limits).resumed == (17,)
+
+
+def test_no_more_is_resumed_than_the_answer_can_have(limits: Limits) -> None:
+    checked = check_request(asked(resumed=(17,) * 5, seed=1, max_tokens=4), limits)
+    with pytest.raises(InvalidRequestError, match=r"resume.token_ids: at most 4, as many as the answer, not 5"):
+        fit_prompt(checked, [1, 2], limits, 0)
 
 
 @pytest.mark.parametrize("token_ids", [[], [0, VOCAB_SIZE]])

@@ -55,6 +55,7 @@ def test_every_field_is_read() -> None:
         ),
         n=0,
         cache_salt="s",
+        resume=pb.Resume(token_ids=[4]),
     )
     read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
@@ -77,6 +78,7 @@ def test_every_field_is_read() -> None:
         stop=("a", "a", ""),
         n=0,
         cache_salt="s",
+        resumed=(4,),
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == []
@@ -84,7 +86,7 @@ def test_every_field_is_read() -> None:
 
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
-    names = {"model", "prompt", "n", "cache_salt"}
+    names = {"model", "prompt", "n", "cache_salt", "resumed"}
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)
@@ -111,3 +113,12 @@ def test_a_list_that_is_too_long_is_refused_before_it_is_copied(request_: pb.Gen
     with pytest.raises(InvalidRequestError) as caught:
         in_one_go(read_request(request_, MODEL))
     assert caught.value.field == field
+
+
+def test_what_is_resumed() -> None:
+    request = pb.GenerateRequest(resume=pb.Resume(token_ids=[5, 2**32 - 1]))
+    assert in_one_go(read_request(request, MODEL)).resumed == (5, 2**32 - 1)
+    assert in_one_go(read_request(pb.GenerateRequest(resume=pb.Resume()), MODEL)).resumed == ()
+    request.resume.token_ids.extend([0] * MODEL.max_model_len)
+    with pytest.raises(InvalidRequestError, match=r"resume\.token_ids: at most 64 tokens, not 66"):
+        in_one_go(read_request(request, MODEL))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import pytest
 from typing_extensions import override
 
@@ -95,13 +96,15 @@ def test_no_token_id_is_recorded_but_for_stop_ids() -> None:
     scenario.up("d0")
     request = routed_request("r0", PROMPT, max_tokens=30, stop=(STOP,), logprobs=1)
     scenario.start(request, "p0", "d0")
+    scenario.submit(msgspec.structs.replace(routed_request("resumed", PROMPT), resumed_token_ids=(5, 6)))
     logprobs = (TokenLogprobs(-0.5, (70_001,), (-0.25,)), TokenLogprobs(-1.0))
     scenario.update("p0", StepUpdate(tokens=(TokenOut(RequestId("r0"), 0, 0, (ANSWER[0], STOP), logprobs),)))
     scenario.update("d0", end_update("r0", 0, "stop"))
     scenario.update("d0", tokens_update("r0", 0, 2, STOP))  # too late: its stop ids are no longer needed
     entries = read(file_of(header_of(PLAIN), sink.entries))[1]
     events = [entry.event for entry in entries if isinstance(entry, Handled)]
-    submitted = next(event.request for event in events if isinstance(event, Submit))
+    submitted, resumed = (event.request for event in events if isinstance(event, Submit))
+    assert resumed.resumed_token_ids == (HIDDEN, HIDDEN)
     assert num_token_ids(submitted.prompt_token_ids) == len(PROMPT)
     assert not any(submitted.prompt_token_ids)
     assert (submitted.block_hashes, submitted.root_hash) == (request.block_hashes, b"")

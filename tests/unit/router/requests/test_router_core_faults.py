@@ -7,7 +7,7 @@ from disagg.proto.block_hash import chain_hashes
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import EndReason
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
-from disagg.router.requests.events import CancelRequest, Submit, WorkerUp
+from disagg.router.requests.events import CancelRequest, Dispatch, Submit, WorkerUp
 from disagg.router.requests.router_core import RouterCore
 from tests.support.router import (
     EMPTY,
@@ -467,3 +467,34 @@ def test_a_deadline_of_a_request_that_ended_is_not_kept() -> None:
     assert it.holdings() == EMPTY
     assert len(it._timers) <= 65
     assert it.next_wakeup() is None
+
+
+# ---------------------------------------------------------------- answers that another gateway began
+
+
+def test_a_resumed_answer_continues_behind_its_tokens_and_counts_its_own() -> None:
+    it = Scenario("p0", "d0")
+    request = msgspec.structs.replace(routed_request("r0", 64, max_tokens=5), resumed_token_ids=(7, 8))
+    (dispatch,) = it.core.handle(Submit(request, it.now), it.now)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.message.spec.emitted_token_ids == (7, 8)
+    assert it.update("p0", tokens_update("r0", 0, 2, 9)) == ["emit r0 [9]"]
+    it.update("p0", prefilled_update("r0", 0))
+    it.update("d0", handed_over_update("r0", 0))
+    assert it.update("d0", tokens_update("r0", 0, 3, 10, 11)) == ["emit r0 [10, 11]"]
+    assert it.update("d0", end_update("r0", 0, "length")) == ["finish r0 length 5 cached=0"]
+    trace = it.core.trace(RequestId("r0"))
+    assert trace is not None
+    assert trace.num_output_tokens == 3
+    assert it.core.holdings() == EMPTY
+
+
+def test_what_a_stop_string_cut_off_counts_without_the_tokens_of_the_other_gateway() -> None:
+    it = Scenario("p0", "d0")
+    it.submit(msgspec.structs.replace(routed_request("r0", 64, max_tokens=9), resumed_token_ids=(7, 8)))
+    it.update("p0", tokens_update("r0", 0, 2, 9))
+    it.core.handle(CancelRequest(RequestId("r0"), 3), it.now)
+    trace = it.core.trace(RequestId("r0"))
+    assert trace is not None
+    assert (trace.outcome, trace.num_output_tokens) == ("stop", 1)
+    assert it.core.holdings() == EMPTY

@@ -1,0 +1,88 @@
+"""Streams that a client can continue after its connection broke: events have ids, and `Last-Event-ID` names the last
+one that came.
+
+    Last-Event-ID: 0                     a new stream whose events have ids: without being asked for, they would break
+                                         clients that take each event for one line
+    id: <seed>.<tokens>.<characters>     what the answer is drawn by, and how much of it came with this event and before
+
+Any gateway of the cluster then answers the same request. It generates the answer again from its beginning, with the
+same seed, and leaves out what the client has: an event id is too small for the tokens themselves, and gateways share no
+state. A client that has the token ids continues sooner, over gRPC (`Resume`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Final
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.answers.generation import Delta, Finish
+from disagg.router.gateway.requests.sampling import MAX_SEED
+from disagg.router.gateway.requests.values import shown
+
+HEADER: Final = "last-event-id"
+BEGINNING: Final = "0"
+_FORM: Final = re.compile(r"([0-9a-f]{1,16})\.([0-9]{1,9})\.([0-9]{1,9})")
+
+Events = AsyncGenerator[Delta | Finish, None]
+
+
+@dataclass(slots=True)
+class Position:
+    """How much of an answer was written into a stream."""
+
+    seed: int
+    num_tokens: int = 0
+    num_chars: int = 0
+
+    def add(self, delta: Delta) -> bytes:
+        """The line of the event that brings `delta`, the next one of the answer."""
+        self.num_tokens = delta.first_index + len(delta.token_ids)
+        self.num_chars += len(delta.text)
+        return b"id: %x.%d.%d\n" % (self.seed, self.num_tokens, self.num_chars)
+
+
+def read_position(event_id: str, seed: int | None) -> Position:
+    """The position behind the event of this id.
+
+    Args:
+        event_id: as the client sent it.
+        seed: of its request.
+
+    Raises:
+        InvalidRequestError: if it is no id of ours, or one of a stream with another seed.
+    """
+    match = _FORM.fullmatch(event_id)
+    if match is None:
+        raise InvalidRequestError(HEADER, f"is no id of an event of this API: {shown(event_id)}")
+    position = Position(int(match[1], 16), int(match[2]), int(match[3]))
+    assert position.seed <= MAX_SEED
+    if seed is not None and seed != position.seed:
+        raise InvalidRequestError(HEADER, f"is of a stream with seed {position.seed}, not {shown(seed)}")
+    return position
+
+
+async def rest_after(events: Events, had: Position) -> Events:
+    """The events of one answer without the tokens and characters that the client has. Raises `InvalidRequestError` if
+    the answer is shorter than that."""
+    num_tokens, num_chars = had.num_tokens, had.num_chars
+    seen_chars = 0
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Finish):
+                if event.num_output_tokens < num_tokens or seen_chars < num_chars:
+                    raise InvalidRequestError(
+                        HEADER, f"the answer has {event.num_output_tokens} tokens and {seen_chars} characters only"
+                    )
+                yield event
+                continue
+            known_tokens = min(len(event.token_ids), max(0, num_tokens - event.first_index))
+            known_chars = min(len(event.text), max(0, num_chars - seen_chars))
+            seen_chars += len(event.text)
+            token_ids, text = event.token_ids[known_tokens:], event.text[known_chars:]
+            has_all = seen_chars >= num_chars  # else the id is none of this answer, which its end will show
+            if has_all and (token_ids or (text and not event.token_ids)):
+                yield replace(event, first_index=event.first_index + known_tokens, token_ids=token_ids, text=text)

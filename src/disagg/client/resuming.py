@@ -1,0 +1,120 @@
+"""A stream that goes on when its gateway dies: which request continues it, and when. Pure.
+
+    begin ──message──> took ──connection breaks──> broke ──pause──> request(), to any gateway ──message──> took ...
+                                                     └─ nothing came for `limit_s`, or another error: given up
+
+The request that continues is the first one, its seed and all tokens that came (`Resume`). So the gateway that takes it
+needs to know nothing of the first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from disagg.proto.errors import DisaggError, OverloadedError, UnavailableError
+from disagg.v1 import inference_pb2 as pb
+
+RESUME_S: Final = 10.0
+"""How long a client tries to go on, by default."""
+MIN_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 0.5
+_LOST_CODES: Final = frozenset({"unreachable", "shutting_down"})
+"""Of `UnavailableError`: the gateway is gone, or going."""
+_FINAL_CODES: Final = frozenset({"stream_lost", "not_resumed"})
+"""Of `UnavailableError`: another attempt would not help."""
+
+
+class Attempts:
+    """The attempts of one call. Times are seconds of any monotonic clock.
+
+    Args:
+        limit_s: how long after the connection broke it may take to come back; 0 gives up at once.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._was_taken = False
+        """Whether a gateway took the call, at any attempt. If none did, there may be none."""
+        self._lost_at: float | None = None
+        self._pause_s = MIN_PAUSE_S
+
+    def progressed(self) -> None:
+        """Something of the answer came."""
+        self._was_taken, self._lost_at, self._pause_s = True, None, MIN_PAUSE_S
+
+    def pause_s(self, error: DisaggError, was_taken: bool, now: float) -> float | None:
+        """The call failed: seconds until the next attempt; None where there is none.
+
+        Args:
+            error: by which it failed.
+            was_taken: whether a gateway had taken it.
+            now: the time.
+        """
+        self._was_taken = self._was_taken or was_taken
+        wait_s = self._pause_s
+        if isinstance(error, UnavailableError):
+            tries = error.code not in _FINAL_CODES if self._lost_at is not None else error.code in _LOST_CODES
+        else:
+            tries = self._lost_at is not None and isinstance(error, OverloadedError)
+        if not tries or not self._was_taken or not self._limit_s:
+            return None
+        if isinstance(error, OverloadedError):
+            wait_s = max(wait_s, error.retry_after_s or 0.0)
+        if self._lost_at is None:
+            self._lost_at = now
+        if now + wait_s > self._lost_at + self._limit_s:
+            return None
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        return wait_s
+
+
+class Resumption:
+    """The state of one stream.
+
+    Args:
+        request: of its first attempt. It is given a seed where it has none, so that it can be continued.
+        limit_s: see `Attempts`; with several answers, which cannot be continued, it counts as 0.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, limit_s: float) -> None:
+        can_resume = limit_s > 0 and request.n <= 1
+        self._request = pb.GenerateRequest()
+        self._request.CopyFrom(request)
+        if can_resume and not request.sampling.HasField("seed"):
+            self._request.sampling.seed = secrets.randbits(64)
+        self._attempts = Attempts(limit_s if can_resume else 0.0)
+        self._token_ids: list[int] = []
+        self._had_tail = False
+        """Whether the text after the last token came."""
+        self._is_continued = False
+
+    def request(self) -> pb.GenerateRequest:
+        """Of the next attempt."""
+        if not self._token_ids:
+            return self._request
+        continued = pb.GenerateRequest()
+        continued.CopyFrom(self._request)
+        continued.resume.token_ids.extend(self._token_ids)
+        self._is_continued = True
+        return continued
+
+    def took(self, response: pb.GenerateResponse) -> bool:
+        """A message came; whether it is new. Raises `UnavailableError` if it does not continue what came before."""
+        self._attempts.progressed()
+        if response.HasField("finished"):
+            return True
+        delta = response.delta
+        if not delta.token_ids and self._had_tail:
+            return False  # the same text as before the break
+        if self._is_continued and delta.first_index != len(self._token_ids):
+            raise UnavailableError(
+                f"the gateway continues at token {delta.first_index}, not {len(self._token_ids)}", "not_resumed"
+            )
+        self._had_tail = not delta.token_ids
+        self._token_ids.extend(delta.token_ids)
+        return True
+
+    def pause_s(self, error: DisaggError, was_taken: bool, now: float) -> float | None:
+        """Seconds until the next attempt, or None; see `Attempts`."""
+        return self._attempts.pause_s(error, was_taken, now)
