@@ -141,6 +141,9 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     pair_timeout_s: Positive = 2.0
     """How long an attempt waits for its pair of workers to be formed: at most this, and at most half of what is left of
     its TTFT target and of its deadline, but at least a quarter of a second. Then it is placed elsewhere."""
+    num_gateways: Count = 1
+    """Routers that place on the same workers. With several, sequences of others count in a worker's step times, as a
+    mean over its reports, and ties are settled differently by each."""
     warm_pairs: NonNegativeInt = 8
     """Pairs of each worker that are formed as soon as it comes. Any other is formed by the first request that is placed
     on it."""

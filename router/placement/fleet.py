@@ -115,7 +115,8 @@ class Fleet:
             self.index.add_worker(info.worker_id, info.incarnation)
             slot_tokens = self._config.prefill_chunks * info.token_budget
             bit = self.index.bit(info.worker_id)
-            worker = Worker(info, self.assignments.of_worker(info.worker_id), self._num_came, slot_tokens, bit)
+            load = self.assignments.of_worker(info.worker_id)
+            worker = Worker(info, load, self._num_came, slot_tokens, bit, self._config.num_gateways)
             self._num_came += 1
             self._workers[info.worker_id] = worker
         else:

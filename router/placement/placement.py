@@ -13,6 +13,7 @@ is cheaper than what is free: see `Choice.has_slot`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
@@ -208,6 +209,12 @@ class Policy(Protocol):
 def uniform_draw(counter: int, count: int) -> int:
     """An index below `count` (at least 1), each equally likely; neighbouring counters give independent-looking ones."""
     return splitmix64(0, counter) % count
+
+
+def draw_of(gateway_id: str) -> Draw:
+    """The same, for one of several gateways: they place side by side, and each draws other indices."""
+    salt = int.from_bytes(hashlib.blake2b(gateway_id.encode(), digest_size=8).digest(), "little")
+    return lambda counter, count: splitmix64(salt, counter) % count
 
 
 def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:

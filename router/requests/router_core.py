@@ -42,7 +42,7 @@ from disagg.proto.messages import (
 from disagg.router.api import CallDemand, ClusterView, PlacementView, RequestTrace
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.fleet import Fleet, version_of
-from disagg.router.placement.placement import Draw, uniform_draw
+from disagg.router.placement.placement import Draw, draw_of, uniform_draw
 from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
@@ -70,7 +70,8 @@ class RouterCore:
     Args:
         config: limits, pauses and the policy.
         gateway_id: sent with each dispatch.
-        draw: settles ties among equal placements.
+        draw: settles ties among equal placements; by default a function of the counter, and with several gateways of
+            the gateway's id.
         hash_blocks: hashes the blocks of an answer that is to be continued; all else is independent of token ids, but
             for stop ids.
     """
@@ -79,12 +80,14 @@ class RouterCore:
         self,
         config: RouterConfig,
         gateway_id: GatewayId,
-        draw: Draw = uniform_draw,
+        draw: Draw | None = None,
         hash_blocks: HashBlocks = chain_hashes,
     ) -> None:
         self.counters: Counter[str] = Counter()
         """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
+        if draw is None:
+            draw = draw_of(gateway_id) if config.num_gateways > 1 else uniform_draw
         self._draw = draw
         self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()

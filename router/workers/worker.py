@@ -27,6 +27,9 @@ LATE_MS = 100.0
 """An elastic worker is given another prompt only while its prompts take less than this, so that one which becomes free
 can take it instead."""
 
+OTHERS_SHARE = 0.03
+"""Of a mean over reports that the latest one is; there are some fifty a second while much changes."""
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -40,6 +43,9 @@ class Worker:
     """It takes another prompt while less than this many tokens are outstanding."""
     bit: WorkerSet = 0
     """The worker as a set of the prefix index."""
+    num_routers: int = 1
+    """Routers that place on it. With several, sequences of the others are among those that decode, as `_others` has
+    them."""
     load: Load = field(default_factory=Load)
     model: StepModel = field(init=False)
     is_measured: bool = False
@@ -104,6 +110,12 @@ class Worker:
 
     blocks_beyond: int = 0
     """Reported as held, and not assigned at the report before."""
+    _others: float = 0.0
+    """Mean of `num_others`, of which a report changes a small share: each router spreads its own requests evenly, and
+    does not follow what the others have just placed. Where all of them do, all fill up the worker that the same late
+    reports show as the emptiest. What stays uneven for longer counts."""
+    _others_context: float = 0.0
+    """The same of the tokens that these sequences attend to."""
     _num_blocks_unseen: int = 0
     """Blocks assigned since the last report, which that report may not include."""
     num_others: int = 0
@@ -182,6 +194,9 @@ class Worker:
         self.blocks_beyond = max(0, load.blocks_active + load.blocks_reserved - num_seen)
         self._num_blocks_unseen = 0
         self.num_others = max(0, load.num_running + load.num_waiting - len(self.assigned.assignments))
+        others_context = self.blocks_beyond * self.info.block_size if self.num_others else 0
+        self._others += OTHERS_SHARE * (self.num_others - self._others)
+        self._others_context += OTHERS_SHARE * (others_context - self._others_context)
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
         for sample in report.steps:
@@ -200,8 +215,12 @@ class Worker:
         self.used_blocks = assigned.blocks + self.blocks_beyond
         self.outstanding_tokens = tokens = assigned.tokens - self._num_computed
         if self.decodes:
-            self.num_decodes = num_decodes = num_sequences - assigned.num_prefills
-            self.around_ms = self.base_ms + num_decodes * self.decode_ms + assigned.context * self.context_ms
+            num_decodes, context = num_sequences - assigned.num_prefills, assigned.context
+            if self.num_routers > 1:
+                num_decodes += round(self._others)
+                context += round(self._others_context)
+            self.num_decodes = num_decodes
+            self.around_ms = self.base_ms + num_decodes * self.decode_ms + context * self.context_ms
             room = info.token_budget - num_decodes
             self.prompt_room = room if room > 1 else 1
         else:
