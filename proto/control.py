@@ -90,6 +90,12 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     """The same of HTTP; empty where it serves none."""
     draining: tuple[WorkerIncarnation, ...] = ()
     """The workers that it drains on request of an earlier controller."""
+    name: str = "gateway"
+    """Of its process."""
+    own_address: str = ""
+    """With several gateways at one address: where only this one listens, too; empty with one."""
+    own_http_address: str = ""
+    """The same of HTTP."""
 
 
 class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
@@ -97,6 +103,20 @@ class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
 
     gateway_id: GatewayId
     error: str
+    name: str = "gateway"
+
+
+class GatewayCounts(Message, frozen=True, kw_only=True):
+    """What one gateway counts, for the views of all of them."""
+
+    num_queued: int
+    num_running: int
+    stages: dict[str, int]
+    """Requests by what they wait for."""
+    slos: dict[str, tuple[int, int]]
+    """Of the last minute: (requests that met it, requests that had it)."""
+    requests_per_s: float
+    output_tokens_per_s: float
 
 
 class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
@@ -116,6 +136,9 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """For how long its event loop has been in its present turn."""
     doing: str = ""
     """What the loop does in it, as sampled, for the log."""
+    name: str = "gateway"
+    counts: GatewayCounts | None = None
+    """On the stream of its hello, where there are several gateways."""
 
 
 class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -238,6 +261,14 @@ class GatewayRecord(Message, frozen=True, kw_only=True):
     phase: GatewayPhase = "ready"
     detail: str = ""
     """Why it was lost or failed, the last time."""
+    name: str = "gateway"
+    """Of its process."""
+    own_address: str = ""
+    """With several gateways at one address: where only this one listens, too."""
+    own_http_address: str = ""
+    """The same of HTTP."""
+    counts: GatewayCounts | None = None
+    """Its latest, where there are several gateways."""
 
 
 class RolloutState(Message, frozen=True, kw_only=True):
@@ -286,13 +317,15 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether every pool has its desired size and configuration, and a gateway serves."""
+        """Whether every pool has its desired size and configuration, and each gateway serves."""
+        serving = {g.name for g in self.gateways if g.phase == "ready"}
         sizes_met = all(pool.ready == pool.desired for pool in self.pools)
         return (
             self.rollout is None
             and sizes_met
             and all(w.phase == "ready" for w in self.workers)
-            and any(g.phase == "ready" for g in self.gateways)
+            and bool(serving)
+            and all(g.name in serving for g in self.gateways)
         )
 
 

@@ -50,6 +50,7 @@ Mode = Literal["disaggregated", "colocated", "elastic"]
 
 LEAST_TRACES = 40
 """As many requests as a twin compares at least (`LEAST` in `simulator/twin/twin.py`)."""
+MAX_GATEWAYS = 64
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -78,6 +79,12 @@ class GatewaySection(GatewayOptions, frozen=True, kw_only=True):
     http_port: Port | Literal["auto"] | None = "auto"
     """Of the OpenAI-compatible HTTP server and of `/metrics`. `auto` is the one after `port`, or any free one where
     `port` is 0; 0 takes any free port; `null` serves no HTTP."""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_GATEWAYS)] = 1
+    """Gateway processes. They listen at the same ports, and the kernel divides connections among them; each places
+    requests by itself. Limits, `max_queued` and limits of keys among them, are those of each."""
+    replica_http_port: Port | None = None
+    """With several gateways: each listens to HTTP at a port of its own, too, so that its metrics can be read. This is
+    the first one's, the others' are those after it; `null` takes any free ones, which `disagg status` shows."""
     max_queued: Count = MAX_QUEUED
     """Requests that wait for a worker; one more is refused as overload."""
     token_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
@@ -404,6 +411,7 @@ def check(config: ClusterConfig) -> None:
     if config.network.certificates is not None and config.network.encryption == "off":
         raise ConfigError("network.certificates: are not used with network.encryption off; remove one of them")
     _check_ports(config.gateway)
+    _check_replicas(config)
     _check_exposure(config.gateway)
 
 
@@ -420,6 +428,24 @@ def _check_exposure(gateway: GatewaySection) -> None:
             f"gateway.host: {gateway.host} can be reached by others; set {'; and '.join(missing)}; "
             "or bind to 127.0.0.1; or set gateway.insecure: true"
         )
+
+
+def _check_replicas(config: ClusterConfig) -> None:
+    gateway = config.gateway
+    if gateway.replicas > 1 and config.placement.decodes == "auto":
+        raise ConfigError(
+            f"gateway.replicas: {gateway.replicas} gateways need placement.decodes spread or gather; auto changes the "
+            "setting of one gateway only"
+        )
+    first = gateway.replica_http_port
+    if not first:
+        return
+    last = first + gateway.replicas - 1
+    if last > MAX_PORT:
+        raise ConfigError(f"gateway.replica_http_port: {gateway.replicas} ports from {first} on end after {MAX_PORT}")
+    for name, port in (("port", gateway.port), ("http_port", gateway.chosen_http_port)):
+        if port and first <= port <= last:
+            raise ConfigError(f"gateway.replica_http_port: {first} to {last} include gateway.{name}, {port}")
 
 
 def _check_ports(gateway: GatewaySection) -> None:

@@ -26,7 +26,7 @@ import msgspec
 
 from disagg.cluster.control import events
 from disagg.cluster.control.events import Command, Event
-from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway
+from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway, gateway_names
 from disagg.cluster.control.workers import Worker, split_worker_id, worker_id
 from disagg.cluster.rollout.rollout import Plan, Rollout, Target
 from disagg.proto.control import (
@@ -66,6 +66,8 @@ class Settings:
     drain_timeout_s: float
     lost_grace_s: float
     """How long a process that left, and of which no end was reported, may take to come back."""
+    gateways: int = 1
+    """That it starts."""
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +120,7 @@ class ControlCore:
         self._num_starts = 0
         self._workers: dict[WorkerId, Worker] = {}
         self._followers: dict[GatewayId, Follower] = {}
-        self._gateway = OwnGateway()
+        self._gateways = {name: OwnGateway(name) for name in gateway_names(settings.gateways)}
         self._begun = False
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
@@ -172,15 +174,17 @@ class ControlCore:
         """The cluster, for operators. `now`: to show for how long a rollout has gone on."""
         sizes = self.sizes
         workers = sorted(self._workers.values(), key=lambda worker: (list(sizes).index(worker.pool), worker.index))
-        own = self._gateway.record()
-        others = (f for f in self._followers.values() if f.gateway_id != self._gateway.gateway_id)
+        own = self._gateways.values()
+        were_started = any(gateway.phase is not None or gateway.num_starts for gateway in own)
+        own_ids = {gateway.gateway_id for gateway in own}
+        others = (f for f in self._followers.values() if f.gateway_id not in own_ids)
         return ControlState(
             pools=tuple(
                 PoolState(name=name, desired=size, ready=self._num_ready(name)) for name, size in sizes.items()
             ),
             workers=tuple(worker.record() for worker in workers),
             gateways=(
-                *([own] if own is not None else []),
+                *((gateway.record() for gateway in own) if were_started else ()),
                 *(f.record() for f in others),
             ),
             generation=self._target.generation,
@@ -238,8 +242,8 @@ class ControlCore:
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
         dues = [worker.due for worker in self._workers.values()]
-        dues += [self._gateway.due, self._adopting_until]
-        if self._enough_since is not None and self._gateway.phase is None:
+        dues += [*(gateway.due for gateway in self._gateways.values()), self._adopting_until]
+        if self._enough_since is not None and any(gateway.phase is None for gateway in self._gateways.values()):
             dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
         if self._rollout is not None and self._adopting_until is None:
             dues.append(self._rollout.next_due(self._workers.values()))
@@ -256,7 +260,7 @@ class ControlCore:
         self._expire(now)
         self._roll(now)
         self._reconcile(now)
-        self._reconcile_gateway(now)
+        self._reconcile_gateways(now)
         self._publish()
         if self._to_stop:  # after they left the membership
             self._out.append(events.StopWorkers(tuple(self._to_stop)))
@@ -292,24 +296,28 @@ class ControlCore:
                 self._take_gateway(event, now)
 
     def _take_gateway(self, event: Event, now: float) -> None:
-        gateway = self._gateway
         match event:
             case events.GatewayJoined(gateway_id, address, pid, http_address):
-                follower = self._followers[gateway_id] = Follower(gateway_id, address, pid, http_address)
-                if gateway.phase not in (None, "stopping"):
-                    gateway.ready(follower, now)
+                follower = self._followers[gateway_id] = Follower(
+                    gateway_id, address, pid, http_address, event.name, event.own_address, event.own_http_address
+                )
+                own = self._gateways.get(event.name)
+                if own is not None and own.phase not in (None, "stopping"):
+                    own.ready(follower, now)
                 self._drains.update(event.draining)
                 self._resume_drains(now)
-            case events.GatewayStartFailed(error=error):
-                if gateway.phase in ("starting", "lost"):
-                    gateway.fault("failed" if gateway.phase == "starting" else "lost", error, now)
+            case events.GatewayStartFailed(error=error, name=name):
+                own = self._gateways.get(name)
+                if own is not None and own.phase in ("starting", "lost"):
+                    own.fault("failed" if own.phase == "starting" else "lost", error, now)
             case events.GatewayLeft(gateway_id=gateway_id):
                 self._followers.pop(gateway_id, None)
-                if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
-                    gateway.enter("lost", due=now + self._settings.lost_grace_s)
-                    gateway.detail = "its connection to the controller broke"
-            case events.GatewayStopped():
-                gateway.enter(None)
+                for gateway in self._gateways.values():
+                    if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
+                        gateway.enter("lost", due=now + self._settings.lost_grace_s)
+                        gateway.detail = "its connection to the controller broke"
+            case events.GatewayStopped(name=name):
+                self._gateways[name].enter(None)
             case events.MembershipMissed(gateway_id=gateway_id):
                 if gateway_id in self._followers:
                     self._followers[gateway_id].needs_snapshot = True
@@ -327,11 +335,12 @@ class ControlCore:
             for index in range(size):
                 if (name := worker_id(pool, index)) in self._running:
                     self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
-        if GATEWAY in self._running:
-            self._gateway = OwnGateway("lost", num_starts=1, due=grace_end)
+        for gateway in self._gateways.values():
+            if gateway.name in self._running:
+                self._gateways[gateway.name] = OwnGateway(gateway.name, "lost", num_starts=1, due=grace_end)
         if self._workers:
             self._adopting_until = now + ADOPT_GRACE_S
-        for surplus in sorted(self._running - set(self._workers) - {GATEWAY}):
+        for surplus in sorted(self._running - set(self._workers) - set(self._gateways)):
             unwanted = WorkerId(surplus)
             of_pool, index = split_worker_id(unwanted)
             if of_pool in sizes:
@@ -408,9 +417,9 @@ class ControlCore:
             del self._workers[worker.worker_id]
 
     def _on_exited(self, process: str, why: str, now: float) -> None:
-        if process == GATEWAY:
-            if self._gateway.phase in ("starting", "ready", "lost"):
-                self._gateway.fault("failed" if self._gateway.phase == "starting" else "lost", why, now)
+        if (gateway := self._gateways.get(process)) is not None:
+            if gateway.phase in ("starting", "ready", "lost"):
+                gateway.fault("failed" if gateway.phase == "starting" else "lost", why, now)
             return
         worker = self._workers.get(WorkerId(process))
         if worker is None:
@@ -431,10 +440,10 @@ class ControlCore:
             if worker.phase == "lost" and worker.info is not None:  # it never came back
                 worker.num_faults += 1
             self._stop(worker)
-        gateway = self._gateway
-        if gateway.due is not None and gateway.due <= now:
-            gateway.enter("stopping")
-            self._out.append(events.StopGateway())
+        for gateway in self._gateways.values():
+            if gateway.due is not None and gateway.due <= now:
+                gateway.enter("stopping")
+                self._out.append(events.StopGateway(gateway.name))
         is_waiting = any(worker.phase == "lost" for worker in self._workers.values())
         if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
             self._adopting_until = None
@@ -543,10 +552,12 @@ class ControlCore:
         if worker.info is None:
             return True
         key = (worker.worker_id, worker.info.incarnation)
-        return self._gateway.phase != "lost" and all(key in f.empty for f in self._followers.values())
+        is_lost = any(gateway.phase == "lost" for gateway in self._gateways.values())
+        return not is_lost and all(key in f.empty for f in self._followers.values())
 
-    def _reconcile_gateway(self, now: float) -> None:
-        if self._gateway.phase is not None:
+    def _reconcile_gateways(self, now: float) -> None:
+        absent = [gateway for gateway in self._gateways.values() if gateway.phase is None]
+        if not absent:
             return
         if (
             not all(self._num_ready(pool) or not size for pool, size in self._target.sizes.items())
@@ -557,11 +568,21 @@ class ControlCore:
         if self._enough_since is None:
             self._enough_since = now
         is_full = all(self._num_ready(pool) >= size for pool, size in self._target.sizes.items())
-        if is_full or self._gateway.num_starts or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
+        were_started = any(gateway.num_starts for gateway in self._gateways.values())
+        if is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
             ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
-            self._gateway.enter("starting")
-            self._gateway.num_starts += 1
-            self._out.append(events.StartGateway(ready, self._gateway.address, self._gateway.http_address))
+            for gateway in absent:
+                self._start_gateway(gateway, ready)
+
+    def _start_gateway(self, gateway: OwnGateway, workers: tuple[WorkerInfo, ...]) -> None:
+        """All listen at one address, which the first one may choose: the others wait until it is known."""
+        known = next((other for other in (gateway, *self._gateways.values()) if other.address), None)
+        if known is None and gateway.name != GATEWAY:
+            return
+        gateway.enter("starting")
+        gateway.num_starts += 1
+        address, http_address = (known.address, known.http_address) if known is not None else ("", "")
+        self._out.append(events.StartGateway(workers, address, http_address, gateway.name))
 
     def _publish(self) -> None:
         if self._adopting_until is not None:

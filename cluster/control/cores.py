@@ -24,9 +24,15 @@ class CorePlan:
 
     workers: dict[str, tuple[int, ...]]
     """Worker id -> cores."""
-    gateway: tuple[int, ...]
-    """The gateway shares with the first prefill worker, never with a decode worker while there is a choice."""
+    gateways: tuple[tuple[int, ...], ...]
+    """The first gateway shares with the first prefill worker, never with a decode worker while there is a choice. The
+    others get one each of the cores that no worker has; without such a core they are not pinned."""
     warnings: tuple[str, ...]
+
+    @property
+    def gateway(self) -> tuple[int, ...]:
+        """Of the first gateway."""
+        return self.gateways[0]
 
 
 def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
@@ -37,7 +43,12 @@ def plan_cores(config: ClusterConfig, available: Sequence[int]) -> CorePlan:
         for index in range(pool.size)
     }
     first = next(iter(workers.values()))
-    return CorePlan(workers, first[:1], (*_sharing_warnings(workers, available), *_crowding_warnings(config, workers)))
+    taken = {core for cores in workers.values() for core in cores}
+    free = iter([core for core in available if core not in taken] if first else [])
+    others = [(core,) if (core := next(free, None)) is not None else () for _ in range(1, config.gateway.replicas)]
+    return CorePlan(
+        workers, (first[:1], *others), (*_sharing_warnings(workers, available), *_crowding_warnings(config, workers))
+    )
 
 
 def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.rollout.rollout import Plan
 from disagg.proto.control import MembershipChange, PoolName
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -102,13 +103,18 @@ class GatewayJoined:
     http_address: str = ""
     draining: tuple[tuple[WorkerId, Incarnation], ...] = ()
     """What it drains, as an earlier controller published."""
+    name: str = GATEWAY
+    """Of its process."""
+    own_address: str = ""
+    own_http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStartFailed:
-    """The gateway could not start, as itself or the launcher reported."""
+    """A gateway could not start, as itself or the launcher reported."""
 
     error: str
+    name: str = GATEWAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,9 @@ class GatewayLeft:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStopped:
-    """The launcher ended the gateway's process."""
+    """The launcher ended that gateway's process."""
+
+    name: str = GATEWAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +195,21 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StartGateway:
-    """Launch the gateway for these workers; may come back as `GatewayStartFailed`."""
+    """Launch a gateway for these workers; may come back as `GatewayStartFailed`."""
 
     workers: tuple[WorkerInfo, ...]
     address: str
-    """Where an earlier process of it listened; empty the first time."""
+    """Where an earlier process of it listened, or another gateway listens; empty the first time."""
     http_address: str = ""
     """The same of HTTP; empty the first time, and where it serves none."""
+    name: str = GATEWAY
 
 
 @dataclass(frozen=True, slots=True)
 class StopGateway:
-    """End the gateway's process; followed by `GatewayStopped`."""
+    """End that gateway's process; followed by `GatewayStopped`."""
+
+    name: str = GATEWAY
 
 
 @dataclass(frozen=True, slots=True)

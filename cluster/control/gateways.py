@@ -1,4 +1,4 @@
-"""The gateways in the observed state: the one that the controller starts, and all that follow. Pure.
+"""The gateways in the observed state: those that the controller starts, and all that follow. Pure.
 
 absent ──StartGateway──> starting ──joined──> ready ──left, exited──> lost ──due──> stopping ──> absent
                             └──> failed ──due──────────────────────────────────────────^
@@ -13,7 +13,18 @@ from disagg.proto.control import GatewayPhase, GatewayRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 
 GATEWAY = "gateway"
-"""The name of the gateway that the controller starts, among the launcher's processes."""
+"""The name of the first gateway that the controller starts, among the launcher's processes."""
+
+
+def gateway_names(replicas: int) -> tuple[str, ...]:
+    """Of the gateways that the controller starts: `gateway`, `gateway-1`, `gateway-2` ..."""
+    return (GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, replicas)))
+
+
+def is_gateway(process: str) -> bool:
+    """Whether a process of that name is a gateway; else it is a worker."""
+    return process == GATEWAY or process.startswith(f"{GATEWAY}-")
+
 
 TRANSITIONS: dict[GatewayPhase | None, frozenset[GatewayPhase | None]] = {
     None: frozenset({"starting"}),
@@ -37,6 +48,9 @@ class Follower:
     address: str
     pid: int
     http_address: str = ""
+    name: str = GATEWAY
+    own_address: str = ""
+    own_http_address: str = ""
     empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     """Draining workers on which none of its requests runs any more."""
     needs_snapshot: bool = True
@@ -45,20 +59,29 @@ class Follower:
     def record(self) -> GatewayRecord:
         """For the cluster state that `disagg status` shows."""
         return GatewayRecord(
-            gateway_id=self.gateway_id, address=self.address, pid=self.pid, http_address=self.http_address
+            gateway_id=self.gateway_id,
+            address=self.address,
+            pid=self.pid,
+            http_address=self.http_address,
+            name=self.name,
+            own_address=self.own_address,
+            own_http_address=self.own_http_address,
         )
 
 
 @dataclass(slots=True)
 class OwnGateway:
-    """The gateway that the controller starts. Owner: the controller's core."""
+    """A gateway that the controller starts. Owner: the controller's core."""
 
+    name: str = GATEWAY
     phase: GatewayPhase | None = None
     gateway_id: GatewayId = _NOT_KNOWN
     address: str = ""
     """Kept after its end: the next process listens there."""
     http_address: str = ""
     """As `address`."""
+    own_address: str = ""
+    own_http_address: str = ""
     pid: int = 0
     num_starts: int = 0
     num_faults: int = 0
@@ -70,7 +93,7 @@ class OwnGateway:
     def enter(self, phase: GatewayPhase | None, *, due: float | None = None) -> None:
         """Enter `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
         if phase not in TRANSITIONS[self.phase]:
-            raise ValueError(f"gateway: {self.phase} -> {phase}")
+            raise ValueError(f"{self.name}: {self.phase} -> {phase}")
         self.phase, self.due = phase, due
 
     def ready(self, follower: Follower, now: float) -> None:
@@ -78,6 +101,7 @@ class OwnGateway:
         self.enter("ready")
         self.gateway_id, self.pid = follower.gateway_id, follower.pid
         self.address, self.http_address = follower.address, follower.http_address
+        self.own_address, self.own_http_address = follower.own_address, follower.own_http_address
         self.ready_since = now
 
     def fault(self, phase: GatewayPhase, why: str, now: float) -> None:
@@ -87,16 +111,17 @@ class OwnGateway:
         self.enter(phase, due=now + pause_s)
         self.num_faults, self.detail = num_faults, why
 
-    def record(self) -> GatewayRecord | None:
-        """For the cluster state that `disagg status` shows; None before the first start."""
-        if self.phase is None and not self.num_starts:
-            return None
+    def record(self) -> GatewayRecord:
+        """For the cluster state that `disagg status` shows."""
         is_ready = self.phase == "ready"
         return GatewayRecord(
             gateway_id=self.gateway_id,
             address=self.address if is_ready else "",
             http_address=self.http_address if is_ready else "",
             pid=self.pid,
+            name=self.name,
+            own_address=self.own_address if is_ready else "",
+            own_http_address=self.own_http_address if is_ready else "",
             phase=self.phase or "starting",
             detail=self.detail,
         )

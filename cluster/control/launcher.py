@@ -17,6 +17,7 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import PoolConfig
 from disagg.cluster.control import events
+from disagg.cluster.control.gateways import gateway_names
 from disagg.cluster.control.plan import GatewaySpec, port_of
 from disagg.cluster.rollout.plans import Plans
 from disagg.cluster.system.children import LaunchError
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 class Launcher(Protocol):
     """Starts and ends processes. Its methods may block; the controller calls them on one thread of its own, one after
-    the other. The name of a worker's process is its id, that of the gateway's is `gateways.GATEWAY`."""
+    the other. The name of a worker's process is its id, those of gateways are `gateways.gateway_names`."""
 
     restarts: bool
     """Whether the launcher restarts a process that ends by itself (Ray does that)."""
@@ -53,12 +54,12 @@ class Launcher(Protocol):
         ...
 
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """Begin to start the gateway, which follows the controller by itself, or reports there why it cannot. Raises
+        """Begin to start a gateway, which follows the controller by itself, or reports there why it cannot. Raises
         `LaunchError`."""
         ...
 
-    def stop_gateway(self) -> None:
-        """End the gateway's process; returns when it is gone. Idempotent."""
+    def stop_gateways(self, names: Sequence[str]) -> None:
+        """End the processes of these gateways, side by side; returns when they are gone. Idempotent."""
         ...
 
     def kill(self, name: str, pid: int) -> None:
@@ -117,9 +118,10 @@ class LauncherThread:
             return {}, {}
 
     async def stop(self, worker_ids: Sequence[WorkerId]) -> None:
-        """Drop what was not begun, then end the gateway and these workers."""
+        """Drop what was not begun, then end the gateways and these workers."""
         self._stopped = True
-        await self._loop.run_in_executor(self._executor, self._launcher.stop_gateway)
+        gateways = gateway_names(self._plans.present.config.gateway.replicas)
+        await self._loop.run_in_executor(self._executor, self._launcher.stop_gateways, gateways)
         await self._loop.run_in_executor(self._executor, self._launcher.stop_workers, worker_ids)
 
     def _execute(self, command: events.Command) -> None:
@@ -145,12 +147,12 @@ class LauncherThread:
             case events.StopWorkers(worker_ids=worker_ids):
                 self._launcher.stop_workers(worker_ids)
                 return events.WorkersStopped(worker_ids)
-            case events.StartGateway(workers=workers, address=address, http_address=http_address):
-                spec = self._plans.present.gateway(workers, port_of(address), port_of(http_address))
+            case events.StartGateway(workers=workers, address=address, http_address=http_address, name=name):
+                spec = self._plans.present.gateway(workers, port_of(address), port_of(http_address), name)
                 self._launcher.start_gateway(spec, self._address)
-            case events.StopGateway():
-                self._launcher.stop_gateway()
-                return events.GatewayStopped()
+            case events.StopGateway(name=name):
+                self._launcher.stop_gateways([name])
+                return events.GatewayStopped(name)
             case _:
                 raise AssertionError(f"not for the launcher: {command}")
         return None
@@ -161,7 +163,9 @@ class LauncherThread:
                 return events.WorkerStartFailed(worker_id, error, start_id)
             case events.StopWorkers(worker_ids=worker_ids):
                 return events.WorkersStopped(worker_ids)
-            case events.StartGateway():
-                return events.GatewayStartFailed(error)
+            case events.StartGateway(name=name):
+                return events.GatewayStartFailed(error, name)
+            case events.StopGateway(name=name):
+                return events.GatewayStopped(name)
             case _:
-                return events.GatewayStopped()
+                raise AssertionError(f"not for the launcher: {command}")

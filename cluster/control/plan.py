@@ -19,6 +19,7 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, NetworkConfig, PoolConfig, active_pools
 from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores, worker_device
+from disagg.cluster.control.gateways import GATEWAY, gateway_names
 from disagg.cluster.control.workers import worker_id
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
@@ -58,6 +59,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gateway: GatewayConfig
     router: RouterConfig
     gateway_id: GatewayId
+    name: str = GATEWAY
+    """Of its process."""
     workers: tuple[WorkerInfo, ...]
     """Those that were ready when it was started; afterwards it follows the controller."""
     cores: tuple[int, ...] = ()
@@ -83,7 +86,7 @@ class ClusterPlan:
 
     @property
     def cores(self) -> CorePlan:
-        """Of the workers that come first, and of the gateway."""
+        """Of the workers that come first, and of the gateways."""
         return plan_cores(self.config, self.available)
 
     @property
@@ -112,17 +115,23 @@ class ClusterPlan:
         return msgspec.structs.replace(self.config, pools=pools)
 
     def gateway(
-        self, infos: Sequence[WorkerInfo], port: int | None = None, http_port: int | None = None
+        self,
+        infos: Sequence[WorkerInfo],
+        port: int | None = None,
+        http_port: int | None = None,
+        name: str = GATEWAY,
     ) -> GatewaySpec:
-        """The gateway's specification once these workers are there, all of one model. `port`, `http_port`: where an
-        earlier process of it listened."""
-        config = gateway_config(self.config, self.model_path, infos)
+        """The specification of the gateway of that name once these workers are there, all of one model. `port`,
+        `http_port`: where an earlier process of it listened, or another gateway listens."""
+        index = gateway_names(self.config.gateway.replicas).index(name)
+        config = gateway_config(self.config, self.model_path, infos, index)
         return GatewaySpec(
             gateway=with_ports(config, port, http_port),
             router=router_config(self.config),
-            gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
+            gateway_id=GatewayId(f"{name}-{uuid.uuid4().hex[:8]}"),
+            name=name,
             workers=tuple(infos),
-            cores=self.cores.gateway,
+            cores=self.cores.gateways[index],
             recording=self.config.gateway.record_events,
             load_every_s=self.load_every_s,
         )
@@ -185,8 +194,11 @@ def transport_name(config: ClusterConfig) -> TransportName:
     return "shm" if config.network.bind == "loopback" else "gloo"
 
 
-def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo]) -> GatewayConfig:
-    """The configuration of the gateway. `infos` are the workers, which must all have the same fingerprint."""
+def gateway_config(
+    config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo], index: int = 0
+) -> GatewayConfig:
+    """The configuration of one of the gateways. `infos` are the workers, which must all have the same fingerprint."""
+    own_port = config.gateway.replica_http_port
     return GatewayConfig(
         **_fields(GatewayOptions, config.gateway),
         model_name=config.model.served_name,
@@ -196,6 +208,10 @@ def gateway_config(config: ClusterConfig, model_path: str, infos: Sequence[Worke
         http_port=config.gateway.chosen_http_port,
         max_model_len=min(info.max_model_len for info in infos),
         vllm_aliases=config.metrics.vllm_aliases,
+        name=gateway_names(config.gateway.replicas)[index],
+        shares_ports=config.gateway.replicas > 1,
+        own_http_port=own_port + index if own_port else 0,
+        shows_workers=index == 0,
     )
 
 
@@ -213,6 +229,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         ttft_slo_s=seconds(config.slo.ttft_ms),
         tpot_slo_s=seconds(config.slo.tpot_ms),
         max_queued=config.gateway.max_queued,
+        num_gateways=config.gateway.replicas,
         silent_after_s=config.recovery.suspect_after_s,
         stuck_after_s=config.recovery.stuck_after_s,
         num_traces=config.metrics.num_traces,
@@ -259,6 +276,9 @@ def check_gateway(config: ClusterConfig) -> None:
     _check_port(gateway.host, gateway.port, "--port 0 takes any free one")
     if (http_port := gateway.chosen_http_port) is not None:
         _check_port(gateway.host, http_port, "set gateway.http_port; --port 0 takes any free ones")
+        if gateway.replicas > 1 and (first := gateway.replica_http_port):
+            for port in range(first, first + gateway.replicas):
+                _check_port(gateway.host, port, "set gateway.replica_http_port")
 
 
 def _check_port(host: str, port: int, advice: str) -> None:

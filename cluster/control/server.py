@@ -25,7 +25,7 @@ import msgspec
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Desired, Settings
-from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, router_config
 from disagg.cluster.control.state_diff import gateway_address
@@ -44,6 +44,7 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
+    GatewayCounts,
     GatewayFailed,
     GatewayHeartbeat,
     GatewayHello,
@@ -154,6 +155,8 @@ class Controller:
         self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
         """Encoded, so that what goes to several is encoded once."""
+        self._counts: dict[GatewayId, GatewayCounts] = {}
+        """As each sent them last."""
         self._lost_grace_s = RESTART_GRACE_S if launcher.restarts else LOST_GRACE_S
         self._stopping = False
         self._autoscaler: AutoscalerRunner | None = None
@@ -171,7 +174,11 @@ class Controller:
         loop = asyncio.get_running_loop()
         running = await loop.run_in_executor(self._executor, self._launcher.running)
         config = self._plans.present.config
-        settings = Settings(drain_timeout_s=config.controller.drain_timeout_s, lost_grace_s=self._lost_grace_s)
+        settings = Settings(
+            drain_timeout_s=config.controller.drain_timeout_s,
+            lost_grace_s=self._lost_grace_s,
+            gateways=config.gateway.replicas,
+        )
         desired = Desired(target=self._plans.target(1)) if self._saved is None else self._saved.desired
         self._core = ControlCore({}, settings, running, controller_id=uuid.uuid4().hex[:8], desired=desired)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
@@ -225,7 +232,15 @@ class Controller:
         elif isinstance(request, DrainRequest):
             self._handle(events.Drain(request.worker_id, request.deadline_s))
         self._observe(self._core)
-        return self._state
+        return self._with_counts(self._state)
+
+    def _with_counts(self, state: ControlState) -> ControlState:
+        if not self._counts:
+            return state
+        gateways = (
+            msgspec.structs.replace(record, counts=self._counts.get(record.gateway_id)) for record in state.gateways
+        )
+        return msgspec.structs.replace(state, gateways=tuple(gateways))
 
     async def _apply(self, request: ApplyRequest, core: ControlCore) -> ControlReply:
         """Begin to change what differs, unless it is refused."""
@@ -378,7 +393,7 @@ class Controller:
             replies.put_nowait(reply)
 
     def _on_hung(self, process: ProcessIncarnation, why: str) -> None:
-        if process.name != GATEWAY:  # its end is reported anyway
+        if not is_gateway(process.name):  # its end is reported anyway
             self._handle(events.WorkerHung(WorkerId(process.name), Incarnation(process.incarnation), why))
 
     def _set_timer(self, due: float | None) -> None:
@@ -458,7 +473,7 @@ class Controller:
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         hello = await _decode(await anext(requests, b""), GatewayToController, context)
         if isinstance(hello, GatewayFailed):
-            self._handle(events.GatewayStartFailed(hello.error))
+            self._handle(events.GatewayStartFailed(hello.error, hello.name))
             return
         if isinstance(hello, GatewayHeartbeat):
             await self._read_gateway_heartbeats(hello, requests)
@@ -466,18 +481,30 @@ class Controller:
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
         frames = self._followers[hello.gateway_id] = asyncio.Queue[bytes]()
-        watched = ProcessIncarnation(GATEWAY, hello.gateway_id, hello.pid)
+        watched = ProcessIncarnation(hello.name, hello.gateway_id, hello.pid)
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
         try:
             draining = tuple((member.worker_id, member.incarnation) for member in hello.draining)
-            self._handle(events.GatewayJoined(hello.gateway_id, hello.address, hello.pid, hello.http_address, draining))
+            self._handle(
+                events.GatewayJoined(
+                    hello.gateway_id,
+                    hello.address,
+                    hello.pid,
+                    hello.http_address,
+                    draining,
+                    hello.name,
+                    hello.own_address,
+                    hello.own_http_address,
+                )
+            )
             while True:
                 yield await frames.get()
         finally:
             reader.cancel()
             if self._followers.get(hello.gateway_id) is frames:  # not a later stream of the same gateway
                 del self._followers[hello.gateway_id]
+                self._counts.pop(hello.gateway_id, None)
                 self._supervisor.forget(watched)
                 if self._autoscaler is not None:
                     self._autoscaler.forget(hello.gateway_id)
@@ -489,6 +516,8 @@ class Controller:
         async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):
                 self._supervisor.heartbeat(process)
+                if message.counts is not None:
+                    self._counts[hello.gateway_id] = message.counts
             elif isinstance(message, WorkerDrained):
                 self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
             elif isinstance(message, LoadReport):
@@ -500,7 +529,7 @@ class Controller:
 
     async def _read_gateway_heartbeats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
         """Heartbeats of a gateway's thread; they count while its other stream stands."""
-        process = ProcessIncarnation(GATEWAY, first.gateway_id, first.pid)
+        process = ProcessIncarnation(first.name, first.gateway_id, first.pid)
         self._supervisor.heartbeat(process, first.turn_s, first.doing)
         async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
             if isinstance(message, GatewayHeartbeat):

@@ -55,7 +55,7 @@ def _processes(state: ControlState) -> dict[str, _Process]:
         for record in state.workers
     }
     for gateway in state.gateways:
-        found[GATEWAY] = _Process(gateway.phase, gateway.gateway_id, gateway.detail)
+        found[gateway.name] = _Process(gateway.phase, gateway.gateway_id, gateway.detail)
     return found
 
 

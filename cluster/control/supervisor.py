@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from disagg.cluster.config.cluster_config import RecoveryConfig
-from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
@@ -74,7 +74,7 @@ class Supervisor:
 
     def watch(self, process: ProcessIncarnation) -> None:
         """It has connected to the controller."""
-        self._detector.watch(process, self._gateway_stuck_after_s if process.name == GATEWAY else None)
+        self._detector.watch(process, self._gateway_stuck_after_s if is_gateway(process.name) else None)
 
     def heartbeat(self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "") -> None:
         """It sent something; `turn_s` is how long its engine or event loop has been in its present step."""

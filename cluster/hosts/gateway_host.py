@@ -26,6 +26,7 @@ from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
+from disagg.router.gateway.rpc.admin_answers import counts_of
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.shell.server import RouterServer
 
@@ -107,10 +108,12 @@ class GatewayHost:
             router,
             self._secret,
             spec.workers,
+            name=spec.name,
+            counts=(lambda: counts_of(router.view())) if spec.gateway.shares_ports else None,
             load=router.load_report,
             load_every_s=spec.load_every_s,
         )
-        heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state)
+        heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state, spec.name)
         try:
             gateway = await self._open(router, link, times)
         except Exception as error:
@@ -123,7 +126,7 @@ class GatewayHost:
             self.address, self.http_address = gateway.address, gateway.http_address
             times.forget()
             watch.start()
-            link.start(gateway.address, os.getpid(), self.http_address)
+            link.start(gateway.address, os.getpid(), self.http_address, gateway.own_address, gateway.own_http_address)
             heartbeats.start()
             self._ready.set()
             await self._stop.wait()

@@ -26,7 +26,6 @@ from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
 from disagg.cluster.control.cores import check_devices
-from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
 from disagg.cluster.hosts.twin import TwinProcess, twin_of
@@ -130,15 +129,15 @@ class ProcessLauncher(Launcher):
 
     @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        self._start(GATEWAY, GATEWAY_MODULE, spec, controller_address, thread_environment(1))
+        self._start(spec.name, GATEWAY_MODULE, spec, controller_address, thread_environment(1))
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
         self._stop(worker_ids)
 
     @override
-    def stop_gateway(self) -> None:
-        self._stop([GATEWAY], STOP_TIMEOUT_S + self._drain_timeout_s)
+    def stop_gateways(self, names: Sequence[str]) -> None:
+        self._stop(names, STOP_TIMEOUT_S + self._drain_timeout_s)
 
     @override
     def kill(self, name: str, pid: int) -> None:
@@ -229,7 +228,7 @@ class ProcessCluster(Cluster):
         return self._launcher.killed if self._launcher is not None else []
 
     def pid(self, name: str) -> int:
-        """The process id of a worker or of the gateway; raises `KeyError`."""
+        """The process id of a worker or a gateway; raises `KeyError`."""
         if self._launcher is None:
             raise KeyError(name)
         return self._launcher.pid(name)

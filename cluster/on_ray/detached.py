@@ -17,7 +17,6 @@ from rich.markup import escape
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, never_stop
-from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.plan import check_gateway
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
@@ -234,12 +233,12 @@ def show(state: ControlState, console: Console) -> None:
         processes.add_row(worker.worker_id, worker.phase, pid, address, str(worker.num_starts))
     for gateway in state.gateways:
         http = f" (HTTP {gateway.http_address})" if gateway.http_address else ""
-        processes.add_row(GATEWAY, gateway.phase, str(gateway.pid or ""), f"{gateway.address}{http}", "")
+        processes.add_row(gateway.name, gateway.phase, str(gateway.pid or ""), f"{gateway.address}{http}", "")
     console.print(pools)
     console.print()
     console.print(processes)
     notes: list[tuple[str, str, str]] = [(worker.worker_id, worker.phase, worker.detail) for worker in state.workers]
-    notes += [(GATEWAY, gateway.phase, gateway.detail) for gateway in state.gateways]
+    notes += [(gateway.name, gateway.phase, gateway.detail) for gateway in state.gateways]
     for name, phase, detail in notes:
         if detail and phase != "ready":
             console.print(f"{name}: {escape(detail)}", highlight=False, soft_wrap=True)

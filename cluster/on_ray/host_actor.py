@@ -181,7 +181,7 @@ def resumed_spec(spec: GatewaySpec, resolve: Resolve) -> GatewaySpec:
     return msgspec.structs.replace(
         spec,
         gateway=with_ports(spec.gateway, port, http_port),
-        gateway_id=GatewayId(f"gateway-{uuid.uuid4().hex[:8]}"),
+        gateway_id=GatewayId(f"{spec.name}-{uuid.uuid4().hex[:8]}"),
         workers=present_workers(resolve) or spec.workers,
     )
 

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import PoolConfig
 from disagg.cluster.control.cores import num_cores
-from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.ranks import rank_name, worker_of
@@ -61,7 +60,7 @@ Bundle = dict[str, float]
 
 
 class RayLauncher(Launcher):
-    """Owner of the actors and placement groups of all workers and of the gateway."""
+    """Owner of the actors and placement groups of all workers and gateways."""
 
     restarts = True
 
@@ -118,18 +117,18 @@ class RayLauncher(Launcher):
 
     @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """It runs beside the controller, on the node whose address clients use."""
+        """They run beside the controller, on the node whose address clients use."""
         import ray
 
         if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
             spec = msgspec.structs.replace(spec, cores=())
-        settings = ProcessSettings(name=GATEWAY, kind="gateway", cores=self._cores)
+        settings = ProcessSettings(name=spec.name, kind="gateway", cores=self._cores)
         here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
         self._start(settings, spec, thread_environment(1), _on_node(ray.util.get_node_ip_address()), here)
 
     @override
-    def stop_gateway(self) -> None:
-        self._stop([GATEWAY], STOP_TIMEOUT_S + self._config.gateway.drain_timeout_s)
+    def stop_gateways(self, names: Sequence[str]) -> None:
+        self._stop(names, STOP_TIMEOUT_S + self._config.gateway.drain_timeout_s)
 
     @override
     def kill(self, name: str, pid: int) -> None:

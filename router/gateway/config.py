@@ -83,6 +83,15 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     model_path: str
     """Folder with tokenizer.json and config.json, as `disagg model import` wrote it; `fake` for the model
     without weights."""
+    name: str = "gateway"
+    """Of this process, for its metrics."""
+    shares_ports: bool = False
+    """Whether other gateways listen at the same ports. Then this one has ports of its own, too."""
+    own_http_port: Port = 0
+    """Of HTTP, where it shares the others; 0 takes any free one."""
+    shows_workers: bool = True
+    """Whether `/metrics` has what all gateways know: the workers' own counts, and the autoscaler's. Of several gateways
+    one shows it, so that sums over all are right."""
     fingerprint: str
     """Model fingerprint of the workers; the prefix hash starts from it."""
     port: Port = 0

@@ -27,6 +27,7 @@ from disagg.proto.control import (
     ControllerToGateway,
     ControlReply,
     ControlRequest,
+    GatewayCounts,
     GatewayFailed,
     GatewayHeartbeat,
     GatewayHello,
@@ -90,6 +91,8 @@ class ControllerLink:
         workers: changed by the membership.
         secret: of the cluster.
         known: the workers at the start.
+        name: of this process.
+        counts: for the other gateways, sent with each heartbeat; None where there are none.
         load: what an autoscaler is to know of the load, each `load_every_s`, which is None while there is none.
     """
 
@@ -101,13 +104,16 @@ class ControllerLink:
         secret: ClusterSecret,
         known: Iterable[WorkerInfo] = (),
         *,
+        name: str = "gateway",
+        counts: Callable[[], GatewayCounts] | None = None,
         load: Callable[[], LoadReport] | None = None,
         load_every_s: float | None = 1.0,
     ) -> None:
-        self._gateway_id = gateway_id
+        self._gateway_id, self._name = gateway_id, name
         self._resolve = resolve
         self._workers = workers
         self._secret = secret
+        self._counts = counts
         self._load, self._load_every_s = load, load_every_s
         self.autoscaler: AutoscalerState | None = None
         """As the controller told last."""
@@ -125,9 +131,19 @@ class ControllerLink:
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
 
-    def start(self, address: str, pid: int, http_address: str = "") -> None:
-        """Begin to follow, as the gateway that serves at `address`."""
-        hello = GatewayHello(gateway_id=self._gateway_id, address=address, pid=pid, http_address=http_address)
+    def start(
+        self, address: str, pid: int, http_address: str = "", own_address: str = "", own_http_address: str = ""
+    ) -> None:
+        """Begin to follow, as the gateway that serves at these addresses, see `GatewayHello`."""
+        hello = GatewayHello(
+            gateway_id=self._gateway_id,
+            address=address,
+            pid=pid,
+            http_address=http_address,
+            name=self._name,
+            own_address=own_address,
+            own_http_address=own_http_address,
+        )
         self._task = asyncio.create_task(self._run(hello), name="controller-link")
 
     async def stop(self) -> None:
@@ -140,7 +156,7 @@ class ControllerLink:
     async def report_failure(self, error: str) -> bool:
         """Report to the controller that the gateway cannot start; whether that arrived within about
         `REPORT_TIMEOUT_S`."""
-        message = GatewayFailed(gateway_id=self._gateway_id, error=error)
+        message = GatewayFailed(gateway_id=self._gateway_id, error=error, name=self._name)
         try:
             async with open_channel(await self._address(), self._secret) as channel:
                 follow = channel.stream_stream(FOLLOW, None, None)
@@ -219,7 +235,7 @@ class ControllerLink:
         blocked."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            outbox.put_nowait(GatewayHeartbeat())
+            outbox.put_nowait(GatewayHeartbeat(counts=None if self._counts is None else self._counts()))
 
     async def _send_load(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
         while self._load is not None:

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 SERVICE_NAMES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
 CLOSE_GRACE_S = 0.5
 """For calls that are no answers, once the answers have ended."""
+_MAX_OWN_CONNECTIONS = 256
+"""HTTP connections at a time at the port that only this gateway has, beside the others."""
 _OVERALL = ""
 """The service name of the health of the whole server."""
 
@@ -169,6 +171,8 @@ class GatewayServer:
             loop_times=loop_times,
             autoscaler=autoscaler,
             certificates=lambda: self._expiries(cluster_certificate()),
+            name=config.name,
+            shows_workers=config.shows_workers,
         )
         self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
@@ -185,6 +189,9 @@ class GatewayServer:
         self._offload: Offload | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
+        self._own_http: HttpServer | None = None
+        self._own_port: int | None = None
+        self._own_http_port: int | None = None
 
     @property
     def port(self) -> int:
@@ -203,13 +210,23 @@ class GatewayServer:
         """The same of HTTP; empty where it serves none."""
         return "" if self._http_port is None else self._address(self._http_port)
 
+    @property
+    def own_address(self) -> str:
+        """host:port where only this gateway listens; empty where it shares its port with no other."""
+        return "" if self._own_port is None else self._address(self._own_port)
+
+    @property
+    def own_http_address(self) -> str:
+        """The same of HTTP."""
+        return "" if self._own_http_port is None else self._address(self._own_http_port)
+
     async def start(self, serving: bool = True) -> None:
         """Bind and listen. Health is SERVING at once, or with `serving=False` when `set_serving` is called.
 
         Raises:
             ConfigError: if the address cannot be bound.
         """
-        config = self.config
+        config, port = self.config, self.config.port
         self._loop = asyncio.get_running_loop()
         self._offload = Offload(
             config.num_tokenizer_threads,
@@ -228,12 +245,19 @@ class GatewayServer:
         self._add_services(server, generator)
         try:
             self._port = _listen(server, self._address(config.port), self._security.tls)
+            if config.shares_ports:
+                self._own_port = _listen(server, self._address(0), self._security.tls)
             if config.http_port is not None:
-                self._http = self._make_http(generator)
-                self._http_port = await self._http.start(config.host, config.http_port)
+                port = config.http_port
+                self._http = self._make_http(generator, config.max_connections)
+                self._http_port = await self._http.start(config.host, port, shares_port=config.shares_ports)
+                if config.shares_ports:
+                    port = config.own_http_port
+                    self._own_http = self._make_http(generator, min(config.max_connections, _MAX_OWN_CONNECTIONS))
+                    self._own_http_port = await self._own_http.start(config.host, port)
         except (RuntimeError, OSError) as error:
-            port = config.port if isinstance(error, RuntimeError) else config.http_port
             await server.stop(None)
+            await self._stop_http(0.0)
             self._offload.close()
             raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
         await server.start()
@@ -261,15 +285,17 @@ class GatewayServer:
         if left := await self._readiness.wait_ended(max(0.0, deadline - time.monotonic())):
             logger.info("%d calls still run and are cut off", left)
         rest_s = min(CLOSE_GRACE_S, max(0.0, deadline - time.monotonic()))
-        stops = [server.stop(rest_s)]  # once: gRPC crashes where two stops of a server overlap
-        if self._http is not None:
-            stops.append(self._http.stop(rest_s))
-        await asyncio.gather(*stops)
+        # Each once: gRPC crashes where two stops of a server overlap.
+        await asyncio.gather(server.stop(rest_s), self._stop_http(rest_s))
         await self._calls.ended()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
+
+    async def _stop_http(self, grace_s: float) -> None:
+        servers = [http for http in (self._http, self._own_http) if http is not None]
+        await asyncio.gather(*(http.stop(grace_s) for http in servers))
 
     def _expiries(self, of_cluster: float | None) -> dict[str, float]:
         tls = self._security.tls
@@ -291,7 +317,8 @@ class GatewayServer:
             # Clients connect again by themselves.
             ("grpc.max_connection_idle_ms", round(self.config.idle_timeout_s * 1000)),
             NO_COMPRESSION,
-            ("grpc.so_reuseport", 0),  # a second gateway on the same port is a mistake, and shall be seen
+            # Unless several gateways are configured, a second one on the same port is a mistake, and shall be seen.
+            ("grpc.so_reuseport", int(self.config.shares_ports)),
         ]
 
     def _address(self, port: int) -> str:
@@ -309,7 +336,7 @@ class GatewayServer:
             offload=offload,
         )
 
-    def _make_http(self, generator: Generator) -> HttpServer:
+    def _make_http(self, generator: Generator, max_connections: int) -> HttpServer:
         config, metrics = self.config, self._metrics
         limits = BodyLimits(
             max_bytes=config.max_message_bytes(self.model.info.max_model_len),
@@ -330,7 +357,7 @@ class GatewayServer:
         )
         tls = self._security.tls
         connections = ConnectionLimits(
-            max_connections=config.max_connections,
+            max_connections=max_connections,
             idle_timeout_s=config.idle_timeout_s,
             head_timeout_s=config.read_timeout_s,
             write_timeout_s=config.write_timeout_s,
@@ -355,7 +382,9 @@ class GatewayServer:
             mint_id=_mint_id,
             dice=random.SystemRandom(),
         )
-        self._admin = AdminService(self._router, self._control, probe, self._security.rights, audit=self._audit)
+        self._admin = AdminService(
+            self._router, self._control, probe, self._security.rights, audit=self._audit, name=self.config.name
+        )
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -51,9 +51,9 @@ class LastingLauncher(ProcessLauncher):
         if not self.keep:
             super().stop_workers(worker_ids)
 
-    def stop_gateway(self) -> None:
+    def stop_gateways(self, names: Sequence[str]) -> None:
         if not self.keep:
-            super().stop_gateway()
+            super().stop_gateways(names)
 
 
 def make_plan(decode: int = 1, **controller: object) -> ClusterPlan:

@@ -74,7 +74,7 @@ def replaced(cluster: ProcessCluster, name: str, pid: int, timeout_s: float = 20
 
     def is_replaced() -> bool:
         state = cluster.state()
-        pids = {"gateway": state.gateways[0].pid} if state.gateways else {}
+        pids: dict[str, int] = {gateway.name: gateway.pid for gateway in state.gateways}
         pids |= {record.worker_id: record.info.pid for record in state.workers if record.info}
         return state.is_settled and pids.get(name, pid) != pid
 

@@ -51,9 +51,13 @@ class Driver:
     `gateway prefill-0 decode-0`, `stop gateway`, `publish prefill-0 decode-0(draining)`. Saving gives no line."""
 
     def __init__(
-        self, sizes: Mapping[PoolName, int], running: Collection[str] = (), desired: Desired | None = None
+        self,
+        sizes: Mapping[PoolName, int],
+        running: Collection[str] = (),
+        desired: Desired | None = None,
+        gateways: int = 1,
     ) -> None:
-        settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S)
+        settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S, gateways=gateways)
         self.core = ControlCore(sizes, settings, running, controller_id="c1", desired=desired)
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
@@ -138,10 +142,10 @@ class Driver:
                 return f"accept {name}"
             case events.Reject(worker_id=name, reason=reason):
                 return f"reject {name}: {reason}"
-            case events.StartGateway(workers=workers, address=address):
-                return f"gateway {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
-            case events.StopGateway():
-                return "stop gateway"
+            case events.StartGateway(workers=workers, address=address, name=name):
+                return f"{name} {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
+            case events.StopGateway(name=name):
+                return f"stop {name}"
             case events.Publish(change=change, snapshot_for=snapshot_for):
                 members = self.core.membership().members
                 shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]

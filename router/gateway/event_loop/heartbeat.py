@@ -29,6 +29,7 @@ class HeartbeatConnection(BlockingStream):
         gateway_id: of the sender.
         resolve: host:port of the controller now; may block.
         secret: of the cluster.
+        name: of its process.
         state: for how long the loop has been in its present turn, and what it does; called on a thread of gRPC.
     """
 
@@ -38,9 +39,10 @@ class HeartbeatConnection(BlockingStream):
         resolve: Resolve,
         secret: ClusterSecret,
         state: Callable[[], tuple[float, str]],
+        name: str = "gateway",
     ) -> None:
         super().__init__(FOLLOW, resolve, secret)
-        self._gateway_id = gateway_id
+        self._gateway_id, self._name = gateway_id, name
         self._state = state
         self._was_sent = False
         """Whether the controller took a heartbeat in the latest call: gRPC reads the next one when one was sent."""
@@ -67,7 +69,11 @@ class HeartbeatConnection(BlockingStream):
         """Read by gRPC, one ahead, until the call ends."""
         while True:
             turn_s, doing = self._state()
-            yield encode(GatewayHeartbeat(gateway_id=self._gateway_id, pid=os.getpid(), turn_s=turn_s, doing=doing))
+            yield encode(
+                GatewayHeartbeat(
+                    gateway_id=self._gateway_id, pid=os.getpid(), turn_s=turn_s, doing=doing, name=self._name
+                )
+            )
             if self._stopped.wait(HEARTBEAT_S):
                 return
             self._was_sent = True

@@ -52,9 +52,10 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Bind and listen; the port, also where it was 0. Raises `OSError` where the address cannot be bound."""
-        listener = _bind(host, port)
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
+        """Bind and listen; the port, also where it was 0. With `shares_port` other processes may listen there, too.
+        Raises `OSError` where the address cannot be bound."""
+        listener = _bind(host, port, shares_port)
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 self._connections.make,
@@ -109,12 +110,13 @@ class HttpServer:
         self._sweeper = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, shares_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server(
         (host, port),
         family=family,
         backlog=_BACKLOG,
+        reuse_port=shares_port,
         dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
     )
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # connections inherit it

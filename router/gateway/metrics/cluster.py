@@ -22,15 +22,17 @@ STATES = ("ready", "draining", "unreachable")
 DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "no_room", "no_slot")
 
 
-def cluster_families(view: ClusterView) -> Iterator[Metric]:
-    """Families of `/metrics` that are made of the router's view."""
+def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterator[Metric]:
+    """Families of `/metrics` that are made of the router's view; with `shows_workers` those of which every gateway of
+    the cluster has the same, too."""
     yield from _requests(view)
     yield from _tenants(view)
     yield from _latencies(view.stats)
     yield from _router(view)
-    yield from _instances(view)
-    yield from _engines(view)
-    yield from _transfers(view)
+    if shows_workers:
+        yield from _instances(view)
+        yield from _engines(view)
+        yield from _transfers(view)
 
 
 def role_of(info: WorkerInfo) -> str:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from prometheus_client import CollectorRegistry
@@ -44,6 +45,8 @@ class GatewayMetrics(Collector):
         loop_times: of the gateway's event loop; `None` shows zeros.
         autoscaler: what the controller's decided last; `None` where there is none.
         certificates: when those in use expire, in seconds since the epoch, by name.
+        name: of the gateway.
+        shows_workers: whether what all gateways know is shown, see `GatewayConfig`.
     """
 
     def __init__(
@@ -55,8 +58,12 @@ class GatewayMetrics(Collector):
         loop_times: LoopTimes | None = None,
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
         certificates: Callable[[], Mapping[str, float]] = dict,
+        name: str = "gateway",
+        shows_workers: bool = True,
     ) -> None:
         self._certificates = certificates
+        self._name = name
+        self._shows_workers = shows_workers
         self._autoscaler = autoscaler
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
@@ -122,10 +129,13 @@ class GatewayMetrics(Collector):
             ("certificate",),
             [((name,), expires_at) for name, expires_at in sorted(self._certificates().items())],
         )
+        yield gauge("disagg_gateway_info", "Which gateway shows these metrics.", ("gateway",), [((self._name,), 1)])
         yield from loop_families(self._loop_times, self.offload)
         view = self._view()
-        yield from cluster_families(view)
-        if (scaling := self._autoscaler()) is not None:
+        if not self._shows_workers:
+            view = replace(view, counters={})
+        yield from cluster_families(view, shows_workers=self._shows_workers)
+        if self._shows_workers and (scaling := self._autoscaler()) is not None:
             yield from autoscaler_families(scaling)
         if self._vllm_aliases:
             yield from vllm_families(view, self._model)

@@ -82,6 +82,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         audit: logs changes.
         clock: the router's clock.
         wall_clock: seconds since the epoch.
+        name: of this gateway.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         audit: Audit,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        name: str = "gateway",
     ) -> None:
         self._router = router
         self._control = control
@@ -101,7 +103,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._rights = rights or Rights()
         self._audit = audit
         self._clock = clock
-        self._feed = StateFeed(self._known, router.view, clock)
+        self._feed = StateFeed(self._known, router.view, clock, name)
         self._wall_clock = wall_clock
         self._shape = Shape(wall_clock())
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 from disagg.proto.autoscaling import Decision
-from disagg.proto.control import ApplyReply, ControlRefused, ControlReply, ControlState, WorkerRecord
+from disagg.proto.control import (
+    ApplyReply,
+    ControlRefused,
+    ControlReply,
+    ControlState,
+    GatewayCounts,
+    GatewayRecord,
+    WorkerRecord,
+)
 from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
+from disagg.router.statistics import Rates
 from disagg.router.telemetry.spans import spans_of
 from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 from disagg.v1 import inference_pb2 as pb
@@ -55,7 +66,54 @@ def cluster_state(
         rollout=_rollout(known, with_details=with_addresses),
         rolled_back=_rolled_back(known) if with_addresses else None,
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
+        gateways=[_gateway_state(gateway, with_addresses) for gateway in known.gateways],
     )
+
+
+def counts_of(view: ClusterView) -> GatewayCounts:
+    """What this gateway tells the others."""
+    return GatewayCounts(
+        num_queued=view.num_queued,
+        num_running=view.num_running,
+        stages=dict(view.stages),
+        slos=dict(view.slos),
+        requests_per_s=view.rates.requests_per_s,
+        output_tokens_per_s=view.rates.output_tokens_per_s,
+    )
+
+
+def with_others(view: ClusterView, known: ControlState, name: str) -> ClusterView:
+    """The view of the gateway `name`, with what the other gateways counted half a second ago."""
+    for gateway in known.gateways:
+        counts = gateway.counts
+        if counts is None or gateway.name == name:
+            continue
+        stages, slos = Counter(view.stages), dict(view.slos)
+        stages.update(counts.stages)
+        for slo, (met, total) in counts.slos.items():
+            before = slos.get(slo, (0, 0))
+            slos[slo] = (before[0] + met, before[1] + total)
+        rates = Rates(
+            view.rates.requests_per_s + counts.requests_per_s,
+            view.rates.output_tokens_per_s + counts.output_tokens_per_s,
+        )
+        view = replace(
+            view,
+            num_queued=view.num_queued + counts.num_queued,
+            num_running=view.num_running + counts.num_running,
+            stages=stages,
+            slos=slos,
+            rates=rates,
+        )
+    return view
+
+
+def _gateway_state(record: GatewayRecord, with_addresses: bool) -> pb.GatewayState:
+    state = pb.GatewayState(name=record.name, phase=record.phase)
+    if with_addresses:
+        state.detail, state.pid = record.detail, record.pid
+        state.own_address, state.own_http_address = record.own_address, record.own_http_address
+    return state
 
 
 def pool_states(state: ControlState) -> list[pb.PoolState]:

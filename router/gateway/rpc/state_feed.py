@@ -18,7 +18,7 @@ from disagg.proto.control import ControlState
 from disagg.proto.errors import OverloadedError
 from disagg.router.api import ClusterView
 from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.rpc.admin_answers import cluster_state
+from disagg.router.gateway.rpc.admin_answers import cluster_state, with_others
 from disagg.v1 import inference_pb2 as pb
 
 MAX_STREAMS_PER_TENANT: Final = 16
@@ -51,6 +51,7 @@ class StateFeed:
         fetch: the state of the controller now.
         view: of the router, now.
         clock: monotonic seconds.
+        name: of this gateway; the counts of others are added to the view.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class StateFeed:
         fetch: Callable[[], Awaitable[ControlState]],
         view: Callable[[], ClusterView],
         clock: Callable[[], float],
+        name: str = "gateway",
     ) -> None:
+        self._name = name
         self._fetch = fetch
         self._view = view
         self._clock = clock
@@ -77,7 +80,7 @@ class StateFeed:
     async def now(self) -> Snapshot:
         """The cluster now, by a new call."""
         known = await self._fetch()
-        return Snapshot(self._view(), known)
+        return Snapshot(with_others(self._view(), known, self._name), known)
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:

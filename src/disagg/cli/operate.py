@@ -155,6 +155,8 @@ def show_state(state: ClusterState, console: Console) -> None:
     if state.HasField("rolled_back"):
         text = f"generation {state.rolled_back.generation} was taken back: {escape(state.rolled_back.why)}"
         console.print(text, highlight=False, soft_wrap=True)
+    if len(state.gateways) > 1:
+        show_gateways(state, console)
     if state.HasField("autoscaler"):
         show_autoscaler(state.autoscaler, console)
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
@@ -172,6 +174,20 @@ def rollout_line(state: ClusterState) -> str:
         f"because {escape(rollout.why)}" if rollout.why else "",
     ]
     return "; ".join(part for part in parts if part)
+
+
+def show_gateways(state: ClusterState, console: Console) -> None:
+    """Several gateways at one address, and where each is reached alone: for its metrics, and to explain its
+    requests."""
+    gateways = table("gateway", "phase", "pid", "own address", "own HTTP address")
+    for gateway in state.gateways:
+        pid = str(gateway.pid or "")
+        gateways.add_row(gateway.name, gateway.phase, pid, gateway.own_address, gateway.own_http_address)
+    console.print()
+    console.print(gateways)
+    for gateway in state.gateways:
+        if gateway.detail and gateway.phase != "ready":
+            console.print(f"{gateway.name}: {escape(gateway.detail)}", highlight=False, soft_wrap=True)
 
 
 def show_autoscaler(found: AutoscalerState, console: Console) -> None:

@@ -423,3 +423,24 @@ def test_on_and_off_need_no_quotes() -> None:
     assert parse_config(yaml.safe_load("network: {encryption: on}")).network.encryption == "on"
     with pytest.raises(ConfigError, match=r"^network\.bind: expected loopback \| node; got True$"):
         parse_config(yaml.safe_load("network: {bind: on}"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        ({"gateway": {"replicas": 0}}, "gateway.replicas"),
+        ({"gateway": {"replicas": 65}}, "gateway.replicas"),
+        ({"gateway": {"replicas": 3, "replica_http_port": 65534}}, "gateway.replica_http_port"),
+        ({"gateway": {"replicas": 2, "replica_http_port": 8470}}, "gateway.replica_http_port"),
+        ({"gateway": {"replicas": 2, "replica_http_port": 8469}}, "gateway.replica_http_port"),
+        ({"gateway": {"replicas": 2}, "mode": "elastic", "placement": {"decodes": "auto"}}, "gateway.replicas"),
+    ],
+)
+def test_gateways_that_cannot_be_are_refused(raw: object, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        parse_config(raw)
+
+
+def test_each_gateway_has_a_name_and_a_port_of_its_own() -> None:
+    config = parse_config({"gateway": {"replicas": 2, "replica_http_port": 9471}})
+    assert (config.gateway.replicas, config.gateway.replica_http_port) == (2, 9471)

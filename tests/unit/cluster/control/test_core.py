@@ -586,3 +586,81 @@ def test_whatever_happens_it_settles_when_things_work_again(
     assert state.is_settled, control.phases()
     assert [pool.ready for pool in state.pools] == [control.core.sizes["decode"]]
     assert len(control.core.membership().members) == control.core.sizes["decode"]
+
+
+# ---------------------------------------------------------------- several gateways
+
+
+def joined(control: Driver, name: str, incarnation: int = 1) -> list[str]:
+    gateway_id = GatewayId(f"{name}.{incarnation}")
+    return control(events.GatewayJoined(gateway_id, ADDRESS, 7, "127.0.0.1:8471", name=name))
+
+
+def two_gateways() -> Driver:
+    control = Driver({"decode": 1}, gateways=2)
+    control.tick()
+    assert control.register("decode-0")[1] == "gateway decode-0"
+    assert control.phases() == {"decode-0": "ready", "gateway": "starting"}
+    assert joined(control, "gateway") == [f"gateway-1 decode-0 at {ADDRESS}", "publish decode-0"]
+    assert not control.core.state().is_settled
+    joined(control, "gateway-1")
+    assert control.core.state().is_settled
+    return control
+
+
+def test_further_gateways_start_where_the_first_one_listens() -> None:
+    control = two_gateways()
+    gateways = control.core.state().gateways
+    assert [(gateway.name, gateway.phase, gateway.address) for gateway in gateways] == [
+        ("gateway", "ready", ADDRESS),
+        ("gateway-1", "ready", ADDRESS),
+    ]
+
+
+@pytest.mark.parametrize(("dead", "other"), [("gateway", "gateway-1"), ("gateway-1", "gateway")])
+def test_a_gateway_among_several_is_started_again_alone(dead: str, other: str) -> None:
+    control = two_gateways()
+    assert control(events.GatewayLeft(GatewayId(f"{dead}.1"))) == []
+    assert control.exited(dead, "killed") == []
+    phases = {gateway.name: gateway.phase for gateway in control.core.state().gateways}
+    assert phases == {dead: "lost", other: "ready"}
+    assert control.tick(1) == [f"stop {dead}"]
+    assert control(events.GatewayStopped(dead)) == [f"{dead} decode-0 at {ADDRESS}"]
+    joined(control, dead, 2)
+    assert control.core.state().is_settled
+
+
+def test_while_one_of_several_gateways_is_lost_no_worker_counts_as_empty() -> None:
+    control = Driver({"decode": 2}, gateways=2)
+    control.tick()
+    control.register("decode-0")
+    control.register("decode-1")
+    joined(control, "gateway")
+    joined(control, "gateway-1")
+    control(events.GatewayLeft(GatewayId("gateway-1.1")))
+    control.scale(decode=1)
+    incarnation = control.core.membership().members[1].info.incarnation
+    empty = [events.WorkerEmpty(GatewayId(f"{name}.1"), WorkerId("decode-1"), incarnation) for name in ("gateway",)]
+    assert [control(event) for event in empty] == [[]]
+    joined(control, "gateway-1")
+    stops = control(events.WorkerEmpty(GatewayId("gateway-1.1"), WorkerId("decode-1"), incarnation))
+    assert stops == ["publish decode-0", "stop decode-1"]
+
+
+def test_a_controller_that_comes_back_adopts_all_gateways() -> None:
+    control = Driver({"decode": 1}, running=("decode-0", "gateway", "gateway-1", "gateway-2"), gateways=2)
+    assert control.tick() == ["stop gateway-2"]  # there are to be two
+    control.register("decode-0")
+    joined(control, "gateway-1")
+    joined(control, "gateway")
+    assert control.core.state().is_settled
+
+
+def test_one_that_cannot_start_does_not_stop_the_others() -> None:
+    control = two_gateways()
+    control.exited("gateway-1")
+    control.tick(1)
+    control(events.GatewayStopped("gateway-1"))
+    control(events.GatewayStartFailed("no memory", "gateway-1"))
+    gateways = {gateway.name: (gateway.phase, gateway.detail) for gateway in control.core.state().gateways}
+    assert gateways == {"gateway": ("ready", ""), "gateway-1": ("failed", "no memory")}

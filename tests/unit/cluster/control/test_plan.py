@@ -47,7 +47,13 @@ def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") 
 
 def test_one_prefill_and_one_decode_worker_get_a_core_each_and_the_gateway_sits_with_prefill() -> None:
     plan = plan_cores(parse_config({}), (0, 1))
-    assert plan == CorePlan({"prefill-0": (0,), "decode-0": (1,)}, gateway=(0,), warnings=())
+    assert plan == CorePlan({"prefill-0": (0,), "decode-0": (1,)}, gateways=((0,),), warnings=())
+
+
+def test_further_gateways_get_the_cores_that_no_worker_has() -> None:
+    config = parse_config({"gateway": {"replicas": 3}})
+    assert plan_cores(config, (4, 5, 6)).gateways == ((4,), (6,), ())
+    assert plan_cores(config, (4, 5)).gateways == ((4,), (), ())
 
 
 def test_cores_wrap_around_with_a_warning() -> None:

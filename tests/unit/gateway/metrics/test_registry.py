@@ -189,3 +189,16 @@ def test_the_client_chooses_the_format(metrics: GatewayMetrics) -> None:
 def test_no_metric_is_made_twice(metrics: GatewayMetrics) -> None:
     families = [line.split()[2] for line in metrics.render()[0].decode().splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+
+
+def test_of_several_gateways_one_shows_what_all_have_alike() -> None:
+    shown = [
+        read_samples(GatewayMetrics(busy_view, "m", name=name, shows_workers=first).render()[0])
+        for name, first in (("gateway", True), ("gateway-1", False))
+    ]
+    assert value(shown[1], "disagg_gateway_info", gateway="gateway-1") == 1
+    assert set(shown[1]["disagg_gateway_info"]) != set(shown[0]["disagg_gateway_info"])
+    alike = {"disagg_instances", "disagg_kv_blocks", "disagg_instance_sequences", "disagg_kv_transfers_total"}
+    assert alike <= set(shown[0])
+    assert not alike & set(shown[1])
+    assert shown[1]["disagg_requests_in_flight"] == shown[0]["disagg_requests_in_flight"]

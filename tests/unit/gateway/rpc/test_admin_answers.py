@@ -7,10 +7,10 @@ import dataclasses
 import msgspec
 import pytest
 
-from disagg.proto.control import ControlState, PoolState
-from disagg.proto.ids import RequestId
+from disagg.proto.control import ControlState, GatewayRecord, PoolState
+from disagg.proto.ids import GatewayId, RequestId
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.rpc.admin_answers import cluster_state, explanation
+from disagg.router.gateway.rpc.admin_answers import cluster_state, counts_of, explanation, with_others
 from disagg.router.statistics import Rates
 from disagg.v1 import inference_pb2 as pb
 from tests.support.metrics import busy_view
@@ -122,3 +122,25 @@ def test_the_state_says_what_a_worker_is_left_out_of() -> None:
     found = cluster_state(dataclasses.replace(view, workers=workers), ControlState(pools=(), workers=(), gateways=()))
     details = {worker.worker_id: worker.detail for worker in found.workers}
     assert details == {"d0": "", "p0": "quarantined: prefill has been failing for 3 s (no luck), next trial in 1.0 s"}
+
+
+def test_counts_of_the_other_gateways_are_added() -> None:
+    view = busy_view()
+    records = tuple(
+        GatewayRecord(gateway_id=GatewayId(name), address="a:1", pid=1, name=name, counts=counts_of(view))
+        for name in ("gateway", "gateway-1")
+    )
+    known = ControlState(pools=(), workers=(), gateways=records)
+    both = with_others(view, known, "gateway")
+    assert (both.num_queued, both.num_running) == (2 * view.num_queued, 2 * view.num_running)
+    assert both.stages == {stage: 2 * count for stage, count in view.stages.items()}
+    assert both.slos == {slo: (2 * met, 2 * total) for slo, (met, total) in view.slos.items()}
+    assert both.rates == Rates(*(2 * rate for rate in view.rates))
+    assert both.workers is view.workers
+    alone = ControlState(pools=(), workers=(), gateways=records[:1])
+    assert with_others(view, alone, "gateway") is view
+    state = cluster_state(both, known, with_addresses=False)
+    assert [(gateway.name, gateway.phase, gateway.pid) for gateway in state.gateways] == [
+        ("gateway", "ready", 0),
+        ("gateway-1", "ready", 0),
+    ]
