@@ -1,0 +1,1 @@
+"""What several gateway processes are worth; see `command.py`."""
