@@ -157,7 +157,7 @@ class Load:
     """Streams that begin at a steady rate, until it is stopped; an asynchronous context manager that waits for all."""
 
     def __init__(self, address: str, model: Model, *, rate: float, num_tokens: int, key: str | None = None) -> None:
-        self._client = AsyncClient(address, key)
+        self._client = AsyncClient(address, key, resume_s=0.0)  # the rows are about the cluster, not its client
         self._pairs = model.pairs(num_tokens)
         self._rate = rate
         self._tasks: list[asyncio.Task[Stream]] = []
