@@ -196,7 +196,8 @@ def test_a_communicator_neither_blocks_nor_takes_many_processors_nor_is_ended_by
     nccl._join("p", "address", SECRET, "receiver")
     (group,) = PlayedGroup.made
     assert (group._options.config.blocking, group._options.config.max_ctas) == (False, 4)
-    assert group._options._timeout >= datetime.timedelta(days=1)
+    options: Any = group._options
+    assert options._timeout >= datetime.timedelta(days=1)
     # As many queues of the device as CUDA has, so that few streams wait behind a receive that waits.
     assert GPU_ENVIRONMENT["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
