@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from disagg.cli.apply import ApplyOptions, run_apply
+from disagg.cli.operations.apply import ApplyOptions, run_apply
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster

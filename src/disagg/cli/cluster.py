@@ -55,7 +55,7 @@ def leave(
     ] = "60s",
 ) -> None:
     """Have the workers on this node replaced elsewhere, before the node goes."""
-    from disagg.cli.operate import parse_seconds
+    from disagg.cli.operations.operate import parse_seconds
     from disagg.cluster.on_ray import detached as ray_operate
     from disagg.cluster.on_ray.joined import AUTO
 

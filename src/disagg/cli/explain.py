@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.cli.address import reaching
-from disagg.cli.operate import open_client
+from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.client.types import PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError

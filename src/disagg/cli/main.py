@@ -164,7 +164,7 @@ def generate(
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg status", "disagg status --address 10.0.0.5:8470"))
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Show the pools and workers of a running cluster."""
-    from disagg.cli.operate import run_status
+    from disagg.cli.operations.operate import run_status
 
     run_status(address, console())
 
@@ -192,7 +192,7 @@ def scale(
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Make pools of a running cluster larger or smaller. Workers that leave finish their sequences first."""
-    from disagg.cli.operate import parse_sizes, run_scale
+    from disagg.cli.operations.operate import parse_sizes, run_scale
 
     run_scale(address, parse_sizes(sizes), console(), timeout if wait else None)
 
@@ -212,7 +212,7 @@ def drain(
     ] = None,
 ) -> None:
     """Replace a worker by a new process, after its sequences have moved to other workers or ended."""
-    from disagg.cli.operate import parse_seconds, run_drain
+    from disagg.cli.operations.operate import parse_seconds, run_drain
 
     deadline_s = None if deadline is None else parse_seconds("--deadline", deadline)
     run_drain(address, worker, console(), timeout if wait else None, deadline_s)
@@ -241,8 +241,8 @@ def apply(
 ) -> None:
     """Give a running cluster another configuration: in place where that is possible, else worker by worker, without a
     request that fails. Exit status: 0 applied; 1 taken back, because new workers do not become ready; 2 refused."""
-    from disagg.cli.apply import ApplyOptions, run_apply
-    from disagg.cli.operate import parse_seconds
+    from disagg.cli.operations.apply import ApplyOptions, run_apply
+    from disagg.cli.operations.operate import parse_seconds
 
     options = ApplyOptions(
         dry_run=dry_run,

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cli.operate import open_client, state_of
+from disagg.cli.operations.operate import open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
 from disagg.cluster.system.terminal import format_bytes, table

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from disagg.cli.address import reaching
 from disagg.cli.explain import NO_REQUEST, to_dict
-from disagg.cli.operate import open_client
+from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError

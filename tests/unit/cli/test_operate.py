@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from disagg.cli import operate
-from disagg.cli.operate import parse_seconds
+from disagg.cli.operations import operate
+from disagg.cli.operations.operate import parse_seconds
 from disagg.client import ClusterState
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError

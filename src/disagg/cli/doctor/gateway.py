@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from disagg.cli.address import UNREACHABLE
 from disagg.cli.doctor.finding import Finding
 from disagg.cli.doctor.pairs import pair_findings
-from disagg.cli.operate import open_client
+from disagg.cli.operations.operate import open_client
 from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
 from disagg.proto.addresses import join_address, split_address

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.cli.address import reaching
-from disagg.cli.operate import open_client
+from disagg.cli.operations.operate import open_client
 from disagg.client import Shape, ShapeComparison
 from disagg.cluster.system.terminal import table
 from disagg.simulator.twin.twin import LEAST

@@ -11,7 +11,15 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from disagg.cli.operate import POLL_INTERVAL_S, changes, is_settled, open_client, rollout_line, state_of, workers_in
+from disagg.cli.operations.operate import (
+    POLL_INTERVAL_S,
+    changes,
+    is_settled,
+    open_client,
+    rollout_line,
+    state_of,
+    workers_in,
+)
 from disagg.client import Applied, ClusterState
 from disagg.cluster.config.cluster_config import load_config
 from disagg.cluster.system.children import LaunchError
