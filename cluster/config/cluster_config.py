@@ -208,6 +208,10 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     twin: Literal["auto", "on", "off"] = "auto"
     """Whether the controller keeps a twin running, as a process of lowest priority, where `placement.decodes` is auto.
     `auto`: where its machine has two cores or more. `off`: `disagg twin` is started by hand."""
+    templates: bool = True
+    """Without Ray, on Linux: whether processes are forked from ones that have loaded code and weights already, so that
+    they start and restart sooner and share the weights; see `templates.py`. The price is one process more for each
+    kind, of which their memory is shared."""
 
 
 class TransferSection(PairLimits, frozen=True, kw_only=True):

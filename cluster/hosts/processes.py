@@ -28,6 +28,7 @@ from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, 
 from disagg.cluster.control.cores import check_devices
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
+from disagg.cluster.hosts.templates import Templates
 from disagg.cluster.hosts.twin import TwinProcess, twin_of
 from disagg.cluster.system.children import (
     LOG_TAIL_LINES,
@@ -43,6 +44,7 @@ from disagg.cluster.system.children import (
 from disagg.cluster.system.cores import num_cuda_devices
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
+from disagg.cluster.system.templates import IS_SUPPORTED
 from disagg.engine.config import WorkerConfig
 from disagg.engine.device_environment import device_environment
 from disagg.proto.cluster_secret import ClusterSecret
@@ -82,12 +84,15 @@ def start_child(
     secret: ClusterSecret,
     log_dir: Path,
     environment: Mapping[str, str],
+    templates: Templates | None = None,
 ) -> Child:
-    """Start `python -m module` and hand it its configuration and the cluster's secret. A log of that name goes on."""
+    """Start `python -m module`, or what is the same from a template, and hand it its configuration and the cluster's
+    secret. A log of that name goes on."""
     log = log_dir / f"{name}.log"
     start = {"content": config, "controller": controller, "secret": secret}
     with open_log(log) as output:
-        return Child(name, spawn(module, start, environment, output), log)
+        forked = None if templates is None else templates.fork(name, config, start, environment, output)
+        return Child(name, forked or spawn(module, start, environment, output), log)
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
@@ -105,9 +110,15 @@ class ProcessLauncher(Launcher):
     restarts = False
 
     def __init__(
-        self, log_dir: Path, secret: ClusterSecret, logs: LoggingConfig = DEFAULT_LOGGING, drain_timeout_s: float = 0.0
+        self,
+        log_dir: Path,
+        secret: ClusterSecret,
+        logs: LoggingConfig = DEFAULT_LOGGING,
+        drain_timeout_s: float = 0.0,
+        templates: Templates | None = None,
     ) -> None:
         self._log_dir = log_dir
+        self._templates = templates
         self._logs = logs
         self._secret = secret
         self._drain_timeout_s = drain_timeout_s
@@ -181,6 +192,7 @@ class ProcessLauncher(Launcher):
                 self._secret,
                 self._log_dir,
                 environment | log_environment(self._logs.level, self._logs.format, os.environ),
+                self._templates,
             )
         except OSError as error:
             raise LaunchError(f"{module} cannot be run: {error}") from error
@@ -216,6 +228,7 @@ class ProcessCluster(Cluster):
         self._launcher: ProcessLauncher | None = None
         self._controller: ControllerThread | None = None
         self._twin: TwinProcess | None = None
+        self._templates: Templates | None = None
 
     @property
     def twin_pid(self) -> int | None:
@@ -234,15 +247,24 @@ class ProcessCluster(Cluster):
         return self._launcher.pid(name)
 
     def _open(self, check_stop: CheckStop) -> None:
-        from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC
-
         check_devices(self._plan.config, num_cuda_devices(os.environ))
+        self._prepare_templates()
+        from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC, while templates load
+
         config = self._plan.config
         self._launcher = ProcessLauncher(
-            self._make_log_dir(), self.secret, config.logging, config.gateway.drain_timeout_s
+            self._make_log_dir(), self.secret, config.logging, config.gateway.drain_timeout_s, self._templates
         )
         self._controller = ControllerThread(self._plan, self._launcher, self.secret, self._make_twin())
         self._controller.start()
+
+    def _prepare_templates(self) -> None:
+        """They load beside what this process still has to do before it starts the first worker."""
+        if self._plan.config.controller.templates and IS_SUPPORTED:
+            self._templates = Templates(self._make_log_dir(), self._plan.config.logging)
+            for config in self._plan.workers:
+                self._templates.prepare(config)
+            self._templates.prepare(None)
 
     def _make_twin(self) -> TwinProcess | None:
         config, available = self._plan.config, self._plan.available
@@ -270,6 +292,9 @@ class ProcessCluster(Cluster):
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.stop()
+        if self._templates is not None:
+            self._templates.close()
+            self._templates = None
         for name in self._started:
             self._progress(name, "stopped")
         self._started = []

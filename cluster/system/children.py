@@ -17,13 +17,37 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import IO, Any, Final, Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 
-Process = subprocess.Popen[bytes]
+
+class Process(Protocol):
+    """A child: a `subprocess.Popen`, or what a template forked."""
+
+    pid: int
+    returncode: int | None
+    """As of `subprocess.Popen`: None until `poll` or `wait` saw its end."""
+    stdin: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """`returncode`, as it is now."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+    def terminate(self) -> None:
+        """SIGTERM, if it still runs."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        ...
+
 
 LOG_TAIL_LINES = 15
 _TAIL_BYTES = 64 << 10

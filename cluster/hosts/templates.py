@@ -1,0 +1,124 @@
+"""The templates of a cluster on this host: one for each kind of process that is started, gateways or workers of one
+model and device.
+
+    prepare(config)   begins to load, and returns
+    fork(config)      a child of the template that fits; one that is missing or gone is started first
+
+Where a template cannot be had or does not fork, the caller starts the process without, which takes longer and is else
+the same. A template that ends before it has forked anything is not tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Final, Literal
+
+import msgspec
+
+from disagg.cluster.system.children import open_log
+from disagg.cluster.system.logs import LoggingConfig, log_environment
+from disagg.cluster.system.process_tools import thread_environment
+from disagg.cluster.system.templates import ForkedProcess, ForkRequest, Template
+from disagg.engine.config import WorkerConfig
+from disagg.engine.device_environment import device_environment
+
+logger = logging.getLogger(__name__)
+
+MODULE: Final = "disagg.cluster.hosts.template_process"
+MAX_TEMPLATES: Final = 4
+"""Each holds the code, and on CPU the weights, that its children share; beyond that the oldest one ends."""
+
+
+class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a template reads."""
+
+    kind: Literal["worker", "gateway"]
+    is_fake: bool = False
+    """Whether its workers run the `fake` model."""
+
+
+_Key = tuple[TemplateStart, str]
+"""What it loads, and for which device."""
+
+
+class Templates:
+    """Owner of the templates. Any thread, one at a time."""
+
+    def __init__(self, log_dir: Path, logs: LoggingConfig) -> None:
+        self._log_dir = log_dir
+        self._logs = logs
+        self._running: dict[_Key, Template] = {}
+        """In the order of their start."""
+        self._useful: set[_Key] = set()
+        """Those that have forked."""
+        self._broken: set[_Key] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the templates that run."""
+        return [template.pid for template in self._running.values() if template.is_running]
+
+    def prepare(self, config: WorkerConfig | None) -> None:
+        """Begin to load what a worker of this configuration needs, or the gateway; returns at once."""
+        self._find(config)
+
+    def fork(
+        self, name: str, config: object, message: object, environment: Mapping[str, str], output: IO[bytes]
+    ) -> ForkedProcess | None:
+        """A process of this configuration, a `WorkerConfig` or the gateway's; None, and a warning, where no template
+        can make it."""
+        worker = config if isinstance(config, WorkerConfig) else None
+        template = self._find(worker)
+        if template is None:
+            return None
+        key = _key(worker)
+        try:
+            process = template.fork(ForkRequest(name=name, environment=dict(environment)), message, output)
+        except OSError as error:
+            logger.warning("%s is started without its template, which takes longer: %s", name, error)
+            template.close()
+            del self._running[key]
+            if key not in self._useful:
+                self._broken.add(key)
+            return None
+        self._useful.add(key)
+        return process
+
+    def close(self) -> None:
+        """End all; what they forked lives on. Idempotent."""
+        for template in self._running.values():
+            template.close()
+        self._running.clear()
+
+    def _find(self, config: WorkerConfig | None) -> Template | None:
+        key = _key(config)
+        template = self._running.get(key)
+        if template is not None and template.is_running:
+            return template
+        if template is not None:
+            self._running.pop(key).close()
+            if key not in self._useful:
+                self._broken.add(key)
+        if key in self._broken:
+            return None
+        while len(self._running) >= MAX_TEMPLATES:
+            self._running.pop(next(iter(self._running))).close()
+        start, device = key
+        environment = thread_environment(1) | device_environment(device)
+        environment |= log_environment(self._logs.level, self._logs.format, os.environ)
+        try:
+            with open_log(self._log_dir / f"template-{start.kind}.log") as output:
+                self._running[key] = Template(MODULE, start, environment, output)
+        except OSError as error:
+            logger.warning("no template of a %s: %s", start.kind, error)
+            self._broken.add(key)
+        return self._running.get(key)
+
+
+def _key(config: WorkerConfig | None) -> _Key:
+    if config is None:
+        return TemplateStart(kind="gateway"), "cpu"
+    return TemplateStart(kind="worker", is_fake=config.is_fake), config.device.partition(":")[0]

@@ -1,0 +1,192 @@
+"""Templates: what their children are, how children and templates end, and what becomes of a cluster's processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from disagg.cluster.config.cluster_config import override, parse_config
+from disagg.cluster.hosts import templates as cluster_templates
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system.children import end, open_log
+from disagg.cluster.system.process_tools import ProcessRef
+from disagg.cluster.system.templates import IS_SUPPORTED, STATUS_UNKNOWN, ForkedProcess, ForkRequest, Template
+from tests.support.processes import children_of
+from tests.support.template_program import MODULE, Order, Start
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="templates need pidfds")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "child.log"
+
+
+@contextmanager
+def template(start: Start, log: Path) -> Iterator[Template]:
+    with open_log(log) as output:
+        made = Template(MODULE, start, {}, output)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def fork(made: Template, order: Order, log: Path, **environment: str) -> ForkedProcess:
+    with open_log(log) as output:
+        return made.fork(ForkRequest(name="worker", environment=environment), order, output)
+
+
+def test_a_child_has_its_own_environment_output_and_session_and_nothing_else_of_the_template(log: Path) -> None:
+    with template(Start(), log) as made:
+        other = fork(made, Order(sleep=True), log)
+        child = fork(made, Order(write="COLOUR"), log, COLOUR="blue")
+        try:
+            assert child.wait(60) == 0
+        finally:
+            end([other], 10)
+    assert log.read_text() == "worker blue True [0, 1, 2]\n"
+
+
+def test_the_end_of_a_child_is_reported_as_a_popen_reports_it(log: Path) -> None:
+    with template(Start(), log) as made:
+        failing, killed = fork(made, Order(status=3), log), fork(made, Order(sleep=True), log)
+        assert killed.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            killed.wait(0.01)
+        killed.kill()
+        assert (failing.wait(60), killed.wait(60)) == (3, -signal.SIGKILL)
+        killed.terminate()  # as of a `Popen`, nothing happens
+
+
+def test_children_outlive_their_template_and_can_still_be_ended(log: Path) -> None:
+    with template(Start(), log) as made:
+        child = fork(made, Order(sleep=True), log)
+        os.kill(made.pid, signal.SIGKILL)
+        assert wait_until(lambda: not made.is_running)
+        assert child.poll() is None
+        with pytest.raises(OSError, match=r"did not fork|Broken pipe|reset"):
+            fork(made, Order(), log)
+    assert end([child], 10) == []
+    assert child.returncode == STATUS_UNKNOWN
+
+
+def test_a_template_with_threads_does_not_fork_and_stays(log: Path) -> None:
+    with template(Start(threads=1), log) as made:
+        with pytest.raises(OSError, match="did not fork"):
+            fork(made, Order(), log)
+        assert made.is_running
+
+
+def test_a_template_that_loads_ends_with_its_owner(log: Path) -> None:
+    with template(Start(loads_until_owner_is_gone=True), log) as made:
+        made._control.close()
+        assert wait_until(lambda: not made.is_running)
+
+
+# ---------------------------------------------------------------- of a cluster
+
+
+FAKE = parse_config(
+    {
+        "model": {"path": "fake"},
+        "gateway": {"port": 0, "http_port": 0},
+        "transfer": {"transport": "shm"},
+        "pools": {"decode": {"size": 2}},
+    }
+)
+
+
+def templates_of(cluster: ProcessCluster) -> cluster_templates.Templates:
+    assert cluster._templates is not None
+    return cluster._templates
+
+
+def test_the_processes_of_a_cluster_are_forked_and_so_are_those_that_follow_them(tmp_path: Path) -> None:
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        workers, gateway = templates_of(cluster).pids
+        assert children_of(workers) == sorted(worker.pid for worker in cluster.workers)
+        assert children_of(gateway) == [cluster.pid("gateway")]
+        before = cluster.pid("decode-1")
+        os.kill(before, signal.SIGKILL)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert cluster.pid("decode-1") in children_of(workers)
+
+
+def test_a_template_that_is_gone_is_started_again_for_the_next_process(tmp_path: Path) -> None:
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        gone, before = templates_of(cluster).pids[0], cluster.pid("decode-1")
+        os.kill(gone, signal.SIGKILL)
+        assert cluster.state().is_settled
+        os.kill(before, signal.SIGKILL)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert any(cluster.pid("decode-1") in children_of(pid) for pid in templates_of(cluster).pids if pid != gone)
+
+
+def test_without_a_template_that_loads_a_cluster_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_templates, "MODULE", "disagg.no_such_module")
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        assert templates_of(cluster).pids == []
+        assert set(cluster_pids(cluster)) <= set(children_of(os.getpid()))
+
+
+def test_a_cluster_may_have_no_templates(tmp_path: Path) -> None:
+    with ProcessCluster(override(FAKE, {"controller.templates": False}), log_dir=tmp_path) as cluster:
+        assert set(cluster_pids(cluster)) <= set(children_of(os.getpid()))
+
+
+def cluster_pids(cluster: ProcessCluster) -> list[int]:
+    return [*(worker.pid for worker in cluster.workers), cluster.pid("gateway")]
+
+
+def test_two_clusters_have_templates_of_their_own(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(ProcessCluster(FAKE, log_dir=tmp_path / name)) for name in ("first", "second")
+        )
+        assert not set(templates_of(first).pids) & set(templates_of(second).pids)
+        first.stop()
+        assert second.state().is_settled
+        assert all(ProcessRef.of(pid).is_alive() for pid in cluster_pids(second))
+
+
+def test_no_process_is_left_over_when_the_owner_of_a_cluster_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from disagg.cluster.config.cluster_config import parse_config\n"
+        "from disagg.cluster.hosts.processes import ProcessCluster\n"
+        "values = {'model': {'path': 'fake'}, 'gateway': {'port': 0, 'http_port': 0}}\n"
+        "cluster = ProcessCluster(parse_config(values), log_dir=pathlib.Path(sys.argv[1]))\n"
+        "cluster.start()\n"
+        "print(*cluster._templates.pids, *(w.pid for w in cluster.workers), cluster.pid('gateway'), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        processes = [ProcessRef.of(int(pid)) for pid in owner.stdout.readline().split()]
+        try:
+            assert len(processes) == 5
+            assert all(process.is_alive() for process in processes)
+        finally:
+            owner.kill()
+    assert wait_until(lambda: not any(process.is_alive() for process in processes))
