@@ -135,6 +135,13 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """The sum over these sequences of the tokens that each one attends to."""
 
 
+class StartPhase(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the start of a process, and how long it took."""
+
+    name: str
+    seconds: float
+
+
 class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """What a worker registers once it listens."""
 
@@ -172,6 +179,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """How its steps are planned; see `EngineLimits.scheduling`."""
     max_itl_ms: float | None = None
     """See `EngineLimits.max_itl_ms`."""
+    start_phases: tuple[StartPhase, ...] = ()
+    """From the controller's order to its registration, in order; empty where that was not measured."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):

@@ -14,14 +14,16 @@ import logging
 import os
 import sys
 import threading
+import time
 
 from disagg.cluster.control.plan import GatewaySpec
-from disagg.cluster.hosts.host import StartError, run_child
+from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.connections.channels import given_until
+from disagg.proto.messages import StartPhase
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
@@ -48,7 +50,9 @@ class GatewayHost:
     """Router and gateway on one asyncio loop in a thread of their own; they follow the controller that `resolve`
     finds."""
 
-    def __init__(self, spec: GatewaySpec, resolve: Resolve, secret: ClusterSecret) -> None:
+    def __init__(self, spec: GatewaySpec, resolve: Resolve, secret: ClusterSecret, phases: Phases = ()) -> None:
+        self._phases = list(phases)
+        self._began_s = time.monotonic()
         self._spec = spec
         self._resolve = resolve
         self._secret = secret
@@ -67,6 +71,7 @@ class GatewayHost:
 
     def start(self) -> None:
         """Connect to the workers, listen, register with the controller; see `Host`."""
+        self._began_s = time.monotonic()
         pin_process(self._spec.cores)
         allow_open_files()
         self._thread.start()
@@ -146,14 +151,22 @@ class GatewayHost:
             autoscaler=lambda: link.autoscaler,
             waits_for_workers=self._spec.load_every_s is None,
             cluster_certificate=lambda: given_until(self._secret),
+            start_phases=self._phases,
         )
+        self._phase_ended("tokenizer")
         await router.start()
         try:
             await router.wait_until_connected(CONNECT_TIMEOUT_S)
         except TimeoutError as error:
             logger.warning("%s", error)
+        self._phase_ended("connect")
         await gateway.start()
+        self._phase_ended("listen")
         return gateway
+
+    def _phase_ended(self, name: str) -> None:
+        began_s, self._began_s = self._began_s, time.monotonic()
+        self._phases.append(StartPhase(name, self._began_s - began_s))
 
 
 if __name__ == "__main__":

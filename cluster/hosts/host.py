@@ -25,9 +25,10 @@ import msgspec
 
 from disagg.cluster.system.children import read_config, terminate_when_orphaned
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import StopFlag, Stopped
+from disagg.cluster.system.process_tools import StopFlag, Stopped, age_s
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
+from disagg.proto.messages import StartPhase
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,14 @@ class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_
     """host:port."""
     secret: ClusterSecret
     """Of the cluster."""
+    launch_s: float = 0.0
+    """From the order to start it until there was the process."""
 
 
-def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Host]) -> int:
+Phases = tuple[StartPhase, ...]
+
+
+def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret, Phases], Host]) -> int:
     """Be a child process with this configuration type and content; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     stop = StopFlag(signal.SIGTERM)
@@ -82,7 +88,8 @@ def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret], Ho
         with stop.interruptible():
             config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # a type argument at run time
             terminate_when_orphaned()
-            host = make_host(config.content, lambda: config.controller, config.secret)
+            phases = (StartPhase("launch", config.launch_s), StartPhase("code", age_s()))
+            host = make_host(config.content, lambda: config.controller, config.secret, phases)
             host.start()
     except Stopped:
         return 0

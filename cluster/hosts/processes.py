@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,15 @@ def start_child(
     """Start `python -m module`, or what is the same from a template, and hand it its configuration and the cluster's
     secret. A log of that name goes on."""
     log = log_dir / f"{name}.log"
-    start = {"content": config, "controller": controller, "secret": secret}
+    ordered_s = time.monotonic()
+
+    def start() -> dict[str, object]:
+        launch_s = time.monotonic() - ordered_s
+        return {"content": config, "controller": controller, "secret": secret, "launch_s": launch_s}
+
     with open_log(log) as output:
         forked = None if templates is None else templates.fork(name, config, start, environment, output)
-        return Child(name, forked or spawn(module, start, environment, output), log)
+        return Child(name, forked or spawn(module, start(), environment, output), log)
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:

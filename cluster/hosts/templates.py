@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Final, Literal
 
@@ -66,10 +66,15 @@ class Templates:
         self._find(config)
 
     def fork(
-        self, name: str, config: object, message: object, environment: Mapping[str, str], output: IO[bytes]
+        self,
+        name: str,
+        config: object,
+        message: Callable[[], object],
+        environment: Mapping[str, str],
+        output: IO[bytes],
     ) -> ForkedProcess | None:
         """A process of this configuration, a `WorkerConfig` or the gateway's; None, and a warning, where no template
-        can make it."""
+        can make it. `message` makes what it reads, once it is there."""
         worker = config if isinstance(config, WorkerConfig) else None
         template = self._find(worker)
         if template is None:

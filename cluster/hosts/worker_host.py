@@ -15,7 +15,7 @@ from collections.abc import Collection
 import msgspec
 
 from disagg.cluster.control.controller_link import RegisterLink, report_failure
-from disagg.cluster.hosts.host import STOP_GRACE_S, StartError, run_child
+from disagg.cluster.hosts.host import STOP_GRACE_S, Phases, StartError, run_child
 from disagg.cluster.hosts.rank_process import rank_processes
 from disagg.cluster.hosts.ranks import rank_config
 from disagg.cluster.system.cores import pin_process, see_own_devices
@@ -42,10 +42,15 @@ def role_factories(roles: Collection[RoleName]) -> list[RoleFactory]:
 
 class WorkerHost:
     """A worker with its roles, registered with the controller that `resolve` finds. With several ranks, the first of
-    them: `config` is that rank's own, and `start_ranks` starts the others."""
+    them: `config` is that rank's own, and `start_ranks` starts the others. `phases`: of its start, so far."""
 
     def __init__(
-        self, config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, start_ranks: StartRanks | None = None
+        self,
+        config: WorkerConfig,
+        resolve: Resolve,
+        secret: ClusterSecret,
+        start_ranks: StartRanks | None = None,
+        phases: Phases = (),
     ) -> None:
         self._config = config
         self._resolve = resolve
@@ -53,6 +58,7 @@ class WorkerHost:
         failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
         roles = role_factories(config.roles)
         self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
+        self._worker.start_phases.extend(phases)
         self.crashed = self._worker.crashed
         self.rejected = threading.Event()
         self._link = RegisterLink(resolve, secret, self.rejected.set, self._worker.turn_s)
@@ -79,11 +85,11 @@ class WorkerHost:
         self._worker.stop(STOP_GRACE_S)
 
 
-def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
+def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, phases: Phases = ()) -> WorkerHost:
     """The worker of this configuration, in this process and as many more as it has ranks."""
     config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.tp))
     start_ranks = rank_processes(config, secret) if config.tp > 1 else None
-    return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks)
+    return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks, phases)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from disagg.proto.messages import (
     Dispatch,
     GatewayToWorker,
     Migrate,
+    StartPhase,
     TransferCount,
     WorkerInfo,
 )
@@ -105,6 +106,9 @@ class Worker:
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
+        self._began_s = time.monotonic()
+        self.start_phases: list[StartPhase] = []
+        """So far. The owner may add those before `start`."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -117,6 +121,7 @@ class Worker:
 
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
+        self._began_s = time.monotonic()
         try:
             self._make_engine()
         except BaseException:
@@ -134,12 +139,19 @@ class Worker:
     def _make_engine(self) -> None:
         config = self.config
         runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
+        self._phase_ended("model")
         warm_up(runner, config)
+        self._phase_ended("warm_up")
         self._calibration = calibrate(runner, config, time.monotonic)
+        self._phase_ended("calibration")
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
+
+    def _phase_ended(self, name: str) -> None:
+        began_s, self._began_s = self._began_s, time.monotonic()
+        self.start_phases.append(StartPhase(name, self._began_s - began_s))
 
     def _make_runner(self) -> ModelRunner:
         runner = make_runner(self.config)
@@ -201,10 +213,11 @@ class Worker:
     async def _open(self) -> None:
         role_handlers = [handler for role in self._roles for handler in role.handlers()]
         port = await self._service.bind(self.config.host, self.config.port, role_handlers)
-        self._info = self._make_info(f"{self.config.host}:{port}")
         self._engine.start()
         for role in self._roles:
             await role.start()
+        self._phase_ended("listen")
+        self._info = self._make_info(f"{self.config.host}:{port}")
         logger.info("%s listens on %s", self.config.worker_id, self._info.address)
 
     async def _close(self) -> None:
@@ -241,6 +254,7 @@ class Worker:
             watermark_blocks=config.watermark_blocks(runner.num_blocks),
             scheduling=config.scheduling,
             max_itl_ms=config.max_itl_ms,
+            start_phases=tuple(self.start_phases),
         )
 
     async def _tick_forever(self) -> None:

@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
+from disagg.proto.messages import StartPhase
 from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router, TenantLimits
 from disagg.router.gateway.answers.generation import Generator
@@ -136,6 +137,7 @@ class GatewayServer:
         autoscaler: what the controller's decided last, for the metrics; `None` where there is none.
         waits_for_workers: see `Readiness`.
         cluster_certificate: when the one given for the cluster's processes expires, in seconds since the epoch.
+        start_phases: of this process, to be shown; the list may still grow.
 
     Raises:
         ConfigError: if the model's files, the keys or the certificates are missing or broken.
@@ -151,8 +153,10 @@ class GatewayServer:
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
         waits_for_workers: bool = True,
         cluster_certificate: Callable[[], float | None] = lambda: None,
+        start_phases: Sequence[StartPhase] = (),
     ) -> None:
         self.config = config
+        self._start_phases = start_phases
         self.model = model or load_model(
             config.model_path,
             config.model_name,
@@ -173,6 +177,7 @@ class GatewayServer:
             certificates=lambda: self._expiries(cluster_certificate()),
             name=config.name,
             shows_workers=config.shows_workers,
+            start_phases=start_phases,
         )
         self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
@@ -383,7 +388,13 @@ class GatewayServer:
             dice=random.SystemRandom(),
         )
         self._admin = AdminService(
-            self._router, self._control, probe, self._security.rights, audit=self._audit, name=self.config.name
+            self._router,
+            self._control,
+            probe,
+            self._security.rights,
+            audit=self._audit,
+            start_phases=self._start_phases,
+            name=self.config.name,
         )
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -242,7 +242,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back", "gateways")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back", "gateways", "gateway_start_phases")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class GetClusterStateResponse(_message.Message):
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_START_PHASES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -273,7 +274,8 @@ class GetClusterStateResponse(_message.Message):
     rollout: RolloutState
     rolled_back: RolledBack
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayState]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., gateways: _Optional[_Iterable[_Union[GatewayState, _Mapping]]] = ...) -> None: ...
+    gateway_start_phases: _containers.RepeatedCompositeFieldContainer[StartPhase]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., gateways: _Optional[_Iterable[_Union[GatewayState, _Mapping]]] = ..., gateway_start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ...) -> None: ...
 
 class RolloutState(_message.Message):
     __slots__ = ("generation", "previous", "stage", "done", "total", "running_s", "doing", "next", "is_back", "why")
@@ -414,7 +416,7 @@ class PoolState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint", "start_phases")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +431,7 @@ class WorkerState(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    START_PHASES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     address: str
@@ -443,7 +446,16 @@ class WorkerState(_message.Message):
     detail: str
     starts: int
     fingerprint: str
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    start_phases: _containers.RepeatedCompositeFieldContainer[StartPhase]
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ..., start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ...) -> None: ...
+
+class StartPhase(_message.Message):
+    __slots__ = ("name", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class SetPoolSizesRequest(_message.Message):
     __slots__ = ("sizes",)

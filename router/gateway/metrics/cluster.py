@@ -221,6 +221,12 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
         [((worker_id,), count) for worker_id, count in view.restarts.items()],
     )
     yield gauge(
+        "disagg_worker_start_seconds",
+        "How long each phase of the start of a worker (instance) took: launch, code, model, warm_up, calibration, listen.",
+        ("instance", "phase"),
+        [((w.info.worker_id, phase.name), phase.seconds) for w in view.workers for phase in w.info.start_phases],
+    )
+    yield gauge(
         "disagg_kv_blocks",
         "KV blocks by state: active (held by sequences), reserved (promised to sequences), cached (reusable), free.",
         ("instance", "state"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from disagg.proto.autoscaling import AutoscalerState
 from disagg.proto.errors import DisaggError, InternalError, RequestCancelledError
+from disagg.proto.messages import StartPhase
 from disagg.router.api import ClusterView
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
@@ -47,6 +48,7 @@ class GatewayMetrics(Collector):
         certificates: when those in use expire, in seconds since the epoch, by name.
         name: of the gateway.
         shows_workers: whether what all gateways know is shown, see `GatewayConfig`.
+        start_phases: of the gateway's process; the list may still grow.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class GatewayMetrics(Collector):
         certificates: Callable[[], Mapping[str, float]] = dict,
         name: str = "gateway",
         shows_workers: bool = True,
+        start_phases: Sequence[StartPhase] = (),
     ) -> None:
         self._certificates = certificates
         self._name = name
         self._shows_workers = shows_workers
         self._autoscaler = autoscaler
+        self._start_phases = start_phases
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
         """Set when the gateway starts."""
@@ -130,6 +134,12 @@ class GatewayMetrics(Collector):
             [((name,), expires_at) for name, expires_at in sorted(self._certificates().items())],
         )
         yield gauge("disagg_gateway_info", "Which gateway shows these metrics.", ("gateway",), [((self._name,), 1)])
+        yield gauge(
+            "disagg_gateway_start_seconds",
+            "How long each phase of the start of this gateway's process took.",
+            ("phase",),
+            [((phase.name,), phase.seconds) for phase in self._start_phases],
+        )
         yield from loop_families(self._loop_times, self.offload)
         view = self._view()
         if not self._shows_workers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ from disagg.proto.control import (
 )
 from disagg.proto.errors import InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import StartPhase
 from disagg.router.api import Router
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
@@ -83,6 +84,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         clock: the router's clock.
         wall_clock: seconds since the epoch.
         name: of this gateway.
+        start_phases: of the gateway's process.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         name: str = "gateway",
+        start_phases: Sequence[StartPhase] = (),
     ) -> None:
         self._router = router
         self._control = control
@@ -103,7 +106,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._rights = rights or Rights()
         self._audit = audit
         self._clock = clock
-        self._feed = StateFeed(self._known, router.view, clock, name)
+        self._feed = StateFeed(self._known, router.view, clock, name, start_phases)
         self._wall_clock = wall_clock
         self._shape = Shape(wall_clock())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from collections.abc import Iterable
 from typing import Final
 
 from disagg.proto.autoscaling import Decision
@@ -18,7 +19,7 @@ from disagg.proto.control import (
 )
 from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import WorkerInfo, WorkerMetrics
+from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.spans import spans_of
@@ -32,7 +33,12 @@ _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
 
 
 def cluster_state(
-    view: ClusterView, known: ControlState, *, with_addresses: bool = True, with_counts: bool = True
+    view: ClusterView,
+    known: ControlState,
+    *,
+    with_addresses: bool = True,
+    with_counts: bool = True,
+    start_phases: Iterable[StartPhase] = (),
 ) -> pb.GetClusterStateResponse:
     """The cluster in both views.
 
@@ -41,6 +47,7 @@ def cluster_state(
         known: the state of the controller.
         with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
         with_counts: what was transferred, from which the size of one request can be computed.
+        start_phases: of the gateway's process.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
     workers = [_worker_state(record.info, record, seen.get(record.worker_id)) for record in known.workers]
@@ -67,6 +74,7 @@ def cluster_state(
         rolled_back=_rolled_back(known) if with_addresses else None,
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
         gateways=[_gateway_state(gateway, with_addresses) for gateway in known.gateways],
+        gateway_start_phases=_start_phases(start_phases),
     )
 
 
@@ -114,6 +122,10 @@ def _gateway_state(record: GatewayRecord, with_addresses: bool) -> pb.GatewaySta
         state.detail, state.pid = record.detail, record.pid
         state.own_address, state.own_http_address = record.own_address, record.own_http_address
     return state
+
+
+def _start_phases(phases: Iterable[StartPhase]) -> list[pb.StartPhase]:
+    return [pb.StartPhase(name=phase.name, seconds=phase.seconds) for phase in phases]
 
 
 def pool_states(state: ControlState) -> list[pb.PoolState]:
@@ -326,6 +338,7 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: Wo
         )
         state.roles.extend(info.roles)
         state.kv_blocks_total, state.fingerprint = info.num_blocks, info.fingerprint
+        state.start_phases.extend(_start_phases(info.start_phases))
     if seen is not None:
         load = seen.load
         if seen.open_breakers:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from disagg.proto.control import ControlState
 from disagg.proto.errors import OverloadedError
+from disagg.proto.messages import StartPhase
 from disagg.router.api import ClusterView
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.rpc.admin_answers import cluster_state, with_others
@@ -30,7 +31,8 @@ RETRY_S: Final = 5.0
 class Snapshot:
     """The cluster at one moment, as the messages that callers of different rights get; each is made once."""
 
-    def __init__(self, view: ClusterView, known: ControlState) -> None:
+    def __init__(self, view: ClusterView, known: ControlState, start_phases: Sequence[StartPhase]) -> None:
+        self._start_phases = start_phases
         self._view = view
         self._known = known
         self._made: dict[tuple[bool, bool], pb.WatchClusterStateResponse] = {}
@@ -39,7 +41,13 @@ class Snapshot:
         """For a caller; not to be changed."""
         rights = caller.is_admin, caller.sees_counts
         if (made := self._made.get(rights)) is None:
-            state = cluster_state(self._view, self._known, with_addresses=rights[0], with_counts=rights[1])
+            state = cluster_state(
+                self._view,
+                self._known,
+                with_addresses=rights[0],
+                with_counts=rights[1],
+                start_phases=self._start_phases,
+            )
             made = self._made[rights] = pb.WatchClusterStateResponse(state=state)
         return made
 
@@ -52,6 +60,7 @@ class StateFeed:
         view: of the router, now.
         clock: monotonic seconds.
         name: of this gateway; the counts of others are added to the view.
+        start_phases: of the gateway's process.
     """
 
     def __init__(
@@ -60,8 +69,10 @@ class StateFeed:
         view: Callable[[], ClusterView],
         clock: Callable[[], float],
         name: str = "gateway",
+        start_phases: Sequence[StartPhase] = (),
     ) -> None:
         self._name = name
+        self._start_phases = start_phases
         self._fetch = fetch
         self._view = view
         self._clock = clock
@@ -80,7 +91,7 @@ class StateFeed:
     async def now(self) -> Snapshot:
         """The cluster now, by a new call."""
         known = await self._fetch()
-        return Snapshot(with_others(self._view(), known, self._name), known)
+        return Snapshot(with_others(self._view(), known, self._name), known, self._start_phases)
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:

@@ -157,6 +157,7 @@ def show_state(state: ClusterState, console: Console) -> None:
         console.print(text, highlight=False, soft_wrap=True)
     if len(state.gateways) > 1:
         show_gateways(state, console)
+    show_starts(state, console)
     if state.HasField("autoscaler"):
         show_autoscaler(state.autoscaler, console)
     console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
@@ -188,6 +189,17 @@ def show_gateways(state: ClusterState, console: Console) -> None:
     for gateway in state.gateways:
         if gateway.detail and gateway.phase != "ready":
             console.print(f"{gateway.name}: {escape(gateway.detail)}", highlight=False, soft_wrap=True)
+
+
+def show_starts(state: ClusterState, console: Console) -> None:
+    """How long the last start of each process took, in seconds, phase by phase."""
+    starts = [(worker.worker_id, worker.start_phases) for worker in state.workers]
+    starts.append(("gateway", state.gateway_start_phases))
+    for name, phases in starts:
+        if phases:
+            total_s = sum(phase.seconds for phase in phases)
+            parts = ", ".join(f"{escape(phase.name)} {phase.seconds:.2f}" for phase in phases)
+            console.print(f"{escape(name)} started in {total_s:.2f} s: {parts}", highlight=False, soft_wrap=True)
 
 
 def show_autoscaler(found: AutoscalerState, console: Console) -> None:
