@@ -177,6 +177,15 @@ _KERNELS = KernelOptions()
 TRANSFER_DEFAULTS = TransferLimits()
 
 
+class WeightsSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of `WorkerConfig` that the weights of a whole model depend on, on a CPU."""
+
+    model_path: str
+    dtype: Dtype
+    quantization: Quantization
+    share_weights: bool
+
+
 class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker process. The fields of `ModelOptions` and `KernelOptions` are its own, because a
     struct has one base."""
@@ -228,6 +237,11 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Reports to the router are merged over this time."""
     report_idle_s: float = 0.25
     """A report is sent at least this often."""
+
+    @property
+    def weights(self) -> WeightsSource:
+        """What its weights are made of."""
+        return WeightsSource(self.model_path, self.dtype, self.quantization, self.share_weights)
 
     @property
     def num_places(self) -> int:

@@ -27,7 +27,7 @@ from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
-from disagg.engine.runner import model_runner
+from disagg.engine.runner import loaded_weights, model_runner
 from disagg.engine.runner.model.parameters import ModelParameters, allocate_parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
 
@@ -126,7 +126,7 @@ def make_runner(shape: Shape, device: torch.device, **changes: Any) -> TorchMode
             "max_num_seqs": max(shape.decode_batches),
         }
         config = WorkerConfig(**{**fields, **changes})
-        with mock.patch.object(model_runner, "load_parameters", random_parameters):
+        with mock.patch.object(loaded_weights, "load_parameters", random_parameters):
             return TorchModelRunner(config)
 
 

@@ -296,11 +296,11 @@ class ProcessCluster(Cluster):
     @override
     def stop(self) -> None:
         controller, self._controller = self._controller, None
+        if self._templates is not None:
+            self._templates.close()  # first, or a start that waits for one that loads would be waited for
         if controller is not None:
             controller.stop()
-        if self._templates is not None:
-            self._templates.close()
-            self._templates = None
+        self._templates = None
         for name in self._started:
             self._progress(name, "stopped")
         self._started = []

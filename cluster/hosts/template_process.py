@@ -14,13 +14,20 @@ gc.disable()  # a quarter of the time of loading torch were collections that fin
 import logging  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
+import time  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor, wait  # noqa: E402
+from typing import Final  # noqa: E402
 
 from disagg.cluster.hosts.host import run_child  # noqa: E402
 from disagg.cluster.hosts.templates import TemplateStart  # noqa: E402
 from disagg.cluster.system.logs import setup_logging  # noqa: E402
-from disagg.cluster.system.templates import read_first, serve  # noqa: E402
+from disagg.cluster.system.process_tools import age_s, describe  # noqa: E402
+from disagg.cluster.system.templates import owner_is_gone, read_first, serve  # noqa: E402
+from disagg.engine.config import WeightsSource  # noqa: E402
 
 logger = logging.getLogger(__name__)
+
+OWNER_POLL_S: Final = 0.2
 
 
 def load(start: TemplateStart) -> None:
@@ -33,6 +40,23 @@ def load(start: TemplateStart) -> None:
 
     if not start.is_fake:
         from disagg.engine.runner import model_runner  # noqa: F401
+
+
+def keep(source: WeightsSource) -> None:
+    """Load weights that the children share. Where that fails each child tries it itself, and reports what is wrong.
+    Ends this process when the owner ends meanwhile."""
+    from disagg.engine.runner.loaded_weights import keep_weights
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(1) as executor:
+        loading = executor.submit(keep_weights, source)
+        while not wait([loading], OWNER_POLL_S).done:
+            if owner_is_gone():
+                os._exit(0)
+    if (error := loading.exception()) is None:
+        logger.info("weights of %s: loaded in %.2f s", source.model_path, time.monotonic() - began_s)
+    else:
+        logger.warning("weights of %s: not kept: %s", source.model_path, describe(error))
 
 
 def become(kind: str) -> int:
@@ -53,6 +77,9 @@ def main() -> int:
     setup_logging(os.environ)
     start = read_first(TemplateStart)
     load(start)
+    logger.info("code: loaded in %.2f s", age_s())
+    if start.weights is not None:
+        keep(start.weights)
     gc.freeze()
     if serve() is None:
         return 0

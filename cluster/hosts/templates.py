@@ -19,17 +19,19 @@ from typing import IO, Final, Literal
 import msgspec
 
 from disagg.cluster.system.children import open_log
+from disagg.cluster.system.cores import num_memory_nodes
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.system.templates import ForkedProcess, ForkRequest, Template
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WeightsSource, WorkerConfig
 from disagg.engine.device_environment import device_environment
 
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "disagg.cluster.hosts.template_process"
 MAX_TEMPLATES: Final = 4
-"""Each holds the code, and on CPU the weights, that its children share; beyond that the oldest one ends."""
+"""Each holds the code, and on CPU the weights, that its children share; beyond that the oldest one ends. On machines
+whose cores are nearer to one part of the memory than to another, each worker has weights of its own, near to it."""
 
 
 class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,14 +40,19 @@ class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kind: Literal["worker", "gateway"]
     is_fake: bool = False
     """Whether its workers run the `fake` model."""
+    weights: WeightsSource | None = None
+    """What it loads and its children share; None where each loads its own."""
 
+
+CUDA_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""So that torch, asked whether there is a GPU, does not initialize CUDA, which a forked process could not use."""
 
 _Key = tuple[TemplateStart, str]
 """What it loads, and for which device."""
 
 
 class Templates:
-    """Owner of the templates. Any thread, one at a time."""
+    """Owner of the templates. Any thread, one at a time, but for `close`."""
 
     def __init__(self, log_dir: Path, logs: LoggingConfig) -> None:
         self._log_dir = log_dir
@@ -55,6 +62,7 @@ class Templates:
         self._useful: set[_Key] = set()
         """Those that have forked."""
         self._broken: set[_Key] = set()
+        self._closed = False
 
     @property
     def pids(self) -> list[int]:
@@ -83,7 +91,8 @@ class Templates:
         try:
             process = template.fork(ForkRequest(name=name, environment=dict(environment)), message, output)
         except OSError as error:
-            logger.warning("%s is started without its template, which takes longer: %s", name, error)
+            if not self._closed:
+                logger.warning("%s is started without its template, which takes longer: %s", name, error)
             template.close()
             del self._running[key]
             if key not in self._useful:
@@ -93,12 +102,14 @@ class Templates:
         return process
 
     def close(self) -> None:
-        """End all; what they forked lives on. Idempotent."""
-        for template in self._running.values():
+        """End all, now; what they forked lives on, and nothing more is forked. On any thread. Idempotent."""
+        self._closed = True
+        for template in list(self._running.values()):
             template.close()
-        self._running.clear()
 
     def _find(self, config: WorkerConfig | None) -> Template | None:
+        if self._closed:
+            return None
         key = _key(config)
         template = self._running.get(key)
         if template is not None and template.is_running:
@@ -113,6 +124,7 @@ class Templates:
             self._running.pop(next(iter(self._running))).close()
         start, device = key
         environment = thread_environment(1) | device_environment(device)
+        environment |= CUDA_CHECK if device == "cpu" else {}
         environment |= log_environment(self._logs.level, self._logs.format, os.environ)
         try:
             with open_log(self._log_dir / f"template-{start.kind}.log") as output:
@@ -126,4 +138,7 @@ class Templates:
 def _key(config: WorkerConfig | None) -> _Key:
     if config is None:
         return TemplateStart(kind="gateway"), "cpu"
-    return TemplateStart(kind="worker", is_fake=config.is_fake), config.device.partition(":")[0]
+    device = config.device.partition(":")[0]
+    shares = device == "cpu" and config.tp == 1 and not config.is_fake and num_memory_nodes() == 1
+    weights = config.weights if shares else None
+    return TemplateStart(kind="worker", is_fake=config.is_fake, weights=weights), device

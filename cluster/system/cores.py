@@ -80,6 +80,11 @@ def own_devices(device: str, count: int, visible: str | None) -> str | None:
     return ",".join(chosen) if len(chosen) == count else None
 
 
+def num_memory_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
+    """Parts of this machine's memory that are at different distances from a core (NUMA); 1 where nothing says."""
+    return max(1, sum(node.name.removeprefix("node").isdigit() for node in folder.glob("node*")))
+
+
 class CoreClaims:
     """Owner of the locks that it took. They last until `close`, or the end of the process."""
 

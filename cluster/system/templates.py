@@ -33,8 +33,8 @@ from disagg.cluster.system.children import child_environment
 T = TypeVar("T")
 
 IS_SUPPORTED: Final = hasattr(os, "pidfd_open") and sys.platform == "linux"
-FORK_TIMEOUT_S: Final = 30.0
-"""How long a template may take to load and to fork."""
+FORK_TIMEOUT_S: Final = 600.0
+"""How long a template may take to load and to fork: as long as a large model's weights take."""
 STATUS_UNKNOWN: Final = 255
 """In place of the exit status of a process whose template is gone."""
 _MESSAGE_BYTES: Final = 64 << 10

@@ -298,6 +298,12 @@ def weight_files(folder: str | Path) -> tuple[Path, ...]:
     return files
 
 
+def weight_file_times(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
+    """(name, size, time of the last change) of each weight file: other contents have others. Raises as `weight_files`
+    does."""
+    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(folder))
+
+
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file; checks that the file is as long as its header says.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig, model_fingerprint, read_model_config
+from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import (
     WorkerConfig,
     check_attention,
@@ -32,6 +32,7 @@ from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import cache_size
 from disagg.engine.runner.collectives import Alone, Collective
 from disagg.engine.runner.device import torch_device
+from disagg.engine.runner.loaded_weights import load_weights, whole_weights
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.runner.model.batch import to_batch
@@ -40,14 +41,11 @@ from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
-from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
-from disagg.engine.runner.shared_weights import shared_parameters
-from disagg.engine.runner.weights import load_parameters
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.attention import AttentionProvider
@@ -105,8 +103,10 @@ class TorchModelRunner(ShardRunner):
         self.max_model_len = _max_model_len(model, config, model.max_exact_len)  # refused before any weight is read
         if not is_measured:
             self._set_size(0 if cache_bytes == "auto" else cache_bytes)
-        self.fingerprint = model_fingerprint(config.model_path, config.dtype, config.quantization)
-        self._parameters = self._shared_parameters() if config.share_weights else self._own_parameters()
+        loaded = whole_weights(config.weights, model) if shard.size == 1 and self._device.type == "cpu" else None
+        if loaded is None:
+            loaded = load_weights(config.weights, model, self._device, shard)
+        self.fingerprint, self._parameters = loaded.fingerprint, loaded.parameters
         self._host_staging = HostStaging.of(self._device, config.transport)
         self._staging_stream: Any = None
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
@@ -157,15 +157,6 @@ class TorchModelRunner(ShardRunner):
             found / 2**30,
         )
         return found
-
-    def _own_parameters(self) -> ModelParameters:
-        config = self._config
-        parameters = load_parameters(config.model_path, self.model_config, self._dtype, self._device, self.shard)
-        pack_parameters(parameters, config.quantization)
-        return parameters
-
-    def _shared_parameters(self) -> ModelParameters:
-        return shared_parameters(self._config, self.model_config, self.fingerprint, self._own_parameters)
 
     @override
     def join(self, collective: Collective | None, num_blocks: int) -> None:

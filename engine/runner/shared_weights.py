@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig, weight_files
+from disagg.engine.checkpoint.checkpoint import ModelConfig, weight_file_times
 from disagg.engine.checkpoint.weight_file import UnusableFileError, map_tensors, write_tensors
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WeightsSource
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters
 from disagg.kernels.dispatch import drop_packing_memory, packed_parts, packing_name, restored_weight
 
@@ -43,7 +43,7 @@ def shared_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def shared_parameters(
-    config: WorkerConfig, model: ModelConfig, fingerprint: str, make: Callable[[], ModelParameters]
+    source: WeightsSource, model: ModelConfig, fingerprint: str, make: Callable[[], ModelParameters]
 ) -> ModelParameters:
     """The packed parameters of a whole model on the CPU, mapped where that is possible; read-only.
 
@@ -51,15 +51,15 @@ def shared_parameters(
         fingerprint: of the model, with `dtype` and `quantization`.
         make: reads the checkpoint and packs it; not called when the file is there. What it raises goes through.
     """
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    packing = packing_name(dtype, config.quantization)
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    packing = packing_name(dtype, source.quantization)
     if packing is None:
         logger.warning(
             "share_weights: oneDNN packs %s weights on this processor and cannot share them; this worker keeps its own",
-            config.dtype,
+            source.dtype,
         )
         return make()
-    times = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(config.model_path)]
+    times = weight_file_times(source.model_path)
     key = hashlib.sha256(json.dumps([fingerprint, packing, times]).encode()).hexdigest()[:32]
     shared = _SharedFile(shared_folder(), fingerprint, key, model, dtype)
     if (found := shared.mapped()) is not None:

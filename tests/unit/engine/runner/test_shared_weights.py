@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.engine.runner import model_runner
+from disagg.engine.runner import loaded_weights
 from disagg.engine.runner import weights as weights_module
 from disagg.engine.runner.model import parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -56,8 +56,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("pack")
         pack(*args)
 
-    monkeypatch.setattr(model_runner, "load_parameters", counted_load)
-    monkeypatch.setattr(model_runner, "pack_parameters", counted_pack)
+    monkeypatch.setattr(loaded_weights, "load_parameters", counted_load)
+    monkeypatch.setattr(loaded_weights, "pack_parameters", counted_pack)
     return made
 
 
