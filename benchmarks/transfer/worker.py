@@ -18,7 +18,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.cluster.hosts import worker_host
-from disagg.cluster.hosts.host import run_child
+from disagg.cluster.hosts.host import Phases, run_child
 from disagg.cluster.hosts.worker_host import WorkerHost
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
@@ -88,10 +88,10 @@ _timelines: list[Timeline] = []
 _worker_ids: list[str] = []
 
 
-def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret) -> WorkerHost:
+def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, phases: Phases = ()) -> WorkerHost:
     """The usual worker."""
     _worker_ids.append(config.worker_id)
-    return worker_host.make_host(config, resolve, secret)
+    return worker_host.make_host(config, resolve, secret, phases)
 
 
 def main() -> int:

@@ -98,8 +98,9 @@ class RankProcesses(Ranks):
                 break
         end(list(self._processes.values()), STOP_TIMEOUT_S)
         for name, process in self._processes.items():
-            if process.returncode not in EXPECTED:
-                logger.error("%s ended: %s", name, describe_exit(process.returncode))
+            status = process.wait()
+            if status not in EXPECTED:
+                logger.error("%s ended: %s", name, describe_exit(status))
         self._processes.clear()
 
 

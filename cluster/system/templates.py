@@ -134,7 +134,7 @@ class Template:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
                 env={**child_environment(os.environ), **environment},

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from msgspec import structs
+
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
@@ -29,21 +31,50 @@ LONGEST_LOCAL_PREFILL = 128
 REPEATS = ((32, 4), (255, 2))
 """(tokens of a step, how often it runs at most that long); longer ones run once: they take long, and their own length
 averages what disturbs them."""
+MAX_DEVIATION = 1.2
+"""By what factor a step may take longer or shorter than it did, for earlier measurements to hold."""
+CHECKED_DECODES = 8
 CLEARED_TOKENS = 256
 """Tokens whose KV is written at once before the first measurement."""
 
 Clock = Callable[[], float]
 
 
-def calibrate(runner: ModelRunner, config: WorkerConfig, clock: Clock) -> tuple[StepSample, ...]:
+def calibrate(
+    runner: ModelRunner, config: WorkerConfig, clock: Clock, known: Sequence[StepSample] = ()
+) -> tuple[StepSample, ...]:
     """Measure what fits into the runner's cache and the worker's limits; `clock` gives seconds.
 
     To be called before any sequence: the KV of the first blocks is overwritten.
+
+    Args:
+        known: what an earlier call returned, for a worker like this one on this machine. It is returned again where it
+            has all steps and two short ones take as long as then.
     """
     plans = list(_plans(runner, config))
     clear_blocks(runner, plans)
     end = clock() + LIMIT_S
+    if known and is_complete(known, runner, config) and _holds(runner, plans, known, clock, end):
+        return tuple(known)
     return tuple(_measure(runner, plan, clock, end) for plan in plans if clock() < end)
+
+
+def is_complete(samples: Sequence[StepSample], runner: ModelRunner, config: WorkerConfig) -> bool:
+    """Whether these are the measured steps of such a worker, all of them."""
+    shapes = [plan.measured(0.0) for plan in _plans(runner, config)]
+    return [structs.replace(sample, ms=0.0) for sample in samples] == shapes
+
+
+def _holds(
+    runner: ModelRunner, plans: Sequence[StepPlan], known: Sequence[StepSample], clock: Clock, end: float
+) -> bool:
+    """Whether the first step, and the longest one without a prompt that is short, take as long as they did."""
+    decodes = [index for index, plan in enumerate(plans) if plan.num_tokens <= CHECKED_DECODES and not plan.prefills]
+    for index in (0, *decodes[-1:]):
+        ms = _measure(runner, plans[index], clock, end).ms
+        if not 1.0 / MAX_DEVIATION <= ms / max(known[index].ms, 1e-6) <= MAX_DEVIATION:
+            return False
+    return True
 
 
 def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:

@@ -34,6 +34,7 @@ from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.shell.calibration_memory import remembered_calibration
 from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 from disagg.engine.shell.role import Role, RoleContext
@@ -142,7 +143,8 @@ class Worker:
         self._phase_ended("model")
         warm_up(runner, config)
         self._phase_ended("warm_up")
-        self._calibration = calibrate(runner, config, time.monotonic)
+        with remembered_calibration(runner, config) as memory:
+            self._calibration = memory.samples = calibrate(runner, config, time.monotonic, memory.samples)
         self._phase_ended("calibration")
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner

@@ -90,3 +90,39 @@ def test_a_plan_says_what_it_computed() -> None:
     expected = StepSample(ms=3.5, prefill_tokens=16, prefill_attended=136, num_decodes=32, decode_context=2048)
     assert mixed.measured(3.5) == expected
     assert StepPlan().measured(1.0) == StepSample(ms=1.0)
+
+
+# ---------------------------------------------------------------- what is known from an earlier start
+
+
+def config_of(*roles: RoleName) -> WorkerConfig:
+    return WorkerConfig(worker_id="w", roles=roles, model_path="real")
+
+
+def again(known: Sequence[StepSample], slowness: float = 1.0, roles: tuple[RoleName, ...] = ("decode",)) -> Any:
+    """The samples of a later start, and the steps that it took: tokens of each."""
+    runner = TimedRunner(num_blocks=1024, slowness=slowness)
+    found = calibrate(runner, config_of(*roles), lambda: runner.now_s, known)
+    return found, [plan.num_tokens for plan in runner.plans]
+
+
+def test_known_step_times_are_taken_where_two_short_steps_take_as_long_as_then() -> None:
+    known, measured = again(())
+    assert len(known) == 8
+    assert len(measured) > 20
+    assert again(known) == (known, [16] * 4 + [8] * 4)
+    assert again(known, slowness=1.19)[0] == known
+
+
+@pytest.mark.parametrize("slowness", [1.25, 0.8])
+def test_they_are_measured_again_where_these_take_longer_or_shorter(slowness: float) -> None:
+    known, _ = again(())
+    found, _ = again(known, slowness)
+    assert [sample.ms for sample in found] == pytest.approx([sample.ms * slowness for sample in known])
+
+
+def test_those_of_a_worker_that_measures_other_steps_are_not_taken() -> None:
+    known, _ = again(())
+    for other in (known[:-1], known[::-1], ()):
+        assert again(other)[0] == known
+    assert len(again(known, roles=("prefill",))[1]) > 8

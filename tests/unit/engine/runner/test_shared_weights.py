@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from disagg.engine.config import WeightsSource
 from disagg.engine.runner import loaded_weights
 from disagg.engine.runner import weights as weights_module
 from disagg.engine.runner.model import parameters
@@ -221,3 +222,44 @@ def test_what_has_another_form_is_not_shared(
 def test_what_cannot_be_is_refused(folders: dict[str, Path], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
         runner_of(folders["qwen3"], **changes)
+
+
+# ---------------------------------------------------------------- kept in a template
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_weights, "_kept", {})
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_workers_of_a_template_compute_the_same_bits_with_weights_that_were_loaded_once(
+    folders: dict[str, Path], loads: list[str], quantization: str
+) -> None:
+    alone = make_runner(folders["qwen3"], dtype="bfloat16", quantization=quantization)
+    loads.clear()
+    loaded_weights.keep_weights(WeightsSource(str(folders["qwen3"]), "bfloat16", quantization, False))  # type: ignore[arg-type]
+    assert loads == ["load", "pack"]
+    runners = [make_runner(folders["qwen3"], dtype="bfloat16", quantization=quantization) for _ in range(2)]
+    assert loads == ["load", "pack"]
+    assert [runner.fingerprint for runner in runners] == [alone.fingerprint] * 2
+    expected = answer(alone)
+    assert all(torch.equal(answer(runner), expected) for runner in runners)
+
+
+@pytest.mark.usefixtures("kept")
+def test_kept_weights_are_not_those_of_another_form_or_of_files_that_have_changed(
+    folders: dict[str, Path], loads: list[str]
+) -> None:
+    folder = folders["llama_bias"]
+    loaded_weights.keep_weights(WeightsSource(str(folder), "bfloat16", "none", False))
+    loads.clear()
+    make_runner(folder, dtype="float32")
+    make_runner(folders["qwen3"], dtype="bfloat16")
+    assert loads == ["load", "pack"] * 2
+    make_runner(folder, dtype="bfloat16")
+    assert loads == ["load", "pack"] * 2
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    make_runner(folder, dtype="bfloat16")
+    assert loads == ["load", "pack"] * 3
