@@ -42,7 +42,7 @@ GONE_TOKENS = 400
 async def slow_reader(up: Up, model: Model) -> Row:
     """Clients that take one token and then none, beside others that read."""
     await up.settled()
-    gateway = up.pid_of_child("gateway_host")
+    gateway = up.gateway_pid()
     model_name = (await up.client.models())[0].name
     lost: list[str] = []
 

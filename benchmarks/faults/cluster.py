@@ -186,14 +186,16 @@ class Up:
         """The process of a worker. Raises `KeyError`."""
         return int((await self.state())[name].pid)
 
-    def pid_of_child(self, module: str) -> int:
-        """The child of `disagg up` that runs a module. Raises `LookupError`."""
+    def gateway_pid(self) -> int:
+        """The gateway's process: a child of `disagg up`, or of a template that is one. Raises `LookupError`."""
         assert self.process is not None, "it was started"
-        for pid in children(self.process.pid):
+        below = children(self.process.pid)
+        for pid in [*below, *(pid for template in below for pid in children(template))]:
             with contextlib.suppress(OSError):
-                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                started = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"gateway_host" in started or Path(f"/proc/{pid}/comm").read_bytes() == b"gateway\n":
                     return pid
-        raise LookupError(f"no child runs {module}")
+        raise LookupError("there is no gateway")
 
     # ------------------------------------------------------------ what is held
 

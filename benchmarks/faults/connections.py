@@ -47,7 +47,7 @@ async def silent_connections(up: Up, model: Model) -> Row:
     """Everything at once, on both ports."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    pid = up.pid_of_child("gateway_host")
+    pid = up.gateway_pid()
     calls = _calls(up, [number % model.vocab_size for number in range(16)])
     try:
         before = {name: await _series(call) for name, call in calls.items()}

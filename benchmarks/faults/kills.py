@@ -191,7 +191,7 @@ async def kill_gateway(up: Up, model: Model) -> Row:
     async with Load(up.address, model, rate=RATE, num_tokens=NUM_TOKENS) as streams:
         await asyncio.sleep(WARM_S)
         struck = time.monotonic()
-        os.kill(up.pid_of_child("gateway_host"), signal.SIGKILL)
+        os.kill(up.gateway_pid(), signal.SIGKILL)
 
         async def are_idle() -> bool:
             reports = [await up.audit(address) for address in addresses]

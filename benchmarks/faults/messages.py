@@ -55,7 +55,7 @@ START_S: Final = 60.0
 async def worst_messages(up: Up, model: Model) -> Row:
     """Eight connections send the worst messages that there are, again and again."""
     await up.settled()
-    gateway, workers = up.pid_of_child("gateway_host"), [worker.pid for worker in (await up.state()).values()]
+    gateway, workers = up.gateway_pid(), [worker.pid for worker in (await up.state()).values()]
     served = Served(
         model.name, GatewayConfig(model_name="x", model_path="fake", fingerprint="").max_message_bytes(MAX_MODEL_LEN)
     )
@@ -80,7 +80,7 @@ async def worst_messages(up: Up, model: Model) -> Row:
     quiet, busy = _p99_s(streams, without), _p99_s(streams, with_messages)
     seen = of_streams(streams)
     faults = [f"{answer.code}: {answer.problem}" for answer in answers if answer.problem]
-    are_there = all(is_running(pid) for pid in (gateway, *workers)) and gateway == up.pid_of_child("gateway_host")
+    are_there = all(is_running(pid) for pid in (gateway, *workers)) and gateway == up.gateway_pid()
     met = all_right(seen) and busy <= MAX_RATIO * quiet and not faults and are_there
     return Row(
         name="worst_messages",

@@ -194,7 +194,7 @@ async def neighbour(client: AsyncClient, until: Callable[[], bool]) -> list[floa
 
 async def row_of(name: str, up: Up, model: Model, seconds: float) -> Row:
     """One load, again and again for so long; then it is given up."""
-    gateway, workers = up.pid_of_child("gateway_host"), [worker.pid for worker in (await up.state()).values()]
+    gateway, workers = up.gateway_pid(), [worker.pid for worker in (await up.state()).values()]
     attacker, client = Attacker(up, model), AsyncClient(up.address, KEYS["neighbour"])
     rss = rss_bytes(gateway)
 
@@ -215,7 +215,7 @@ async def row_of(name: str, up: Up, model: Model, seconds: float) -> Row:
     finally:
         await client.close()
     _, left = await up.emptied(EMPTY_TIMEOUT_S)
-    same = gateway == up.pid_of_child("gateway_host") and all(is_running(pid) for pid in (gateway, *workers))
+    same = gateway == up.gateway_pid() and all(is_running(pid) for pid in (gateway, *workers))
     row = {
         "load": name,
         "alone_p50_ms": round(1000 * percentile(alone, 50), 1),
