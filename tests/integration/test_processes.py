@@ -20,6 +20,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, Stopped
+from disagg.cluster.system.templates import IS_SUPPORTED
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import ConfigError
@@ -118,8 +119,12 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path)
     with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json") as caught:
         cluster.start()
     name = str(caught.value).partition(":")[0]
-    assert children_mentioning(WORKER_MODULE) == []
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["decode-0.log", "prefill-0.log"]
+    assert children_mentioning("disagg.cluster.hosts") == []  # templates, too
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "decode-0.log",
+        "prefill-0.log",
+        *(["template-gateway.log", "template-worker.log"] if IS_SUPPORTED else []),
+    ]
     assert "Traceback" in (tmp_path / "logs" / f"{name}.log").read_text()
 
 
