@@ -147,7 +147,7 @@ def test_a_child_is_pinned_with_all_its_threads_and_ends_when_told(tmp_path: Pat
 
 def test_a_child_that_does_not_end_is_killed(tmp_path: Path, children: list[Child]) -> None:
     children.append(start_child("w", WORKER_MODULE, worker_config("w"), "127.0.0.1:1", SECRET, tmp_path, {}))
-    children[0].process.send_signal(signal.SIGSTOP)
+    os.kill(children[0].process.pid, signal.SIGSTOP)
     stat = Path(f"/proc/{children[0].process.pid}/stat")
     assert wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     assert stop_children(children, timeout_s=0.2) == ["w"]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
@@ -55,14 +56,12 @@ def test_the_next_worker_of_the_kind_has_what_the_last_one_measured(folder: Path
 @pytest.mark.parametrize("change", [{"num_threads": 2}, {"roles": ("prefill",)}, {"token_budget": 64}])
 def test_one_of_another_kind_has_not(change: dict[str, object]) -> None:
     remember()
-    assert (
-        remember(config=WorkerConfig(**{"worker_id": "w", "roles": ("decode",), "model_path": "real", **change})) == ()
-    )  # type: ignore[arg-type]
+    assert remember(config=structs.replace(CONFIG, **change)) == ()
 
 
 @pytest.mark.parametrize("change", [{"model_path": "fake"}, {"device": "cuda"}, {"tp": 2}])
 def test_of_some_workers_nothing_is_kept(folder: Path, change: dict[str, object]) -> None:
-    remember(config=WorkerConfig(**{"worker_id": "w", "roles": ("decode",), "model_path": "real", **change}))  # type: ignore[arg-type]
+    remember(config=structs.replace(CONFIG, **change))
     assert not folder.exists()
 
 
