@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from disagg.proto.autoscaling import Decision
