@@ -29,7 +29,7 @@ def test_a_worker_s_process_has_its_device_s_variables_from_its_start(
     launcher: Launcher
     if kind == "processes":
         launcher = ProcessLauncher(tmp_path, SECRET)
-        monkeypatch.setattr(processes, "start_child", lambda *arguments: given.append(arguments[-1]))
+        monkeypatch.setattr(processes, "start_child", lambda *arguments: given.append(arguments[6]))
     else:
         settings = ControllerSettings(config=parse_config({"model": {"path": "fake"}}), cores=(), is_private=True)
         launcher = RayLauncher(settings)
