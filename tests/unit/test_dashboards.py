@@ -13,6 +13,7 @@ import yaml
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
+from disagg.proto.messages import StartPhase
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import busy_view, read_samples
 
@@ -30,7 +31,13 @@ def known_labels() -> dict[str, set[str]]:
     """Sample name -> its label names."""
     decision = Decision(pools=(PoolDecision(name="decode", size=1, wanted=2, reason="r", change="c"),))
     scaling = AutoscalerState(policy="attainment", dry_run=False, decision=decision, changes={"decode up": 1})
-    metrics = GatewayMetrics(busy_view, "m", autoscaler=lambda: scaling, certificates=lambda: {"gateway": 1.8e9})
+    metrics = GatewayMetrics(
+        busy_view,
+        "m",
+        autoscaler=lambda: scaling,
+        certificates=lambda: {"gateway": 1.8e9},
+        start_phases=[StartPhase("launch", 1.0)],
+    )
     metrics.count_call("http", "ok")
     metrics.count_refusal("grpc", "unknown")
     samples = read_samples(metrics.render()[0])
