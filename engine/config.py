@@ -198,7 +198,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Folder of a checkpoint written by `disagg model import`; `fake` runs the deterministic model without weights."""
     start_id: str = ""
     """Sent back to the controller, which distinguishes starts of the same worker by it; see `WorkerInfo`."""
-    template: str = ""
+    config_hash: str = ""
     """The same: names this configuration, but for the worker's id."""
     host: str = "127.0.0.1"
     """Address that the control server and the KV channel bind to."""

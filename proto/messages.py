@@ -169,7 +169,7 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     start_id: str = ""
     """The start by the controller that it comes from; empty where no controller started it. A process that its launcher
     restarts by itself keeps it."""
-    template: str = ""
+    config_hash: str = ""
     """Names the configuration that its controller started it with."""
     decode_reserve_tokens: int = 0
     """Output tokens whose blocks a sequence must find when it is admitted (less if its max_tokens is less)."""

@@ -107,7 +107,7 @@ class ControlCore:
         desired: Desired | None = None,
     ) -> None:
         if desired is None:
-            desired = Desired(target=Target(generation=1, sizes=dict(sizes), templates=dict.fromkeys(sizes, "")))
+            desired = Desired(target=Target(generation=1, sizes=dict(sizes), config_hashes=dict.fromkeys(sizes, "")))
         self._target = desired.target
         self._latest = desired.latest
         self._rolled_back = desired.rolled_back
@@ -372,7 +372,7 @@ class ControlCore:
     def _misfit(self, worker: Worker, info: WorkerInfo) -> str | None:
         """Why a worker cannot work with the others, as they are now. During a rollout that replaces all workers it must
         work with those of its own configuration."""
-        candidate, rollout = replace(worker, template=info.template), self._rollout
+        candidate, rollout = replace(worker, config_hash=info.config_hash), self._rollout
         others = (
             other.info
             for other in self._workers.values()
@@ -513,14 +513,14 @@ class ControlCore:
         if worker.phase != "starting":
             worker.enter("starting")
         rollout = self._rollout
-        worker.template = self._target.templates[worker.pool] if rollout is None else rollout.starts(worker)
+        worker.config_hash = self._target.config_hashes[worker.pool] if rollout is None else rollout.starts(worker)
         if worker.unready_since is None:
             worker.unready_since = now
         worker.num_starts += 1
         self._num_starts += 1
         worker.start_id = f"{self._controller_id}.{self._num_starts}"
         self._out.append(
-            events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id, worker.template)
+            events.StartWorker(worker.worker_id, worker.pool, worker.index, worker.start_id, worker.config_hash)
         )
 
     def _resume_drains(self, now: float) -> None:

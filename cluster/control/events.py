@@ -182,7 +182,7 @@ class StartWorker:
     index: int
     start_id: str
     """Different for every start by any controller; the process brings it when it registers."""
-    template: str = ""
+    config_hash: str = ""
     """Which configuration of its pool; the process brings that, too."""
 
 

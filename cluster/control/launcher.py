@@ -140,8 +140,8 @@ class LauncherThread:
 
     def _call(self, command: events.Command) -> events.Event | None:
         match command:
-            case events.StartWorker(pool=pool, index=index, start_id=start_id, template=template):
-                config, place = self._plans.worker(pool, index, template)
+            case events.StartWorker(pool=pool, index=index, start_id=start_id, config_hash=config_hash):
+                config, place = self._plans.worker(pool, index, config_hash)
                 config = msgspec.structs.replace(config, start_id=start_id)
                 self._launcher.start_worker(config, self._address, place)
             case events.StopWorkers(worker_ids=worker_ids):

@@ -54,7 +54,7 @@ class Worker:
     """Of its present process, until that is gone."""
     start_id: str = ""
     """Of the latest start; empty where an earlier controller started it and it has not registered here."""
-    template: str = ""
+    config_hash: str = ""
     """Names the configuration of its present process, or of the one that is being started."""
     unready_since: float | None = None
     """When the start began that it has not come back from."""
@@ -83,7 +83,7 @@ class Worker:
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
         self.info, self.ready_since, self.was_killed = info, now, False
-        self.start_id, self.template, self.unready_since = info.start_id, info.template, None
+        self.start_id, self.config_hash, self.unready_since = info.start_id, info.config_hash, None
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process failed; it is started again after a pause."""

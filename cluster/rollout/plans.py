@@ -84,7 +84,7 @@ class Plans:
         return Target(
             generation=generation,
             sizes={**plan.sizes, **(sizes or {})},
-            templates={name: template_of(plan, name) for name in plan.sizes},
+            config_hashes={name: config_hash_of(plan, name) for name in plan.sizes},
             drain_timeout_s=plan.config.controller.drain_timeout_s,
         )
 
@@ -108,11 +108,11 @@ class Plans:
         }
         return SavedState(desired=desired, generations=generations, layout=dict(self._layout))
 
-    def worker(self, pool: PoolName, index: int, template: str) -> tuple[WorkerConfig, PoolConfig]:
-        """What a worker is started with. Without a template that is known: the latest configuration of its pool."""
+    def worker(self, pool: PoolName, index: int, config_hash: str) -> tuple[WorkerConfig, PoolConfig]:
+        """What a worker is started with. Where no plan has that hash: the latest configuration of its pool."""
         with_pool = [plan for _, plan in sorted(self._plans.items(), reverse=True) if pool in plan.sizes]
-        plan = next((plan for plan in with_pool if template_of(plan, pool) == template), with_pool[0])
-        config = msgspec.structs.replace(plan.worker(pool, index), template=template)
+        plan = next((plan for plan in with_pool if config_hash_of(plan, pool) == config_hash), with_pool[0])
+        config = msgspec.structs.replace(plan.worker(pool, index), config_hash=config_hash)
         return config, dict(active_pools(plan.config))[pool]
 
     def plan(self, request: ApplyRequest, running: Target, latest: int) -> tuple[ApplyReply, Plan, ClusterPlan]:
@@ -139,7 +139,7 @@ class Plans:
         wanted = Target(
             generation=latest + 1,
             sizes=sizes,
-            templates={name: template_of(new, name) for name in new.sizes},
+            config_hashes={name: config_hash_of(new, name) for name in new.sizes},
             drain_timeout_s=config.controller.drain_timeout_s,
         )
         plan = Plan(old=running, new=wanted, surge=request.surge, ready_timeout_s=request.ready_timeout_s)
@@ -165,7 +165,7 @@ def read_config(raw: bytes) -> ClusterConfig:
     return parse_config(values)
 
 
-def template_of(plan: ClusterPlan, pool: PoolName) -> str:
+def config_hash_of(plan: ClusterPlan, pool: PoolName) -> str:
     """Names all that a plan says about the workers of a pool, but for their ids and devices."""
     config, place = plan.worker(pool, 0), dict(active_pools(plan.config))[pool]
     content = [config, place.cores, sorted(place.node_labels.items()), plan.restarts]

@@ -13,8 +13,8 @@ workers of all pools are replaced together: where old and new workers form no pa
 neither version ever has prefill workers without decode workers. Pools of another mode are started whole before the old
 ones are drained.
 
-A worker's `template` names all that its configuration says, but for its id. A worker that dies is started again as it
-was before the canary is ready, and as a new one after that.
+A worker's `config_hash` names all that its configuration says, but for its id. A worker that dies is started again as
+it was before the canary is ready, and as a new one after that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     sizes: dict[PoolName, int]
     """Of the pools that its mode uses."""
-    templates: dict[PoolName, str]
+    config_hashes: dict[PoolName, str]
     """Names the configuration of the pool's workers."""
     drain_timeout_s: float | None = None
     """None keeps the present one."""
@@ -64,23 +64,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def replaced(self) -> tuple[PoolName, ...]:
         """The pools that stay, and whose workers are replaced."""
-        old = self.old.templates
-        return tuple(p for p, template in self.new.templates.items() if p in old and old[p] != template)
+        old = self.old.config_hashes
+        return tuple(p for p, config_hash in self.new.config_hashes.items() if p in old and old[p] != config_hash)
 
     @property
     def added(self) -> tuple[PoolName, ...]:
         """The pools of the new mode only."""
-        return tuple(pool for pool in self.new.templates if pool not in self.old.templates)
+        return tuple(pool for pool in self.new.config_hashes if pool not in self.old.config_hashes)
 
     @property
     def removed(self) -> tuple[PoolName, ...]:
         """The pools of the old mode only."""
-        return tuple(pool for pool in self.old.templates if pool not in self.new.templates)
+        return tuple(pool for pool in self.old.config_hashes if pool not in self.new.config_hashes)
 
     @property
     def changes_all(self) -> bool:
         """Whether no old worker stays: old and new ones need not fit each other."""
-        return len(self.replaced) + len(self.removed) == len(self.old.templates)
+        return len(self.replaced) + len(self.removed) == len(self.old.config_hashes)
 
     @property
     def is_needed(self) -> bool:
@@ -144,18 +144,18 @@ class Rollout:
     def starts(self, worker: Worker) -> str:
         """With which configuration a worker is started now. One that died after the canary takes its turn."""
         old, new = self.plan.old, self.plan.new
-        if worker.pool not in new.templates:
-            return old.templates[worker.pool]
+        if worker.pool not in new.config_hashes:
+            return old.config_hashes[worker.pool]
         if self.stage == "rolling" and (self.plan.is_back or self.plan.has_canary):
             self._released.add(worker.worker_id)
         comes_in_addition = worker.index >= old.sizes.get(worker.pool, 0) and worker.pool not in self.plan.removed
-        if comes_in_addition or worker.worker_id in self._released or worker.pool not in old.templates:
-            return new.templates[worker.pool]
-        return worker.template or old.templates[worker.pool]
+        if comes_in_addition or worker.worker_id in self._released or worker.pool not in old.config_hashes:
+            return new.config_hashes[worker.pool]
+        return worker.config_hash or old.config_hashes[worker.pool]
 
     def is_new(self, worker: Worker) -> bool:
         """Whether a worker has the configuration that is wanted."""
-        return worker.template == self.plan.new.templates.get(worker.pool)
+        return worker.config_hash == self.plan.new.config_hashes.get(worker.pool)
 
     def fits(self, one: Worker, other: Worker) -> bool:
         """Whether two workers must be able to form a pair."""

@@ -242,7 +242,7 @@ class Worker:
             address=address,
             pid=os.getpid(),
             start_id=config.start_id,
-            template=config.template,
+            config_hash=config.config_hash,
             fingerprint=runner.fingerprint,
             kv_layout=runner.layout,
             num_blocks=runner.num_blocks,

@@ -23,7 +23,7 @@ def make_info(
     fingerprint: str = "f",
     num_layers: int = 1,
     start_id: str = "",
-    template: str = "",
+    config_hash: str = "",
 ) -> WorkerInfo:
     """What a worker registers; its incarnation is `name.incarnation`."""
     layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
@@ -34,7 +34,7 @@ def make_info(
         address="127.0.0.1:1",
         pid=incarnation,
         start_id=start_id,
-        template=template,
+        config_hash=config_hash,
         fingerprint=fingerprint,
         kv_layout=layout,
         num_blocks=1,
@@ -62,7 +62,7 @@ class Driver:
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
         """Of the latest start of each worker."""
-        self.templates: dict[str, str] = {}
+        self.config_hashes: dict[str, str] = {}
         """The same; the worker registers with it."""
         self.saved: Desired | None = None
         """What the core had saved last."""
@@ -78,8 +78,10 @@ class Driver:
     def register(
         self, name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
     ) -> list[str]:
-        template = self.templates.get(name, "")
-        return self(events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id, template)))
+        config_hash = self.config_hashes.get(name, "")
+        return self(
+            events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id, config_hash))
+        )
 
     def left(self, name: str, incarnation: int = 1) -> list[str]:
         return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{incarnation}")))
@@ -133,9 +135,9 @@ class Driver:
                 return ""
             case events.Configure(generation=generation):
                 return f"configure {generation}"
-            case events.StartWorker(worker_id=name, start_id=start_id, template=template):
-                self.start_ids[name], self.templates[name] = start_id, template
-                return f"start {name}" + (f" as {template}" if template else "")
+            case events.StartWorker(worker_id=name, start_id=start_id, config_hash=config_hash):
+                self.start_ids[name], self.config_hashes[name] = start_id, config_hash
+                return f"start {name}" + (f" as {config_hash}" if config_hash else "")
             case events.StopWorkers(worker_ids=names):
                 return f"stop {' '.join(names)}"
             case events.Accept(worker_id=name):

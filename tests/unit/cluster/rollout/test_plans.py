@@ -1,4 +1,4 @@
-"""Plans of a cluster's generations: templates of workers, what is saved, what is refused before anything changes."""
+"""Plans of a cluster's generations: hashes of configurations, what is saved, what is refused before it changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from disagg.cluster.config.cluster_config import active_pools, parse_config
 from disagg.cluster.control.core import Desired
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
-from disagg.cluster.rollout.plans import Plans, SavedState, check_served, template_of
+from disagg.cluster.rollout.plans import Plans, SavedState, check_served, config_hash_of
 from disagg.cluster.rollout.rollout import Plan
 from disagg.proto.control import ApplyReply, ApplyRequest, PoolName
 from disagg.proto.errors import ConfigError
@@ -41,10 +41,10 @@ def test_only_the_pool_that_differs_is_replaced() -> None:
     assert [change.field for change in reply.changes] == ["pools.decode.num_blocks"]
     assert (plan.old.generation, plan.new.generation) == (1, 2)
     plans.add(2, new)
-    old, _ = plans.worker("decode", 0, plan.old.templates["decode"])
-    fresh, _ = plans.worker("decode", 0, plan.new.templates["decode"])
+    old, _ = plans.worker("decode", 0, plan.old.config_hashes["decode"])
+    fresh, _ = plans.worker("decode", 0, plan.new.config_hashes["decode"])
     assert (old.num_blocks, fresh.num_blocks) == (None, 64)
-    assert fresh.template == plan.new.templates["decode"] != old.template
+    assert fresh.config_hash == plan.new.config_hashes["decode"] != old.config_hash
 
 
 def test_other_sizes_move_no_worker_to_other_cores() -> None:
@@ -92,7 +92,7 @@ def test_what_is_saved_gives_the_same_plans() -> None:
     assert again.configured == 1
     for generation in (1, 2):
         for pool, _ in active_pools(new.config):
-            assert template_of(again[generation], pool) == template_of(plans[generation], pool)
+            assert config_hash_of(again[generation], pool) == config_hash_of(plans[generation], pool)
     plans.keep([1])
     with pytest.raises(KeyError):
         plans[2]

@@ -15,13 +15,13 @@ Sizes = dict[PoolName, int]
 Templates = dict[PoolName, str]
 
 
-def target(generation: int, sizes: Sizes, templates: Templates) -> Target:
-    return Target(generation=generation, sizes=sizes, templates=templates)
+def target(generation: int, sizes: Sizes, config_hashes: Templates) -> Target:
+    return Target(generation=generation, sizes=sizes, config_hashes=config_hashes)
 
 
-def running(sizes: Sizes, templates: Templates) -> Driver:
+def running(sizes: Sizes, config_hashes: Templates) -> Driver:
     """A cluster of generation 1 that serves."""
-    driver = Driver({}, desired=Desired(target=target(1, sizes, templates)))
+    driver = Driver({}, desired=Desired(target=target(1, sizes, config_hashes)))
     driver.tick()
     for name, size in sizes.items():
         for index in range(size):
@@ -32,9 +32,9 @@ def running(sizes: Sizes, templates: Templates) -> Driver:
 
 
 def apply(
-    driver: Driver, sizes: Sizes, templates: Templates, *, surge: bool = True, limit_s: float = 60.0
+    driver: Driver, sizes: Sizes, config_hashes: Templates, *, surge: bool = True, limit_s: float = 60.0
 ) -> list[str]:
-    new = target(driver.core.latest + 1, sizes, templates)
+    new = target(driver.core.latest + 1, sizes, config_hashes)
     return driver(
         events.Apply(Plan(old=driver.core.target, new=new, surge=surge, ready_timeout_s=limit_s)),
     )
@@ -357,7 +357,7 @@ def test_the_next_controller_goes_on(num_replaced: int) -> None:
     assert before.saved is not None
     names = ["prefill-0", "decode-0", "decode-1", "decode-2"]
     control = Driver({}, running=[*names, "gateway"], desired=before.saved)
-    control.templates = dict(before.templates)
+    control.config_hashes = dict(before.config_hashes)
     assert control.tick() == []
     assert control.core.refusal(ApplyRequest(config=b"{}")) is not None
     for name in names[:-1]:
@@ -379,7 +379,7 @@ def test_the_next_controller_does_not_wait_for_ever_for_a_worker_that_is_gone() 
     before = running({"prefill": 1, "decode": 1}, TWO)
     apply(before, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d2"})
     control = Driver({}, running=["prefill-0", "decode-0", "gateway"], desired=before.saved)
-    control.templates = dict(before.templates)
+    control.config_hashes = dict(before.config_hashes)
     assert control.tick() == ["start decode-1 as d2"], "the canary had not been started"
     control.register("prefill-0")
     control.tick(ADOPT_GRACE_S)
@@ -392,7 +392,7 @@ def test_the_next_controller_still_takes_back_what_fails() -> None:
     apply(before, {"prefill": 1, "decode": 2}, {"prefill": "p1", "decode": "d2"}, surge=False)
     replace(before, "decode-0")
     control = Driver({}, running=["prefill-0", "decode-0", "decode-1", "gateway"], desired=before.saved)
-    control.templates = dict(before.templates)
+    control.config_hashes = dict(before.config_hashes)
     control.tick()
     for name in ("prefill-0", "decode-0", "decode-1"):
         control.register(name)
