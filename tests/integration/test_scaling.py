@@ -220,7 +220,8 @@ def test_the_command_line_scales_and_shows() -> None:
         assert (status, err) == (0, "")
         assert ["decode", "2", "2"] in rows
         assert [row[:3] for row in rows if row and row[0] == "decode-1"] == [
-            ["decode-1", "ready", str(cluster.pid("decode-1"))]
+            ["decode-1", "ready", str(cluster.pid("decode-1"))],
+            ["decode-1", "started", "in"],
         ]
         assert disagg("scale", "decode=0") == (
             1,

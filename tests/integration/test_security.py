@@ -508,18 +508,25 @@ def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path, monkeypatch
         "pools": SMALL_POOLS,
     }
     with ProcessCluster(parse_config(config), log_dir=tmp_path) as cluster:
-        names = ("prefill-0", "decode-0", "gateway")
-        seen = [
-            Path(f"/proc/{cluster.pid(name)}/{file}").read_bytes() for name in names for file in ("cmdline", "environ")
-        ]
+        pids = [cluster.pid(name) for name in ("prefill-0", "decode-0", "gateway")]
+        pids += {parent_of(pid) for pid in pids}  # their templates
+        assert len(pids) == 5
+        seen = [Path(f"/proc/{pid}/{file}").read_bytes() for pid in pids for file in ("cmdline", "environ")]
         seen.append(repr(vars(cluster)).encode())
         value = cluster.secret.value
     logs = sorted(tmp_path.iterdir())
-    assert [log.name for log in logs] == ["decode-0.log", "gateway.log", "prefill-0.log"]
-    assert [log.stat().st_mode & 0o777 for log in logs] == [0o600] * 3
+    names = ["decode-0.log", "gateway.log", "prefill-0.log", "template-gateway.log", "template-worker.log"]
+    assert [log.name for log in logs] == names
+    assert [log.stat().st_mode & 0o777 for log in logs] == [0o600] * 5
     forms = (KEY_ADMIN.encode(), value, value.hex().encode(), base64.b64encode(value), repr(value)[2:-1].encode())
     for content in (*seen, *(log.read_bytes() for log in logs)):
         assert [form for form in forms if form in content] == []
+
+
+def parent_of(pid: int | None) -> int:
+    """The process that has forked this one."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("PPid:")[2].split()[0])
 
 
 async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCaptureFixture) -> None:
