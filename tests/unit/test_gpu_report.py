@@ -134,6 +134,14 @@ def test_what_flash_attention_3_takes_is_within_every_target_of_decode() -> None
     assert 0.9 < attention.DECODE_TARGET <= attention.SMALL_DECODE_TARGET <= 1.0
 
 
+def test_a_decode_is_compared_with_what_flash_attention_3_can_read_on_this_device() -> None:
+    nbytes, h200 = 2 * 8 * 65536 * 8 * 128 * 2, Ceilings(read_gb_s=4800.0, gemm_tflop_s=700.0)
+    assert attention.decode_share(8, 65536, nbytes, 800.0, h200) == 497.6 / 800
+    share = attention.decode_share(8, 65536, nbytes, 800.0, CEILINGS)
+    assert share == pytest.approx(nbytes / (0.9 * 3e12) * 1e6 / 800.0)
+    assert attention.decode_share(3, 65536, nbytes, 800.0, CEILINGS) is None
+
+
 def test_few_tokens_behind_a_long_context_are_compared_with_the_time_to_read_it() -> None:
     assert (32, 32768) in attention.Shape().prefill_chunks
     share, target = attention.prefill_share(attention.Shape(), 32, 32768, 90.0, CEILINGS)
