@@ -17,7 +17,9 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,6 +146,19 @@ def pair_names(scenario: str) -> list[str]:
     return [f"{scenario}-{number}" for number in range(NUM_PAIRS if scenario == "pairs" else 1)]
 
 
+def on_new_thread(device: torch.device, form: Callable[[], PairTransport]) -> PairTransport:
+    """A pair, formed as in serving: on a new thread, which has no CUDA context. There every device has index 0; any
+    other index must be set, which binds its context."""
+
+    def run() -> PairTransport:
+        if device.index:
+            torch.cuda.set_device(device)
+        return form()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
 def main(side_name: str, scenario: str, device_name: str, folder: str, transport: str = "") -> None:
     device = torch.device(device_name)
     if device.index is not None:
@@ -156,7 +171,8 @@ def main(side_name: str, scenario: str, device_name: str, folder: str, transport
     if side_name == "receiver":
         rendezvous = make_rendezvous(name, HOST, SECRET)
         print(rendezvous.address, flush=True)
-        sides = [Side(rendezvous.accept(pair_name), device, name) for pair_name in pair_names(scenario)]
+        forms = [partial(rendezvous.accept, pair_name) for pair_name in pair_names(scenario)]
+        sides = [Side(on_new_thread(device, form), device, name) for form in forms]
         side = sides[0]
         if scenario == "pairs":
             found = receive_all(sides)
@@ -169,7 +185,8 @@ def main(side_name: str, scenario: str, device_name: str, folder: str, transport
         rendezvous.close()
     else:
         connect, address = make_connector(name, HOST, SECRET), sys.stdin.readline().strip()
-        sides = [Side(connect(pair_name, address), device, name) for pair_name in pair_names(scenario)]
+        forms = [partial(connect, pair_name, address) for pair_name in pair_names(scenario)]
+        sides = [Side(on_new_thread(device, form), device, name) for form in forms]
         side = sides[0]
         print("connected", flush=True)
         if scenario == "pairs":

@@ -210,18 +210,27 @@ class OwnStream:
     def __init__(self, device: int) -> None:
         self._device = device
         self._handle = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            self._check(_driver().cuStreamCreate(ctypes.byref(self._handle), self._NON_BLOCKING), "cuStreamCreate")
+        _bind_context(device)
+        self._check(_driver().cuStreamCreate(ctypes.byref(self._handle), self._NON_BLOCKING), "cuStreamCreate")
         self.torch_stream: Any = _cuda.ExternalStream(self._handle.value, device=device)
 
     def destroy(self) -> None:
-        """Give it back; nothing may use it any more."""
-        with torch.cuda.device(self._device):
+        """Give it back; nothing may use it any more. A failure is logged: it costs one unused stream."""
+        try:
+            _bind_context(self._device)
             self._check(_driver().cuStreamDestroy_v2(self._handle), "cuStreamDestroy")
+        except RuntimeError:
+            logger.warning("a stream of CUDA device %d was not given back", self._device, exc_info=True)
 
     def _check(self, status: int, call: str) -> None:
         if status:
             raise RuntimeError(f"{call} on CUDA device {self._device} failed with error {status}")
+
+
+def _bind_context(device: int) -> None:
+    """Make the device's CUDA context that of this thread, as driver calls and Triton's launches require. The guard
+    `torch.cuda.device` does not where the index is the current one already, as 0 is on every new thread."""
+    torch.cuda.set_device(device)
 
 
 def _driver() -> Any:
@@ -286,7 +295,7 @@ class _DeviceThread:
             self.end_process(error)
 
     def _serve(self) -> None:
-        torch.cuda.set_device(self._device)
+        _bind_context(self._device)
         under_way: list[_Operation] = []
         while True:
             with self._changed:

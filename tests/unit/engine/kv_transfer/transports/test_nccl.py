@@ -9,8 +9,10 @@ import datetime
 import itertools
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,28 +28,46 @@ from tests.support.secret import SECRET
 WAIT_S = 30.0
 POOL_SIZE = 32
 """Streams of a device that torch hands out in turn (kStreamsPerPool)."""
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT."""
 NOTHING: Any = None
+
+T = TypeVar("T")
 
 
 class PlayedPools:
-    """Torch's two pools of streams, by priority, and the driver; a stream is a number."""
+    """Torch's two pools of streams, by priority, and the driver; a stream is a number. As on a GPU, the driver refuses
+    a thread that did not set its device."""
 
     def __init__(self) -> None:
         self._next = {False: itertools.cycle(range(POOL_SIZE)), True: itertools.cycle(range(100, 100 + POOL_SIZE))}
         self._handles = itertools.count(1000)
         self.destroyed: list[int | None] = []
+        self.destroy_status = 0
+        self._context = threading.local()
+
+    def set_device(self, device: int) -> None:
+        self._context.device = device
 
     def take(self, is_high: bool = False) -> int:
         return next(self._next[is_high])
 
     def cuStreamCreate(self, handle: Any, flags: int) -> int:  # noqa: N802
         assert flags == 1, "a stream that the default stream waits for"
+        if not self._has_context():
+            return INVALID_CONTEXT
         ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = next(self._handles)
         return 0
 
     def cuStreamDestroy_v2(self, handle: ctypes.c_void_p) -> int:  # noqa: N802
-        self.destroyed.append(handle.value)
-        return 0
+        if not self._has_context():
+            return INVALID_CONTEXT
+        if self.destroy_status == 0:
+            self.destroyed.append(handle.value)
+        return self.destroy_status
+
+    def _has_context(self) -> bool:
+        return hasattr(self._context, "device")
 
 
 class PlayedGroup:
@@ -124,8 +144,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,
-        "set_device": lambda _: None,
-        "device": lambda _: contextlib.nullcontext(),
+        "set_device": played.set_device,
         "stream": lambda _: contextlib.nullcontext(),
         "current_stream": lambda _: None,
         "Stream": lambda *_: PlayedStream(played.take()),
@@ -202,6 +221,30 @@ def test_a_communicator_neither_blocks_nor_takes_many_processors_nor_is_ended_by
     assert GPU_ENVIRONMENT["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
+def on_new_thread(function: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(WAIT_S)
+
+
+def test_a_pair_is_formed_and_closed_on_threads_that_have_no_context_yet(pools: PlayedPools) -> None:
+    """As in serving (`engine/io/blocking.py`)."""
+    pair = on_new_thread(lambda: nccl._join("p", "address", SECRET, "receiver"))
+    assert pair.stream.number == 1000
+    on_new_thread(pair.close)
+    assert pools.destroyed == [1000]
+
+
+def test_a_stream_that_cannot_be_given_back_fails_no_close(
+    pools: PlayedPools, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools.destroy_status = 700
+    group = PlayedGroup()
+    transport = transport_on(PlayedThread(), group)
+    transport.close()
+    assert (group.num_aborts, transport.closed, pools.destroyed) == (1, True, [])
+    assert "cuStreamDestroy on CUDA device 0 failed with error 700" in caplog.text
+
+
 def test_a_pair_that_is_formed_on_a_lost_device_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, pools: PlayedPools
 ) -> None:
@@ -237,7 +280,11 @@ def test_bytes_go_from_the_rank_that_sends_while_no_other_thread_calls(thread: A
     assert group.calls == [(rank, 5, True), (peer, 8, True)]
 
 
-def test_a_pair_that_cannot_be_formed_leaves_nothing(monkeypatch: pytest.MonkeyPatch, pools: PlayedPools) -> None:
+@pytest.mark.parametrize(("destroy_status", "destroyed"), [(0, [1000]), (700, [])])
+def test_a_pair_that_cannot_be_formed_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, pools: PlayedPools, destroy_status: int, destroyed: list[int]
+) -> None:
+    pools.destroy_status = destroy_status
     groups: list[PlayedGroup] = []
 
     def refuse(group: PlayedGroup, _: torch.device) -> None:
@@ -251,7 +298,7 @@ def test_a_pair_that_cannot_be_formed_leaves_nothing(monkeypatch: pytest.MonkeyP
         nccl._join("p", "address", SECRET, "receiver")
     assert [group.num_aborts for group in groups] == [1]
     assert in_time == []  # torch may try for longer than a process has that must end a pair
-    assert pools.destroyed == [1000]
+    assert pools.destroyed == destroyed
 
 
 # ---------------------------------------------------------------- errors on the device's thread
