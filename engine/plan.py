@@ -80,16 +80,19 @@ good and the request's bias, masks, penalties and temperature left nothing finit
 
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
+_FATAL_TEXTS = ("Triton Error [CUDA]", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
+"""Not CUBLAS_STATUS_NOT_INITIALIZED, which is mostly a lack of memory for cuBLAS' handle."""
 
 
 def is_fatal(error: BaseException) -> bool:
     """Whether a device gave this error that gives it for every later call, too: a CUDA context in which a kernel failed
     cannot be used again, short of another process. Out of memory is no such error. Torch's class is found by its
-    name, because a worker without a model does not load torch; Triton's launcher raises plain RuntimeErrors."""
+    name, because a worker without a model does not load torch; Triton's launcher and cuBLAS raise plain
+    RuntimeErrors."""
     if any((base.__module__, base.__name__) == ("torch", "AcceleratorError") for base in type(error).__mro__):
         return getattr(error, "error_code", None) != OUT_OF_MEMORY
     text = str(error)
-    return isinstance(error, RuntimeError) and text.startswith("Triton Error [CUDA]") and "out of memory" not in text
+    return isinstance(error, RuntimeError) and text.startswith(_FATAL_TEXTS) and "out of memory" not in text
 
 
 class BadLogitsError(InternalError, RuntimeError):

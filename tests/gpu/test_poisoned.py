@@ -25,4 +25,6 @@ def test_a_lost_context_ends_the_worker(device: torch.device, tmp_path: Path) ->
         check=False,
     )
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert found == {"before": ["length"], "raised": "AcceleratorError", "is_fatal": True}, done.stderr[-2000:]
+    # The error of whichever call is next: torch's class, or the plain one of a Triton launch or of cuBLAS.
+    assert found.pop("raised", None) in {"AcceleratorError", "RuntimeError"}, done.stderr[-2000:]
+    assert found == {"before": ["length"], "is_fatal": True}, done.stderr[-2000:]

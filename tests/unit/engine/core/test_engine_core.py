@@ -297,8 +297,15 @@ def accelerator_error(text: str, code: int) -> RuntimeError:
 FATAL = (
     accelerator_error("an illegal memory access was encountered", 700),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb, m, n, k)`"),
 )
-PASSING = (accelerator_error("out of memory", 2), torch.OutOfMemoryError("CUDA out of memory."))
+PASSING = (
+    accelerator_error("out of memory", 2),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("a request's field reads CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+)
 
 
 class TestFaults:
