@@ -105,3 +105,15 @@ def test_which_errors_end_the_call(error: DisaggError, at_first: float | None, a
     broken = Attempts(10.0)
     broken.pause_s(LOST, True, 0.0)
     assert broken.pause_s(error, True, 0.1) == afterwards
+
+
+def test_an_answer_is_finished_once_all_its_ends_came() -> None:
+    finished = pb.GenerateResponse(finished=pb.Finished())
+    stream = Resumption(asked(seed=7), 10.0)
+    assert stream.took(delta(0, 5))
+    assert not stream.is_finished
+    assert stream.took(finished)
+    assert stream.is_finished
+    several = Resumption(pb.GenerateRequest(text="hi", n=2), 10.0)
+    assert [several.took(finished), several.is_finished] == [True, False]
+    assert [several.took(finished), several.is_finished] == [True, True]

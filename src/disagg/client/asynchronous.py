@@ -219,6 +219,8 @@ class AsyncClient(ClientBase):
                         yield delta_of(response)
                 return
             except grpc.RpcError as error:
+                if resumption.is_finished:
+                    return
                 failure = error_of(error)
                 pause_s = resumption.pause_s(failure, was_taken(error), time.monotonic())
                 if pause_s is None:

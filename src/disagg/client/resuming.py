@@ -88,6 +88,12 @@ class Resumption:
         self._had_tail = False
         """Whether the text after the last token came."""
         self._is_continued = False
+        self._num_unfinished = max(1, request.n)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the ends of all answers came: what becomes of the connection afterwards does not matter."""
+        return self._num_unfinished == 0
 
     def request(self) -> pb.GenerateRequest:
         """Of the next attempt."""
@@ -103,6 +109,7 @@ class Resumption:
         """A message came; whether it is new. Raises `UnavailableError` if it does not continue what came before."""
         self._attempts.progressed()
         if response.HasField("finished"):
+            self._num_unfinished -= 1
             return True
         delta = response.delta
         if not delta.token_ids and self._had_tail:
