@@ -133,8 +133,8 @@ class Plans:
             restarts=old.restarts + request.restart,
         )
         sizes = dict(new.sizes)
-        for name, size in running.sizes.items():  # an operator's, or the autoscaler's
-            if name in sizes and old.sizes[name] == sizes[name]:
+        for name, size in running.sizes.items():  # an operator's, or the autoscaler's; 0 is only the latter's
+            if name in sizes and old.sizes[name] == sizes[name] and (size or config.autoscaler.enabled):
                 sizes[name] = size
         wanted = Target(
             generation=latest + 1,
@@ -151,7 +151,7 @@ class Plans:
         check_served(old.model_path, new.model_path)
         if not request.surge:
             for name in plan.replaced:
-                if running.sizes[name] < 2:
+                if running.sizes[name] == 1:
                     raise ConfigError(f"pools.{name}.size: without a surge worker its only worker cannot be replaced")
         return ApplyReply(generation=latest + 1, changes=tuple(changes), pools=pools), plan, new
 

@@ -71,6 +71,32 @@ def test_sizes_that_an_operator_set_stay_where_the_file_does_not_differ() -> Non
     assert plan.new.sizes == {"prefill": 4, "decode": 3}
 
 
+@pytest.mark.parametrize(("enabled", "size"), [(True, 0), (False, 2)])
+def test_a_pool_that_the_autoscaler_emptied_gets_the_size_of_the_file_without_it(enabled: bool, size: int) -> None:
+    raw: dict[str, Any] = {
+        "autoscaler": {"enabled": True},
+        "pools": {"prefill": {"max_size": 4}, "decode": {"size": 2, "min_size": 0, "max_size": 4}},
+    }
+    plans = Plans(cluster_plan(raw))
+    running = msgspec.structs.replace(plans.target(1), sizes={"prefill": 3, "decode": 0})
+    pools = raw["pools"] if enabled else {"decode": {"size": 2}}
+    new: dict[str, Any] = {"autoscaler": {"enabled": enabled}, "pools": pools}
+    _, plan, _ = plans.plan(requested(new), running, 1)
+    assert plan.new.sizes == {"prefill": 3, "decode": size}
+
+
+def test_without_surge_an_empty_pool_has_no_worker_to_replace() -> None:
+    raw: dict[str, Any] = {
+        "autoscaler": {"enabled": True},
+        "pools": {"prefill": {"max_size": 4}, "decode": {"min_size": 0, "max_size": 4}},
+    }
+    plans = Plans(cluster_plan(raw))
+    running = msgspec.structs.replace(plans.target(1), sizes={"prefill": 1, "decode": 0})
+    raw["pools"]["decode"]["num_blocks"] = 64
+    reply, plan, _ = plans.plan(requested(raw, surge=False), running, 1)
+    assert (reply.pools, plan.new.sizes) == (("decode",), {"prefill": 1, "decode": 0})
+
+
 def test_a_restart_replaces_workers_though_nothing_differs() -> None:
     plans = Plans(cluster_plan({}))
     reply, plan, new = planned(plans, {}, restart=True)

@@ -347,6 +347,17 @@ def test_an_apply_replaces_one_that_is_taken_back() -> None:
     assert (state.generation, state.rolled_back, state.is_settled) == (3, None, True)
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_without_surge_an_empty_pool_gets_the_new_configuration(size: int) -> None:
+    control = running({"prefill": 2, "decode": 0}, TWO)
+    lines = apply(control, {"prefill": 2, "decode": size}, {"prefill": "p1", "decode": "d2"}, surge=False)
+    assert lines == ["configure 2", *["start decode-0 as d2"] * size]
+    if size:
+        control.register("decode-0")
+    state = control.core.state()
+    assert (state.generation, state.rollout, state.is_settled) == (2, None, True)
+
+
 @pytest.mark.parametrize("num_replaced", [0, 1, 2])
 def test_the_next_controller_goes_on(num_replaced: int) -> None:
     before = running({"prefill": 1, "decode": 2}, TWO)
