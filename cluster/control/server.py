@@ -245,7 +245,7 @@ class Controller:
     async def _apply(self, request: ApplyRequest, core: ControlCore) -> ControlReply:
         """Begin to change what differs, unless it is refused."""
         try:
-            reply, plan, new = await asyncio.to_thread(self._plans.plan, request, core.target, core.latest)
+            reply, plan, new = await self._plans.plan_present(request, core)
         except ConfigError as error:
             return refusal_of(error)
         if (refused := core.refusal(request)) is not None:  # another one came meanwhile

@@ -3,6 +3,7 @@ anything changes."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config
-from disagg.cluster.control.core import Desired, configured
+from disagg.cluster.control.core import ControlCore, Desired, configured
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.rollout.changes import compare
@@ -24,6 +25,9 @@ from disagg.proto.errors import ConfigError
 from disagg.router.gateway.text import checkpoint
 
 logger = logging.getLogger(__name__)
+
+MAX_PLANS = 3
+"""How often an `apply` is planned before it is refused because sizes or the generation change meanwhile."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +158,20 @@ class Plans:
                 if running.sizes[name] == 1:
                     raise ConfigError(f"pools.{name}.size: without a surge worker its only worker cannot be replaced")
         return ApplyReply(generation=latest + 1, changes=tuple(changes), pools=pools), plan, new
+
+    async def plan_present(self, request: ApplyRequest, core: ControlCore) -> tuple[ApplyReply, Plan, ClusterPlan]:
+        """`plan`, on another thread, for what holds in the core when it returns.
+
+        Raises:
+            ConfigError: as `plan`, or where that changes all the time.
+        """
+        for _ in range(MAX_PLANS):
+            running, latest = core.target, core.latest
+            planned = await asyncio.to_thread(self.plan, request, running, latest)
+            if (core.target, core.latest) == (running, latest):
+                return planned
+        why = f"the sizes or the generation of the cluster changed {MAX_PLANS} times while this was planned"
+        raise ConfigError(f"file: {why}; try again")
 
 
 def read_config(raw: bytes) -> ClusterConfig:

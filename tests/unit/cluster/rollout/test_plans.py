@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +12,11 @@ import msgspec
 import pytest
 
 from disagg.cluster.config.cluster_config import active_pools, parse_config
-from disagg.cluster.control.core import Desired
+from disagg.cluster.control import events
+from disagg.cluster.control.core import ControlCore, Desired, Settings
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
-from disagg.cluster.rollout.plans import Plans, SavedState, check_served, config_hash_of
-from disagg.cluster.rollout.rollout import Plan
+from disagg.cluster.rollout.plans import MAX_PLANS, Plans, SavedState, check_served, config_hash_of
+from disagg.cluster.rollout.rollout import Plan, Target
 from disagg.proto.control import ApplyReply, ApplyRequest, PoolName
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import make_checkpoint
@@ -95,6 +97,37 @@ def test_without_surge_an_empty_pool_has_no_worker_to_replace() -> None:
     raw["pools"]["decode"]["num_blocks"] = 64
     reply, plan, _ = plans.plan(requested(raw, surge=False), running, 1)
     assert (reply.pools, plan.new.sizes) == (("decode",), {"prefill": 1, "decode": 0})
+
+
+class ChangedMeanwhile(Plans):
+    """Plans with a core whose sizes change while one is made, the first `num_changes` times."""
+
+    def __init__(self, num_changes: int) -> None:
+        super().__init__(cluster_plan({}))
+        settings = Settings(drain_timeout_s=1.0, lost_grace_s=1.0)
+        self.core = ControlCore({}, settings, desired=Desired(target=self.target(1)))
+        self.num_changes = num_changes
+        self.num_plans = 0
+
+    def plan(self, request: ApplyRequest, running: Target, latest: int) -> tuple[ApplyReply, Plan, ClusterPlan]:
+        self.num_plans += 1
+        if self.num_plans <= self.num_changes:
+            self.core.handle(events.Scale({"decode": 1 + self.num_plans}), 0.0)
+        return super().plan(request, running, latest)
+
+
+def test_sizes_that_change_while_an_apply_is_planned_are_kept() -> None:
+    plans = ChangedMeanwhile(num_changes=MAX_PLANS - 1)
+    _, plan, _ = asyncio.run(plans.plan_present(requested({}, restart=True), plans.core))
+    assert plans.num_plans == MAX_PLANS
+    assert plan.old.sizes == plan.new.sizes == {"prefill": 1, "decode": MAX_PLANS}
+
+
+def test_an_apply_is_refused_where_something_changes_all_the_time() -> None:
+    plans = ChangedMeanwhile(num_changes=MAX_PLANS)
+    with pytest.raises(ConfigError, match=r"^file: the sizes or the generation of the cluster changed 3 times"):
+        asyncio.run(plans.plan_present(requested({}, restart=True), plans.core))
+    assert plans.num_plans == MAX_PLANS
 
 
 def test_a_restart_replaces_workers_though_nothing_differs() -> None:
