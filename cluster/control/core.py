@@ -198,12 +198,15 @@ class ControlCore:
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request is refused; None if it is not."""
-        if (rollout := self._rollout) is not None and not isinstance(request, StateRequest):
-            generation, field = rollout.plan.new.generation, _FIELD_OF[type(request)]
-            if not (isinstance(request, ApplyRequest) and rollout.plan.is_back):
-                verb = "restored" if rollout.plan.is_back else "applied"
-                message = f"generation {generation} of the configuration is being {verb}; `disagg status` shows it"
-                return ControlRefused(field=field, message=message)
+        if isinstance(request, StateRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
+            return None
+        if self._rollout is not None:
+            plan = self._rollout.plan
+            what = f"{plan.old.generation} of the configuration is being taken back"
+            if not plan.is_back:
+                what = f"{plan.new.generation} of the configuration is being applied"
+            message = f"generation {what}; try again after that, see `disagg status`"
+            return ControlRefused(field=_FIELD_OF[type(request)], message=message)
         if isinstance(request, ApplyRequest):
             if self._adopting_until is not None:
                 message = "the controller was started again and waits for the workers; try again in some seconds"
@@ -455,7 +458,7 @@ class ControlCore:
         if plan.is_needed:
             self._rollout = Rollout(plan, now)
         else:
-            self._target, self._rollout = plan.new, None
+            self._target = plan.new
         if not (plan.is_needed and plan.has_trial):
             self._configure(plan.new)
         self._out.append(events.Save())

@@ -318,7 +318,9 @@ def test_operators_wait_for_the_end_of_a_rollout(request_: ControlRequest, field
     refused = control.core.refusal(request_)
     assert refused is not None
     assert refused.field == field
-    assert refused.message == "generation 2 of the configuration is being applied; `disagg status` shows it"
+    assert refused.message == (
+        "generation 2 of the configuration is being applied; try again after that, see `disagg status`"
+    )
 
 
 def test_a_worker_that_drained_before_comes_back_new() -> None:
@@ -331,20 +333,33 @@ def test_a_worker_that_drained_before_comes_back_new() -> None:
     assert control.stopped("decode-1") == ["start decode-1 as d2"]
 
 
-def test_an_apply_replaces_one_that_is_taken_back() -> None:
+def test_an_apply_waits_for_the_end_of_one_that_is_taken_back() -> None:
     control = running({"prefill": 1, "decode": 1}, TWO)
     apply(control, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d2"}, limit_s=5.0)
     control.tick(5)
-    assert control.core.refusal(ScaleRequest(sizes={"decode": 3})) is not None
+    for request in (ScaleRequest(sizes={"decode": 3}), ApplyRequest(config=b"{}")):
+        refused = control.core.refusal(request)
+        assert refused is not None
+        assert refused.message == (
+            "generation 2 of the configuration is being taken back; try again after that, see `disagg status`"
+        )
+    assert control.stopped("decode-1") == []
     assert control.core.refusal(ApplyRequest(config=b"{}")) is None
-    assert apply(control, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d3"}) == []
-    assert control.stopped("decode-1") == ["start decode-1 as d3"]
+    assert apply(control, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d3"}) == ["start decode-1 as d3"]
     control.register("decode-1", 2)
     replace(control, "decode-0")
     control.empty("decode-1", 2)
     control.stopped("decode-1")
     state = control.core.state()
     assert (state.generation, state.rolled_back, state.is_settled) == (3, None, True)
+
+
+def test_a_dry_run_waits_for_no_rollout() -> None:
+    control = running({"prefill": 1, "decode": 1}, TWO)
+    apply(control, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d2"}, limit_s=5.0)
+    assert control.core.refusal(ApplyRequest(config=b"{}", dry_run=True)) is None
+    control.tick(5)
+    assert control.core.refusal(ApplyRequest(config=b"{}", dry_run=True)) is None
 
 
 @pytest.mark.parametrize("size", [0, 1])
