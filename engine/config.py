@@ -200,6 +200,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Sent back to the controller, which distinguishes starts of the same worker by it; see `WorkerInfo`."""
     config_hash: str = ""
     """The same: names this configuration, but for the worker's id."""
+    restarts: int = 0
+    """Counts requests to replace workers though nothing differs, as for new code."""
     host: str = "127.0.0.1"
     """Address that the control server and the KV channel bind to."""
     port: int = 0

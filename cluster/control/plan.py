@@ -67,6 +67,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     recording: RecordingOptions | None = None
     load_every_s: float | None = None
     """Between two reports to an autoscaler; None without one."""
+    restarts: int = 0
+    """As of the `WorkerConfig`s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ class ClusterPlan:
 
     def worker(self, pool: PoolName, index: int) -> WorkerConfig:
         """Any worker of a pool, also beyond its configured size."""
-        return worker_config(self._laid_out(), pool, index, self.model_path, self.available)
+        config = worker_config(self._laid_out(), pool, index, self.model_path, self.available)
+        return msgspec.structs.replace(config, restarts=self.restarts)
 
     def _laid_out(self) -> ClusterConfig:
         pools = self.config.pools
@@ -132,6 +135,7 @@ class ClusterPlan:
             name=name,
             workers=tuple(infos),
             cores=self.cores.gateways[index],
+            restarts=self.restarts,
             recording=self.config.gateway.record_events,
             load_every_s=self.load_every_s,
         )

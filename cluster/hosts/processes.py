@@ -97,7 +97,9 @@ def start_child(
         return {"content": config, "controller": controller, "secret": secret, "launch_s": launch_s}
 
     with open_log(log) as output:
-        forked = None if templates is None else templates.fork(name, config, start, environment, output)
+        forked = None
+        if templates is not None and isinstance(config, WorkerConfig | GatewaySpec):
+            forked = templates.fork(name, config, start, environment, output)
         return Child(name, forked or spawn(module, start(), environment, output), log)
 
 
@@ -185,7 +187,7 @@ class ProcessLauncher(Launcher):
         self,
         name: str,
         module: str,
-        config: msgspec.Struct,
+        config: WorkerConfig | GatewaySpec,
         controller_address: str,
         environment: dict[str, str],
     ) -> None:

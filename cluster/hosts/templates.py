@@ -4,8 +4,8 @@ model and device.
     prepare(config)   begins to load, and returns
     fork(config)      a child of the template that fits; one that is missing or gone is started first
 
-Where a template cannot be had or does not fork, the caller starts the process without, which takes longer and is else
-the same. A template that ends before it has forked anything is not tried again.
+Where a template cannot be had or does not fork, it is killed, and the caller starts the process without, which takes
+longer and is else the same. One that ends before it has forked anything is not tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -25,6 +25,9 @@ from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.system.templates import ForkedProcess, ForkRequest, Template
 from disagg.engine.config import WeightsSource, WorkerConfig
 from disagg.engine.device_environment import device_environment
+
+if TYPE_CHECKING:
+    from disagg.cluster.control.plan import GatewaySpec  # not for templates of workers, which import this
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,8 @@ class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 CUDA_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """So that torch, asked whether there is a GPU, does not initialize CUDA, which a forked process could not use."""
 
-_Key = tuple[TemplateStart, str]
-"""What it loads, and for which device."""
+_Key = tuple[TemplateStart, str, int]
+"""What it loads, for which device, and after how many restarts for new code."""
 
 
 class Templates:
@@ -60,7 +63,7 @@ class Templates:
         self._running: dict[_Key, Template] = {}
         """In the order of their start."""
         self._useful: set[_Key] = set()
-        """Those that have forked."""
+        """Those of the running ones that have forked."""
         self._broken: set[_Key] = set()
         self._closed = False
 
@@ -70,33 +73,30 @@ class Templates:
         return [template.pid for template in self._running.values() if template.is_running]
 
     def prepare(self, config: WorkerConfig | None) -> None:
-        """Begin to load what a worker of this configuration needs, or the gateway; returns at once."""
+        """Begin to load what a worker of this configuration needs, or the first gateway; returns at once."""
         self._find(config)
 
     def fork(
         self,
         name: str,
-        config: object,
+        config: WorkerConfig | GatewaySpec,
         message: Callable[[], object],
         environment: Mapping[str, str],
         output: IO[bytes],
     ) -> ForkedProcess | None:
-        """A process of this configuration, a `WorkerConfig` or the gateway's; None, and a warning, where no template
-        can make it. `message` makes what it reads, once it is there."""
-        worker = config if isinstance(config, WorkerConfig) else None
-        template = self._find(worker)
+        """A process of this configuration; None, and a warning, where no template can make it. `message` makes what
+        it reads, once it is there."""
+        template = self._find(config)
         if template is None:
             return None
-        key = _key(worker)
+        key = _key(config)
         try:
             process = template.fork(ForkRequest(name=name, environment=dict(environment)), message, output)
         except OSError as error:
             if not self._closed:
-                logger.warning("%s is started without its template, which takes longer: %s", name, error)
-            template.close()
-            del self._running[key]
-            if key not in self._useful:
-                self._broken.add(key)
+                then = "the next process gets a new one" if key in self._useful else "no other one is tried"
+                logger.warning("%s is started without its template: %s; it is killed, and %s", name, error, then)
+            self._give_up(key)
             return None
         self._useful.add(key)
         return process
@@ -107,7 +107,14 @@ class Templates:
         for template in list(self._running.values()):
             template.close()
 
-    def _find(self, config: WorkerConfig | None) -> Template | None:
+    def _give_up(self, key: _Key) -> None:
+        self._running.pop(key).close()
+        if key in self._useful:
+            self._useful.remove(key)
+        else:
+            self._broken.add(key)
+
+    def _find(self, config: WorkerConfig | GatewaySpec | None) -> Template | None:
         if self._closed:
             return None
         key = _key(config)
@@ -115,14 +122,14 @@ class Templates:
         if template is not None and template.is_running:
             return template
         if template is not None:
-            self._running.pop(key).close()
-            if key not in self._useful:
-                self._broken.add(key)
+            self._give_up(key)
         if key in self._broken:
             return None
         while len(self._running) >= MAX_TEMPLATES:
-            self._running.pop(next(iter(self._running))).close()
-        start, device = key
+            oldest = next(iter(self._running))
+            self._running.pop(oldest).close()
+            self._useful.discard(oldest)
+        start, device, _ = key
         environment = thread_environment(1) | device_environment(device)
         environment |= CUDA_CHECK if device == "cpu" else {}
         environment |= log_environment(self._logs.level, self._logs.format, os.environ)
@@ -135,10 +142,11 @@ class Templates:
         return self._running.get(key)
 
 
-def _key(config: WorkerConfig | None) -> _Key:
-    if config is None:
-        return TemplateStart(kind="gateway"), "cpu"
+def _key(config: WorkerConfig | GatewaySpec | None) -> _Key:
+    restarts = 0 if config is None else config.restarts
+    if not isinstance(config, WorkerConfig):
+        return TemplateStart(kind="gateway"), "cpu", restarts
     device = config.device.partition(":")[0]
     shares = device == "cpu" and config.tp == 1 and not config.is_fake and num_memory_nodes() == 1
     weights = config.weights if shares else None
-    return TemplateStart(kind="worker", is_fake=config.is_fake, weights=weights), device
+    return TemplateStart(kind="worker", is_fake=config.is_fake, weights=weights), device, restarts

@@ -186,7 +186,7 @@ def read_config(raw: bytes) -> ClusterConfig:
 def config_hash_of(plan: ClusterPlan, pool: PoolName) -> str:
     """Names all that a plan says about the workers of a pool, but for their ids and devices."""
     config, place = plan.worker(pool, 0), dict(active_pools(plan.config))[pool]
-    content = [config, place.cores, sorted(place.node_labels.items()), plan.restarts]
+    content = [config, place.cores, sorted(place.node_labels.items())]
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:12]
 
 

@@ -34,9 +34,13 @@ T = TypeVar("T")
 
 IS_SUPPORTED: Final = hasattr(os, "pidfd_open") and sys.platform == "linux"
 FORK_TIMEOUT_S: Final = 600.0
-"""How long a template may take to load and to fork: as long as a large model's weights take."""
+"""How long a template may take to load and to fork the first child: as long as a large model's weights take."""
+ANSWER_TIMEOUT_S: Final = 5.0
+"""How long one that has loaded may take to fork."""
+REPORT_TIMEOUT_S: Final = 1.0
+"""How long after the end of a child its template may take to report it."""
 STATUS_UNKNOWN: Final = 255
-"""In place of the exit status of a process whose template is gone."""
+"""In place of the exit status of a process whose template is gone, or does not report it."""
 _MESSAGE_BYTES: Final = 64 << 10
 _ALONE_S: Final = 1.0
 """How long threads that were joined may take to be gone for the kernel, too."""
@@ -61,10 +65,12 @@ class ForkedProcess:
     def __init__(self, pid: int, pidfd: int, reports: socket.socket, stdin: IO[bytes]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """As of `Popen`; `STATUS_UNKNOWN` where the template ended before it."""
+        """As of `Popen`; `STATUS_UNKNOWN` where the template ended before it, or hangs."""
         self.stdin: IO[bytes] | None = stdin
         self._pidfd = pidfd
         self._reports = reports
+        self._ended_s: float | None = None
+        """When its end was first seen, on the monotonic clock."""
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -83,7 +89,7 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             try:
                 _is_readable(self._pidfd, rest_s)
-                _is_readable(self._reports, rest_s)
+                _is_readable(self._reports, REPORT_TIMEOUT_S if rest_s is None else min(rest_s, REPORT_TIMEOUT_S))
             except (OSError, ValueError):  # another thread saw the end
                 continue
         return status
@@ -103,15 +109,24 @@ class ForkedProcess:
                     signal.pidfd_send_signal(self._pidfd, number)
 
     def _look(self) -> None:
+        has_ended = _is_readable(self._pidfd)
+        if has_ended and self._ended_s is None:
+            self._ended_s = time.monotonic()
         if not _is_readable(self._reports):
+            if self._ended_s is not None and time.monotonic() - self._ended_s >= REPORT_TIMEOUT_S:
+                self._end(STATUS_UNKNOWN)
             return
         try:
             report = self._reports.recv(64)
         except ConnectionError:
             report = b""
-        if not report and not _is_readable(self._pidfd):
-            return  # the template is gone, and it runs
-        self.returncode = int(report) if report else STATUS_UNKNOWN
+        if report:
+            self._end(int(report))
+        elif has_ended:  # as its template has; else it runs
+            self._end(STATUS_UNKNOWN)
+
+    def _end(self, status: int) -> None:
+        self.returncode = status
         self._reports.close()
         os.close(self._pidfd)
 
@@ -130,6 +145,8 @@ class Template:
     """
 
     def __init__(self, module: str, message: object, environment: Mapping[str, str], output: IO[bytes]) -> None:
+        self._answered_s: float | None = None
+        """When it forked last, on the monotonic clock."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -162,7 +179,8 @@ class Template:
         stays open as with `children.spawn`.
 
         Raises:
-            OSError: it did not fork: it is gone, has threads, or takes longer than `FORK_TIMEOUT_S`.
+            OSError: it did not fork: it is gone, has threads, or takes longer than `FORK_TIMEOUT_S`, and than
+                `ANSWER_TIMEOUT_S` once it has forked. After that it is good for nothing but `close`.
         """
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reader, writer = os.pipe()
@@ -171,10 +189,17 @@ class Template:
             with theirs:
                 descriptors = [reader, output.fileno(), theirs.fileno()]
                 socket.send_fds(self._control, [msgspec.json.encode(request)], descriptors)
-            reports.settimeout(FORK_TIMEOUT_S)
-            pid, received, _, _ = socket.recv_fds(reports, 64, 1)
+            timeout_s = FORK_TIMEOUT_S if self._answered_s is None else ANSWER_TIMEOUT_S
+            reports.settimeout(timeout_s)
+            try:
+                pid, received, _, _ = socket.recv_fds(reports, 64, 1)
+            except TimeoutError:
+                raise OSError(
+                    f"the template (process {self.pid}) did not answer for {timeout_s:g} s; it {self._last_answer()}"
+                ) from None
             if not pid:
                 raise OSError(f"the template (process {self.pid}) did not fork")
+            self._answered_s = time.monotonic()
             reports.settimeout(None)
             process = ForkedProcess(int(pid), received[0], reports, stdin)
         except BaseException:
@@ -189,6 +214,11 @@ class Template:
         except BrokenPipeError:
             pass  # it ended already; its exit status and log show why
         return process
+
+    def _last_answer(self) -> str:
+        if self._answered_s is None:
+            return "never did"
+        return f"last did {time.monotonic() - self._answered_s:.0f} s ago"
 
     def close(self) -> None:
         """End it; its children live on. Idempotent."""

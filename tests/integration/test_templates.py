@@ -12,10 +12,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
+from rich.console import Console
 
+from disagg.cli.operations.apply import ApplyOptions, run_apply
 from disagg.cluster.config.cluster_config import override, parse_config
 from disagg.cluster.hosts import templates as cluster_templates
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system import templates as system_templates
 from disagg.cluster.system.children import end, open_log
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.cluster.system.templates import IS_SUPPORTED, STATUS_UNKNOWN, ForkedProcess, ForkRequest, Template
@@ -95,6 +99,45 @@ def test_a_template_with_threads_does_not_fork_and_stays(log: Path) -> None:
         assert made.is_running
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP to a child of this process; returns when it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+
+
+def test_the_end_of_a_child_is_seen_while_its_template_hangs(log: Path) -> None:
+    with template(Start(), log) as made:
+        polled, waited = fork(made, Order(sleep=True), log), fork(made, Order(sleep=True), log)
+        stop(made.pid)
+        polled.kill()
+        assert wait_until(lambda: polled.poll() is not None, timeout_s=20)
+        assert end([waited], 20) == []
+        assert (polled.returncode, waited.returncode) == (STATUS_UNKNOWN, STATUS_UNKNOWN)
+
+
+def test_a_template_that_hangs_is_not_waited_for_as_one_that_loads(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_templates, "ANSWER_TIMEOUT_S", 0.2)
+    with template(Start(), log) as made:
+        child = fork(made, Order(sleep=True), log)
+        try:
+            stop(made.pid)
+            with pytest.raises(
+                OSError, match=rf"process {made.pid}\) did not answer for 0\.2 s; it last did \d+ s ago"
+            ):
+                fork(made, Order(), log)
+        finally:
+            end([child], 20)
+
+
+def test_a_template_that_does_not_load_in_time_does_not_fork(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_templates, "FORK_TIMEOUT_S", 0.2)
+    with (
+        template(Start(loads_until_owner_is_gone=True), log) as made,
+        pytest.raises(OSError, match=r"did not answer for 0\.2 s; it never did"),
+    ):
+        fork(made, Order(), log)
+
+
 def test_a_template_that_loads_ends_with_its_owner(log: Path) -> None:
     with template(Start(loads_until_owner_is_gone=True), log) as made:
         made._control.close()
@@ -104,14 +147,13 @@ def test_a_template_that_loads_ends_with_its_owner(log: Path) -> None:
 # ---------------------------------------------------------------- of a cluster
 
 
-FAKE = parse_config(
-    {
-        "model": {"path": "fake"},
-        "gateway": {"port": 0, "http_port": 0},
-        "transfer": {"transport": "shm"},
-        "pools": {"decode": {"size": 2}},
-    }
-)
+FAKE_VALUES = {
+    "model": {"path": "fake"},
+    "gateway": {"port": 0, "http_port": 0},
+    "transfer": {"transport": "shm"},
+    "pools": {"decode": {"size": 2}},
+}
+FAKE = parse_config(FAKE_VALUES)
 
 
 def templates_of(cluster: ProcessCluster) -> cluster_templates.Templates:
@@ -138,6 +180,37 @@ def test_a_template_that_is_gone_is_started_again_for_the_next_process(tmp_path:
         os.kill(before, signal.SIGKILL)
         assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
         assert any(cluster.pid("decode-1") in children_of(pid) for pid in templates_of(cluster).pids if pid != gone)
+
+
+def test_a_process_whose_template_hangs_is_started_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(system_templates, "ANSWER_TIMEOUT_S", 0.5)
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        hung, before = templates_of(cluster).pids[0], cluster.pid("decode-1")
+        stop(hung)
+        assert cluster.state().is_settled
+        os.kill(before, signal.SIGKILL)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert cluster.pid("decode-1") in children_of(os.getpid())
+        assert hung not in templates_of(cluster).pids
+    (line,) = [record.getMessage() for record in caplog.records if record.name == cluster_templates.__name__]
+    assert line.startswith(f"decode-1 is started without its template: the template (process {hung}) did not answer")
+    assert line.endswith("it is killed, and the next process gets a new one")
+
+
+def test_a_restart_for_new_code_forks_nothing_from_templates_that_have_the_old(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(FAKE_VALUES))
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        old, gateway = templates_of(cluster).pids, cluster.pid("gateway")
+        options = ApplyOptions(restart=True, wait_s=240.0)
+        run_apply(cluster.address, tmp_path / "cluster.yaml", Console(quiet=True), options)
+        os.kill(gateway, signal.SIGKILL)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("gateway") != gateway)
+        new = [pid for pid in templates_of(cluster).pids if pid not in old]
+        forked = {child for pid in new for child in children_of(pid)}
+        assert forked == {*(worker.pid for worker in cluster.workers), cluster.pid("gateway")}
+        assert [child for pid in old for child in children_of(pid)] == []
 
 
 def test_without_a_template_that_loads_a_cluster_starts_all_the_same(
