@@ -62,6 +62,10 @@ class Launcher(Protocol):
         """End the processes of these gateways, side by side; returns when they are gone. Idempotent."""
         ...
 
+    def keep_only(self, workers: Sequence[WorkerConfig]) -> None:
+        """A rollout is over: workers are started like these, one for each pool, and no others any more."""
+        ...
+
     def kill(self, name: str, pid: int) -> None:
         """End a process that hangs, at once and by force, if its name still has that process id; else do
         nothing. Unlike the others it is called on any thread, at any time."""
@@ -105,6 +109,18 @@ class LauncherThread:
     def put(self, command: events.Command) -> None:
         """Execute it after those before."""
         self._executor.submit(self._execute, command)
+
+    def keep_only(self) -> None:
+        """`Launcher.keep_only`, after the commands before."""
+        self._executor.submit(self._keep_only)
+
+    def _keep_only(self) -> None:
+        if self._stopped:
+            return
+        try:
+            self._launcher.keep_only(self._plans.workers)
+        except Exception:  # as in `_execute`
+            logger.exception("what only earlier generations needed could not be released")
 
     async def poll(self) -> tuple[dict[str, str], dict[str, str]]:
         """`Launcher.exited` and `Launcher.pending`."""

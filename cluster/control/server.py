@@ -312,7 +312,8 @@ class Controller:
         """Keep the desired state, and the generations that are needed for it."""
         desired = core.saved()
         targets = [desired.target] if desired.plan is None else [desired.target, desired.plan.old, desired.plan.new]
-        self._plans.keep({target.generation for target in targets})
+        if self._plans.keep({target.generation for target in targets}) and self._launcher_thread is not None:
+            self._launcher_thread.keep_only()
         if self._on_saved is not None:
             self._executor.submit(self._save_now, self._on_saved, self._plans.saved(desired))
 

@@ -159,6 +159,12 @@ class ProcessLauncher(Launcher):
         self._stop(names, STOP_TIMEOUT_S + self._drain_timeout_s)
 
     @override
+    def keep_only(self, workers: Sequence[WorkerConfig]) -> None:
+        """Ends the other templates of workers."""
+        if self._templates is not None:
+            self._templates.keep_only(workers)
+
+    @override
     def kill(self, name: str, pid: int) -> None:
         with self._lock:
             child = self._children.get(name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Literal
 
@@ -101,6 +101,12 @@ class Templates:
         self._useful.add(key)
         return process
 
+    def keep_only(self, workers: Iterable[WorkerConfig]) -> None:
+        """End those of other workers. Those of gateways stay, which may have forked one that still runs."""
+        kept = {_key(config) for config in workers}
+        for key in [key for key in self._running if key[0].kind == "worker" and key not in kept]:
+            self._end(key)
+
     def close(self) -> None:
         """End all, now; what they forked lives on, and nothing more is forked. On any thread. Idempotent."""
         self._closed = True
@@ -108,11 +114,13 @@ class Templates:
             template.close()
 
     def _give_up(self, key: _Key) -> None:
-        self._running.pop(key).close()
-        if key in self._useful:
-            self._useful.remove(key)
-        else:
+        if key not in self._useful:
             self._broken.add(key)
+        self._end(key)
+
+    def _end(self, key: _Key) -> None:
+        self._running.pop(key).close()
+        self._useful.discard(key)
 
     def _find(self, config: WorkerConfig | GatewaySpec | None) -> Template | None:
         if self._closed:
@@ -126,9 +134,7 @@ class Templates:
         if key in self._broken:
             return None
         while len(self._running) >= MAX_TEMPLATES:
-            oldest = next(iter(self._running))
-            self._running.pop(oldest).close()
-            self._useful.discard(oldest)
+            self._end(next(iter(self._running)))
         start, device, _ = key
         environment = thread_environment(1) | device_environment(device)
         environment |= CUDA_CHECK if device == "cpu" else {}

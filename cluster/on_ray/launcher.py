@@ -116,6 +116,10 @@ class RayLauncher(Launcher):
         self._stop(worker_ids)
 
     @override
+    def keep_only(self, workers: Sequence[WorkerConfig]) -> None:
+        """Nothing is held for them."""
+
+    @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
         """They run beside the controller, on the node whose address clients use."""
         import ray

@@ -101,9 +101,16 @@ class Plans:
         """One more."""
         self._plans = {**self._plans, generation: plan}
 
-    def keep(self, generations: Collection[int]) -> None:
-        """Forget the others."""
+    def keep(self, generations: Collection[int]) -> bool:
+        """Forget the others; whether there were any."""
+        before = len(self._plans)
         self._plans = {number: plan for number, plan in self._plans.items() if number in generations}
+        return len(self._plans) < before
+
+    @property
+    def workers(self) -> list[WorkerConfig]:
+        """One of each pool of each plan."""
+        return [plan.worker(pool, 0) for plan in self._plans.values() for pool in plan.sizes]
 
     def saved(self, desired: Desired) -> SavedState:
         """For the next controller."""

@@ -211,6 +211,7 @@ def test_a_restart_for_new_code_forks_nothing_from_templates_that_have_the_old(t
         forked = {child for pid in new for child in children_of(pid)}
         assert forked == {*(worker.pid for worker in cluster.workers), cluster.pid("gateway")}
         assert [child for pid in old for child in children_of(pid)] == []
+        assert wait_until(lambda: old[0] not in templates_of(cluster).pids), "no worker needs it any more"
 
 
 def test_without_a_template_that_loads_a_cluster_starts_all_the_same(

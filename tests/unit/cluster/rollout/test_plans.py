@@ -137,6 +137,9 @@ def test_a_restart_replaces_workers_though_nothing_differs() -> None:
     plans.add(2, new)
     again = plans.plan(requested({}), plan.new, 2)[0]
     assert again.pools == ()
+    assert [config.restarts for config in plans.workers] == [0, 0, 1, 1]
+    assert (plans.keep([2]), plans.keep([2])) == (True, False)
+    assert [(config.worker_id, config.restarts) for config in plans.workers] == [("prefill-0", 1), ("decode-0", 1)]
 
 
 def test_what_is_saved_gives_the_same_plans() -> None:
