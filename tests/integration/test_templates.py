@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import yaml
@@ -197,6 +198,28 @@ def test_a_process_whose_template_hangs_is_started_without_it(
     (line,) = [record.getMessage() for record in caplog.records if record.name == cluster_templates.__name__]
     assert line.startswith(f"decode-1 is started without its template: the template (process {hung}) did not answer")
     assert line.endswith("it is killed, and the next process gets a new one")
+
+
+def test_a_template_that_ends_before_it_forks_is_tried_once_also_after_one_that_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ProcessCluster(FAKE, log_dir=tmp_path) as cluster:
+        templates = templates_of(cluster)
+        os.kill(templates.pids[0], signal.SIGKILL)
+        monkeypatch.setattr(cluster_templates, "MODULE", "disagg.no_such_module")
+        started: list[object] = []
+
+        def start(module: str, message: object, environment: Mapping[str, str], output: IO[bytes]) -> Template:
+            started.append(message)
+            return Template(module, message, environment, output)
+
+        monkeypatch.setattr(cluster_templates, "Template", start)
+        for _ in range(3):
+            before = cluster.pid("decode-1")
+            assert cluster.state().is_settled
+            os.kill(before, signal.SIGKILL)
+            assert wait_until(lambda old=before: cluster.state().is_settled and cluster.pid("decode-1") != old)  # type: ignore[misc]
+        assert len(started) == 1
 
 
 def test_a_restart_for_new_code_forks_nothing_from_templates_that_have_the_old(tmp_path: Path) -> None:
