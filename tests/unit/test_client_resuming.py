@@ -110,10 +110,8 @@ def test_which_errors_end_the_call(error: DisaggError, at_first: float | None, a
 def test_an_answer_is_finished_once_all_its_ends_came() -> None:
     finished = pb.GenerateResponse(finished=pb.Finished())
     stream = Resumption(asked(seed=7), 10.0)
-    assert stream.took(delta(0, 5))
-    assert not stream.is_finished
-    assert stream.took(finished)
-    assert stream.is_finished
+    assert [stream.took(delta(0, 5)), stream.is_finished] == [True, False]
+    assert [stream.took(finished), stream.is_finished] == [True, True]
     several = Resumption(pb.GenerateRequest(text="hi", n=2), 10.0)
     assert [several.took(finished), several.is_finished] == [True, False]
     assert [several.took(finished), several.is_finished] == [True, True]
