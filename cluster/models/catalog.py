@@ -39,6 +39,7 @@ from disagg.cluster.models.files import (
     write_manifest,
 )
 from disagg.cluster.system.children import child_environment
+from disagg.engine.cache_folder import cache_folder
 from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
 
@@ -75,12 +76,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$DISAGG_HOME/models`, or `disagg/models` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
-    if home := environ.get("DISAGG_HOME"):
-        return Path(home).expanduser() / "models"
-    if cache := environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "disagg" / "models"
-    return Path("~/.cache/disagg/models").expanduser()
+    """Of imported models."""
+    return cache_folder("models", environ)
 
 
 def resolve_model(name_or_path: str, cache: Path | None = None) -> Path:

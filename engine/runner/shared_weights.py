@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from disagg.engine.cache_folder import cache_folder
 from disagg.engine.checkpoint.checkpoint import ModelConfig, weight_file_times
 from disagg.engine.checkpoint.weight_file import UnusableFileError, map_tensors, write_tensors
 from disagg.engine.config import WeightsSource
@@ -33,13 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 def shared_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$DISAGG_HOME/packed`, or `disagg/packed` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): beside the
-    models."""
-    if home := environ.get("DISAGG_HOME"):
-        return Path(home).expanduser() / "packed"
-    if cache := environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "disagg" / "packed"
-    return Path("~/.cache/disagg/packed").expanduser()
+    """Of packed weights, beside the models."""
+    return cache_folder("packed", environ)
 
 
 def shared_parameters(

@@ -23,6 +23,7 @@ from typing import Final
 
 import msgspec
 
+from disagg.engine.cache_folder import cache_folder
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import is_complete
 from disagg.engine.plan import ModelRunner
@@ -45,12 +46,8 @@ class CalibrationMemory:
 
 
 def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$DISAGG_HOME/calibration`, or `disagg/calibration` in the user's cache folder: beside the models."""
-    if home := environ.get("DISAGG_HOME"):
-        return Path(home).expanduser() / "calibration"
-    if cache := environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "disagg" / "calibration"
-    return Path("~/.cache/disagg/calibration").expanduser()
+    """Of step times, beside the models."""
+    return cache_folder("calibration", environ)
 
 
 @contextmanager
