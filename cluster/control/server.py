@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
@@ -143,6 +143,8 @@ class Controller:
         self._host = host
         self._port = port
         self._on_saved = on_saved
+        self._saving: Future[None] | None = None
+        """The latest one; it never raises."""
         self._companion = companion
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
@@ -275,7 +277,8 @@ class Controller:
 
     async def _flush(self) -> None:
         """Until what was to be saved is saved."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, lambda: None)
+        if self._saving is not None:
+            await asyncio.wrap_future(self._saving)
 
     def _make_autoscaler(self, config: ClusterConfig) -> None:
         self._autoscaler = None
@@ -315,7 +318,7 @@ class Controller:
         if self._plans.keep({target.generation for target in targets}) and self._launcher_thread is not None:
             self._launcher_thread.keep_only()
         if self._on_saved is not None:
-            self._executor.submit(self._save_now, self._on_saved, self._plans.saved(desired))
+            self._saving = self._executor.submit(self._save_now, self._on_saved, self._plans.saved(desired))
 
     def _save_now(self, on_saved: Callable[[SavedState], None], state: SavedState) -> None:
         try:
