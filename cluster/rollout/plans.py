@@ -154,7 +154,7 @@ class Plans:
             drain_timeout_s=config.controller.drain_timeout_s,
         )
         plan = Plan(old=running, new=wanted, surge=request.surge, ready_timeout_s=request.ready_timeout_s)
-        pools = (*plan.replaced, *plan.added, *plan.removed)
+        pools = (*plan.renewed, *plan.removed)
         changes = compare(old.config, config, pools)
         for change in changes:
             if change.how == "refused":

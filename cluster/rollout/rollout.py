@@ -78,6 +78,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(pool for pool in self.old.config_hashes if pool not in self.new.config_hashes)
 
     @property
+    def renewed(self) -> tuple[PoolName, ...]:
+        """The pools all of whose workers are new in the end."""
+        return (*self.replaced, *self.added)
+
+    @property
     def changes_all(self) -> bool:
         """Whether no old worker stays: old and new ones need not fit each other."""
         return len(self.replaced) + len(self.removed) == len(self.old.config_hashes)
@@ -219,11 +224,9 @@ class Rollout:
     def state(self, workers: Iterable[Worker], now: float) -> RolloutState:
         """How far it is."""
         workers = list(workers)
-        total = sum(self.plan.new.sizes[pool] for pool in (*self.plan.replaced, *self.plan.added))
+        total = sum(self.plan.new.sizes[pool] for pool in self.plan.renewed)
         done = sum(
-            self._is_done(w)
-            for w in workers
-            if w.pool in (*self.plan.replaced, *self.plan.added) and w.index < self.plan.new.sizes[w.pool]
+            self._is_done(w) for w in workers if w.pool in self.plan.renewed and w.index < self.plan.new.sizes[w.pool]
         )
         return RolloutState(
             generation=self.plan.new.generation,
@@ -271,7 +274,7 @@ class Rollout:
 
     def _is_in_hand(self, worker: Worker) -> bool:
         """Whether it is, or is becoming, a new one. Workers of pools that do not change are not."""
-        if worker.pool not in self.plan.replaced and worker.pool not in self.plan.added:
+        if worker.pool not in self.plan.renewed:
             return False
         comes_in_addition = worker.pool in self.plan.replaced and worker.index >= self.plan.old.sizes[worker.pool]
         return worker.worker_id in self._released or worker.pool in self.plan.added or comes_in_addition
@@ -284,23 +287,21 @@ class Rollout:
 
     def _watched(self, workers: Iterable[Worker]) -> list[Worker]:
         """The workers all of which have to be ready before the next wave."""
-        return [w for w in workers if w.pool in self.plan.replaced or w.pool in self.plan.added]
+        return [w for w in workers if w.pool in self.plan.renewed]
 
     def _has_all(self, workers: Mapping[WorkerId, Worker]) -> bool:
         """Whether each place that is to be there has a worker."""
-        counts = {pool: self.size(pool) for pool in (*self.plan.replaced, *self.plan.added)}
-        for worker in workers.values():
-            if worker.pool in counts and worker.index < self.size(worker.pool):
-                counts[worker.pool] -= 1
-        return not any(counts.values())
+        return self._fill({pool: self.size(pool) for pool in self.plan.renewed}, workers.values())
 
     def _has_all_bases(self, workers: Mapping[WorkerId, Worker]) -> bool:
         """Whether each place that stays has a new worker, which is ready."""
-        counts = {pool: self.plan.new.sizes[pool] for pool in (*self.plan.replaced, *self.plan.added)}
-        for worker in workers.values():
-            if worker.pool in counts and worker.index < self.plan.new.sizes[worker.pool] and self._is_done(worker):
-                counts[worker.pool] -= 1
-        return not any(counts.values())
+        sizes = {pool: self.plan.new.sizes[pool] for pool in self.plan.renewed}
+        return self._fill(sizes, filter(self._is_done, workers.values()))
+
+    @staticmethod
+    def _fill(sizes: Mapping[PoolName, int], workers: Iterable[Worker]) -> bool:
+        """Whether these workers have all places of pools of such sizes."""
+        return sum(worker.index < sizes.get(worker.pool, 0) for worker in workers) == sum(sizes.values())
 
     def _left(self, workers: Iterable[Worker]) -> list[Worker]:
         """Workers of places that stay, whose turn has not come."""
