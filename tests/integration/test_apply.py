@@ -25,8 +25,8 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
-from tests.integration.test_processes import wait_until
 from tests.support.tiny_models import make_checkpoint
+from tests.support.waiting import wait_until
 
 PROMPTS = [[(7 * i + 3 * k) % 250 for k in range(20 + 9 * i)] for i in range(6)]
 MAX_TOKENS = 48

@@ -8,8 +8,9 @@ from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import ProcessRef
-from tests.integration.test_processes import FAKE, wait_until
+from tests.integration.test_processes import FAKE
 from tests.integration.test_scaling import endless_streams, settled
+from tests.support.waiting import wait_until
 
 SCALED: dict[str, Any] = {
     **FAKE,

@@ -30,8 +30,9 @@ from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
-from tests.integration.test_processes import FAKE, PROMPT, wait_until
+from tests.integration.test_processes import FAKE, PROMPT
 from tests.support.secret import SECRET
+from tests.support.waiting import wait_until
 
 NUM_TOKENS = 2000
 LONG_ANSWER = 100_000

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.waiting import wait_until
 
 FAKE = {
     "model": {"path": "fake"},
@@ -37,16 +37,6 @@ FAKE = {
 }
 """Without torch, which gloo would bring, a worker starts in a third of the time."""
 PROMPT = tuple(range(40))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    """Whether the condition became true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def worker_config(name: str, **values: object) -> WorkerConfig:

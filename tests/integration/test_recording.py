@@ -14,8 +14,9 @@ from disagg.cli.explain import to_dict
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from tests.integration.test_processes import FAKE, PROMPT, wait_until
+from tests.integration.test_processes import FAKE, PROMPT
 from tests.integration.test_scaling import NUM_STREAMS, endless_streams, replaced
+from tests.support.waiting import wait_until
 
 
 def recording_into(folder: Path) -> ClusterConfig:

@@ -20,7 +20,8 @@ from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest
 from disagg.proto.errors import InvalidRequestError, UnavailableError
-from tests.integration.test_processes import FAKE, PROMPT, wait_until
+from tests.integration.test_processes import FAKE, PROMPT
+from tests.support.waiting import wait_until
 
 NUM_STREAMS = 8
 NUM_TOKENS = 200

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -26,17 +25,9 @@ from disagg.cluster.system.process_tools import ProcessRef
 from disagg.cluster.system.templates import IS_SUPPORTED, STATUS_UNKNOWN, ForkedProcess, ForkRequest, Template
 from tests.support.processes import children_of
 from tests.support.template_program import MODULE, Order, Start
+from tests.support.waiting import LONG_WAIT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="templates need pidfds")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture
@@ -85,7 +76,7 @@ def test_children_outlive_their_template_and_can_still_be_ended(log: Path) -> No
     with template(Start(), log) as made:
         child = fork(made, Order(sleep=True), log)
         os.kill(made.pid, signal.SIGKILL)
-        assert wait_until(lambda: not made.is_running)
+        assert wait_until(lambda: not made.is_running, LONG_WAIT_S)
         assert child.poll() is None
         with pytest.raises(OSError, match=r"did not fork|Broken pipe|reset"):
             fork(made, Order(), log)
@@ -142,7 +133,7 @@ def test_a_template_that_does_not_load_in_time_does_not_fork(log: Path, monkeypa
 def test_a_template_that_loads_ends_with_its_owner(log: Path) -> None:
     with template(Start(loads_until_owner_is_gone=True), log) as made:
         made._control.close()
-        assert wait_until(lambda: not made.is_running)
+        assert wait_until(lambda: not made.is_running, LONG_WAIT_S)
 
 
 # ---------------------------------------------------------------- of a cluster
@@ -169,7 +160,7 @@ def test_the_processes_of_a_cluster_are_forked_and_so_are_those_that_follow_them
         assert children_of(gateway) == [cluster.pid("gateway")]
         before = cluster.pid("decode-1")
         os.kill(before, signal.SIGKILL)
-        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before, LONG_WAIT_S)
         assert cluster.pid("decode-1") in children_of(workers)
 
 
@@ -179,7 +170,7 @@ def test_a_template_that_is_gone_is_started_again_for_the_next_process(tmp_path:
         os.kill(gone, signal.SIGKILL)
         assert cluster.state().is_settled
         os.kill(before, signal.SIGKILL)
-        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before, LONG_WAIT_S)
         assert any(cluster.pid("decode-1") in children_of(pid) for pid in templates_of(cluster).pids if pid != gone)
 
 
@@ -192,7 +183,7 @@ def test_a_process_whose_template_hangs_is_started_without_it(
         stop(hung)
         assert cluster.state().is_settled
         os.kill(before, signal.SIGKILL)
-        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("decode-1") != before, LONG_WAIT_S)
         assert cluster.pid("decode-1") in children_of(os.getpid())
         assert hung not in templates_of(cluster).pids
     (line,) = [record.getMessage() for record in caplog.records if record.name == cluster_templates.__name__]
@@ -218,7 +209,10 @@ def test_a_template_that_ends_before_it_forks_is_tried_once_also_after_one_that_
             before = cluster.pid("decode-1")
             assert cluster.state().is_settled
             os.kill(before, signal.SIGKILL)
-            assert wait_until(lambda old=before: cluster.state().is_settled and cluster.pid("decode-1") != old)  # type: ignore[misc]
+            assert wait_until(
+                lambda old=before: cluster.state().is_settled and cluster.pid("decode-1") != old,  # type: ignore[misc]
+                LONG_WAIT_S,
+            )
         assert len(started) == 1
 
 
@@ -229,12 +223,12 @@ def test_a_restart_for_new_code_forks_nothing_from_templates_that_have_the_old(t
         options = ApplyOptions(restart=True, wait_s=240.0)
         run_apply(cluster.address, tmp_path / "cluster.yaml", Console(quiet=True), options)
         os.kill(gateway, signal.SIGKILL)
-        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("gateway") != gateway)
+        assert wait_until(lambda: cluster.state().is_settled and cluster.pid("gateway") != gateway, LONG_WAIT_S)
         new = [pid for pid in templates_of(cluster).pids if pid not in old]
         forked = {child for pid in new for child in children_of(pid)}
         assert forked == {*(worker.pid for worker in cluster.workers), cluster.pid("gateway")}
         assert [child for pid in old for child in children_of(pid)] == []
-        assert wait_until(lambda: old[0] not in templates_of(cluster).pids), "no worker needs it any more"
+        assert wait_until(lambda: old[0] not in templates_of(cluster).pids, LONG_WAIT_S), "no worker needs it any more"
 
 
 def test_without_a_template_that_loads_a_cluster_starts_all_the_same(
@@ -286,4 +280,4 @@ def test_no_process_is_left_over_when_the_owner_of_a_cluster_is_killed(tmp_path:
             assert all(process.is_alive() for process in processes)
         finally:
             owner.kill()
-    assert wait_until(lambda: not any(process.is_alive() for process in processes))
+    assert wait_until(lambda: not any(process.is_alive() for process in processes), LONG_WAIT_S)

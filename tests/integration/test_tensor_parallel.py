@@ -27,13 +27,14 @@ from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
-from tests.integration.test_processes import FAKE, wait_until
+from tests.integration.test_processes import FAKE
 from tests.integration.test_scaling import endless_streams, replaced
 from tests.support import reference
 from tests.support.processes import children_of
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.support.waiting import wait_until
 from tests.support.workers import wait_until_workers_idle
 
 BLOCK = 16

@@ -16,7 +16,8 @@ from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb
-from tests.integration.test_processes import FAKE, wait_until
+from tests.integration.test_processes import FAKE
+from tests.support.waiting import wait_until
 
 ELASTIC = {**FAKE, "mode": "elastic"}
 TWIN = {**ELASTIC, "placement": {"decodes": "auto"}, "controller": {"twin": "on"}}

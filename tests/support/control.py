@@ -155,9 +155,9 @@ class Driver:
                 return f"publish {' '.join(shown)}".rstrip()
 
 
-def settled(sizes: Mapping[PoolName, int]) -> Driver:
-    """A cluster that runs."""
-    driver = Driver(sizes)
+def settled(sizes: Mapping[PoolName, int], desired: Desired | None = None) -> Driver:
+    """A cluster of these sizes that runs; `desired`: with what an earlier controller saved."""
+    driver = Driver(sizes, desired=desired)
     driver.tick()
     for name, size in sizes.items():
         for index in range(size):

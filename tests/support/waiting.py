@@ -20,6 +20,16 @@ def until(condition: Callable[[], bool], what: str = "the condition did not beco
         time.sleep(POLL_S)
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
+    """Whether the condition became true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
 async def eventually(
     condition: Callable[[], object] | Callable[[], Awaitable[object]],
     what: str = "the condition did not become true",

@@ -9,7 +9,7 @@ from disagg.cluster.control.core import ADOPT_GRACE_S, Desired
 from disagg.cluster.rollout.rollout import MAX_FAILURES, Plan, Target
 from disagg.proto.control import ApplyRequest, ControlRequest, DrainRequest, PoolName, ScaleRequest
 from disagg.proto.ids import WorkerId
-from tests.support.control import Driver
+from tests.support.control import Driver, settled
 
 Sizes = dict[PoolName, int]
 Templates = dict[PoolName, str]
@@ -21,14 +21,7 @@ def target(generation: int, sizes: Sizes, config_hashes: Templates) -> Target:
 
 def running(sizes: Sizes, config_hashes: Templates) -> Driver:
     """A cluster of generation 1 that serves."""
-    driver = Driver({}, desired=Desired(target=target(1, sizes, config_hashes)))
-    driver.tick()
-    for name, size in sizes.items():
-        for index in range(size):
-            driver.register(f"{name}-{index}")
-    driver.joined()
-    assert driver.core.state().is_settled
-    return driver
+    return settled(sizes, Desired(target=target(1, sizes, config_hashes)))
 
 
 def apply(
