@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ -x $(BIN)/python ] || $(QUIET) "Creating $(VENV)" build/venv.log $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
-	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev,load,nixl,plan]'
+	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev,load,nixl,plan,otel]'
 	@$(QUIET) "Compiling what a cluster imports" build/compile.log $(BIN)/python -c 'import $(USED)'
 	@touch $@
 

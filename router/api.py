@@ -77,6 +77,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The prefill and the decode worker that must run it, for an operator's probe; None for placement."""
     trace_parent: str = ""
     """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
+    parent_span: str = ""
+    """Id of the caller's span; empty where there is none."""
     tenant: str = ""
     """Its tenant; empty where there are no keys."""
     limits: TenantLimits = NO_LIMITS
@@ -227,6 +229,7 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """`stop`, `length`, or the code of the error that ended it."""
     tenant: str = ""
     trace_parent: str = ""
+    parent_span: str = ""
     is_probe: bool = False
     """An operator's test of one pair: no part of what is counted."""
     num_prompt_tokens: int = 0
@@ -348,6 +351,8 @@ class ClusterView:
     it)."""
     stats: RouterStats = field(default_factory=RouterStats)
     """Sums over all requests; grows on."""
+    exported_traces: Mapping[str, int] = field(default_factory=dict)
+    """Ended requests by what became of their spans for an OpenTelemetry collector; empty where none are sent."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
     """Of every worker so far: sums over all of its incarnations; they never fall."""
     restarts: Mapping[WorkerId, int] = field(default_factory=dict)

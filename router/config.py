@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -79,6 +79,21 @@ class RecordingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Each gateway process makes a file there, for its owner only. A path in the YAML is relative to its folder."""
     max_bytes: Bytes = 256 << 20
     """Of all recordings in the folder together. The one that reaches it ends there."""
+
+
+class TracingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gateway.tracing`: spans of requests, sent by OTLP over HTTP once they have ended. Needs the extra `otel`."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://\S+$", max_length=2048)]
+    """The collector's, such as `http://127.0.0.1:4318/v1/traces`. Headers for it are read by the exporter from the
+    environment, `OTEL_EXPORTER_OTLP_HEADERS`."""
+    sample: Fraction = 0.01
+    """The share of the requests that met their targets, or had none. Those that missed a target, failed or were
+    refused are all sent, and so are those whose caller's `traceparent` says that it is recorded."""
+    max_waiting: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 2048
+    """Ended requests that wait to be sent; further ones are dropped and counted."""
+    timeout_s: Seconds = 5.0
+    """Of one export."""
 
 
 _TIMEOUTS = FailureTimeouts()

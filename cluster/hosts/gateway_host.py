@@ -31,6 +31,7 @@ from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.rpc.admin_answers import counts_of
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.shell.server import RouterServer
+from disagg.router.shell.tracing import start_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,15 @@ class GatewayHost:
     async def _main(self, times: LoopTimes) -> None:
         spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        router = RouterServer(spec.router, spec.gateway_id, list(spec.workers), self._secret, recording=spec.recording)
+        tracer = start_tracing(spec.gateway.tracing, spec.gateway.model_name, spec.name)
+        router = RouterServer(
+            spec.router,
+            spec.gateway_id,
+            list(spec.workers),
+            self._secret,
+            recording=spec.recording,
+            tracer=tracer,
+        )
         link = ControllerLink(
             spec.gateway_id,
             self._resolve,

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from disagg.proto.config import Bytes, Count, Name, NonNegativeInt, Port, Seconds, check_bounds
-from disagg.router.config import MetricsOptions
+from disagg.router.config import MetricsOptions, TracingOptions
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Room in a gRPC message for everything but the prompt."""
@@ -70,6 +70,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_unfinished_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 64 << 20
     """Of HTTP bodies that have not arrived whole. Over it, the tenant that holds the most loses the body that has made
     no progress for longest: it is refused as overload. One body of the largest size always fits."""
+    tracing: TracingOptions | None = None
+    """`{endpoint, sample, max_waiting, timeout_s}`: send the spans of requests to an OpenTelemetry collector. `null`
+    sends none."""
     max_keyless_watches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""

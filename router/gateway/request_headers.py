@@ -11,6 +11,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from disagg.proto.ids import RequestId
+from disagg.router.telemetry.span_ids import span_of
+
 REQUEST_ID: Final = "x-disagg-request-id"
 LABEL: Final = "x-request-id"
 MAX_LABEL_CHARS: Final = 256
@@ -30,6 +33,21 @@ _FORM = re.compile(
     r"(?:00(?=.{53}$)|(?!00|ff)[0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(?:-.*)?"
 )
 """Only a later version may have more behind the flags."""
+
+
+def parent_span(header: str) -> str:
+    """The span of the caller in a `traceparent` as received, 16 hex digits; empty for an invalid one."""
+    match = _FORM.fullmatch(header)
+    return header.split("-")[2] if match else ""
+
+
+def sibling_of(trace_parent: str, request_id: RequestId) -> str:
+    """The `traceparent` of another span beside ours, under the same parent: that of a further answer of a call. Empty
+    where ours is."""
+    if not trace_parent:
+        return ""
+    version, trace, _, flags = trace_parent.split("-")
+    return f"{version}-{trace}-{span_of(request_id)}-{flags}"
 
 
 def child_of(header: str, random_bits: int) -> str:

@@ -269,6 +269,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         stages={"tokenize": now},
         tenant=request.tenant,
         trace_parent=request.trace_parent,
+        parent_span=request.parent_span,
         is_probe=request.pair is not None,
         num_prompt_tokens=request.num_prompt_tokens,
         prefix_marks=marks_in(request.block_hashes),

@@ -58,6 +58,7 @@ from disagg.router.requests.router_core import RouterCore
 from disagg.router.shell import wire
 from disagg.router.shell.handle import Handle
 from disagg.router.shell.recorder import start_recording
+from disagg.router.shell.tracing import Tracer
 from disagg.router.shell.worker_link import WorkerLink
 from disagg.router.telemetry.load_report import load_report
 
@@ -82,11 +83,13 @@ class RouterServer(Router):
         secret: ClusterSecret,
         clock: Callable[[], float] = time.monotonic,
         recording: RecordingOptions | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._gateway_id = gateway_id
         self._secret = secret
         self._clock = clock
+        self._tracer = tracer
         self._recorder = None if recording is None else start_recording(recording, config, gateway_id, clock())
         self._core = (
             RouterCore(config, gateway_id)
@@ -144,6 +147,8 @@ class RouterServer(Router):
         self._links.clear()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def add_worker(self, info: WorkerInfo) -> None:
         """Connect to a worker from now on; a link to the same worker id (an earlier address) is replaced."""
@@ -231,7 +236,8 @@ class RouterServer(Router):
     @override
     def view(self) -> ClusterView:
         missing = tuple(link.info for _, link in sorted(self._links.items()) if not link.is_up)
-        return replace(self._core.view(self._clock()), unreachable=missing)
+        traces = {} if self._tracer is None else dict(self._tracer.counts)
+        return replace(self._core.view(self._clock()), unreachable=missing, exported_traces=traces)
 
     def load_report(self) -> LoadReport:
         """For the controller's autoscaler."""
@@ -348,12 +354,18 @@ class RouterServer(Router):
                 self._links[prefill_id].send(wire.connect(peer))
             case Finish(request_id=request_id, completion=completion):
                 self._handles.pop(request_id).finish(completion)
+                self._export(request_id)
             case Fail(request_id=request_id, error=error):
                 self._handles.pop(request_id).fail(error)
+                self._export(request_id)
             case WatchAgain(worker_id=worker_id):
                 self._links[worker_id].watch_again()
             case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
                 self.on_drained(worker_id, incarnation)
+
+    def _export(self, request_id: RequestId) -> None:
+        if self._tracer is not None and (trace := self._core.trace(request_id)) is not None:
+            self._tracer.ended(trace)
 
     def _set_timer(self) -> None:
         due = self._core.next_wakeup()

@@ -55,6 +55,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "httptools": ("router/gateway/http/*",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
+    "opentelemetry": ("router/shell/tracing.py",),
     "pyarrow": ("src/disagg/cli/planning/perf_tables.py",),
     "torch": (
         "kernels/*",

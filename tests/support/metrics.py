@@ -86,6 +86,7 @@ def busy_view() -> ClusterView:
             )
         },
         restarts={WorkerId("p0"): 2},
+        exported_traces={"sent": 4, "not_sampled": 5},
         events={"refused": 7},
         tenants={"a": (1, 4), "b": (0, 2)},
         placement=PlacementView("elastic", "gather"),

@@ -28,6 +28,7 @@ from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.charge import Charge, least_tokens
 from disagg.router.gateway.requests.request import (
     BYTES_PER_ID,
@@ -198,6 +199,7 @@ class Generator:
                 ttft_slo_s=call.targets.ttft_s,
                 tpot_slo_s=call.targets.tpot_s,
                 trace_parent=call.trace_parent,
+                parent_span=call.parent_span,
                 tenant=call.caller.tenant,
                 limits=call.caller.limits,
                 prepaid_tokens=prepaid_tokens,
@@ -215,7 +217,9 @@ class Generator:
             return first
         seed = answer_seed(first.sampling.seed, answer_index)
         sampling = msgspec.structs.replace(first.sampling, seed=seed)
-        return msgspec.structs.replace(first, request_id=self._mint_id(), sampling=sampling)
+        request_id = self._mint_id()
+        trace_parent = sibling_of(first.trace_parent, request_id)
+        return msgspec.structs.replace(first, request_id=request_id, sampling=sampling, trace_parent=trace_parent)
 
     def _submit(
         self,

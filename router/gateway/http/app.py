@@ -32,7 +32,7 @@ from disagg.router.gateway.http.transport.errors import (
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.readiness import STOPPING, Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_HEADER
-from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
+from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class HttpApp:
         given = exchange.headers.get(TRACE_HEADER)
         if given is not None:
             exchange.trace_parent = child_of(given, self._mint_trace_bits())
+            exchange.parent_span = parent_span(given)
             exchange.add_header(TRACE_HEADER.encode(), exchange.trace_parent.encode())
 
     def _authenticate(self, exchange: Exchange) -> None:

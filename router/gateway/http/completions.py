@@ -177,6 +177,7 @@ class Completions:
             targets=check_targets(headers.items()),
             caller=CALLER.get(),
             trace_parent=exchange.trace_parent,
+            parent_span=exchange.parent_span,
         )
 
     def _check(self, parsed: ParsedCall) -> Pieces[list[CheckedRequest]]:
@@ -208,7 +209,7 @@ class Completions:
         """The events of all prompts; choices are counted through."""
         prompts = zip(parsed.inputs, checked, parsed.names, strict=True)
         runs = [
-            self._run_one(given, one, names, call if i == 0 else replace(call, request_id=self._mint_id()), charge)
+            self._run_one(given, one, names, call if i == 0 else call.for_another(self._mint_id()), charge)
             for i, (given, one, names) in enumerate(prompts)
         ]
         if len(runs) == 1:

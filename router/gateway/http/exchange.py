@@ -59,6 +59,8 @@ class Exchange:
         self._shared = headers
         self.trace_parent = ""
         """The W3C `traceparent` of our span; empty where the client sent none."""
+        self.parent_span = ""
+        """Id of the client's span; empty where it sent none."""
 
     @property
     def path_params(self) -> dict[str, str]:

@@ -153,6 +153,12 @@ def _router(view: ClusterView) -> Iterator[Metric]:
         ("event",),
         [((event,), count) for event, count in sorted(view.events.items())],
     )
+    yield counter(
+        "disagg_exported_traces",
+        "Requests that ended, by what became of their spans for the OpenTelemetry collector.",
+        ("result",),
+        [((result,), count) for result, count in sorted(view.exported_traces.items())],
+    )
     decodes = view.placement.decodes
     if decodes is not None:
         yield gauge(

@@ -10,13 +10,14 @@ A `GenerationInput` holds what the client wrote, of the right types and unchecke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
+from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 BYTES_PER_ID = 1
@@ -119,3 +120,9 @@ class Call:
     caller: Caller = ANONYMOUS
     trace_parent: str = ""
     """The W3C `traceparent` of the gateway's own span; empty without one."""
+    parent_span: str = ""
+    """Id of the caller's span; empty where there is none."""
+
+    def for_another(self, request_id: RequestId) -> Call:
+        """The same for a further prompt of the call."""
+        return replace(self, request_id=request_id, trace_parent=sibling_of(self.trace_parent, request_id))

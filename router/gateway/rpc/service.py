@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from typing_extensions import override
@@ -23,7 +23,7 @@ from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_METADATA
-from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, read_label
+from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 from disagg.router.gateway.requests.request import Call, GenerationInput, Prompt
 from disagg.router.gateway.requests.validate import check_chat, check_model, check_targets, check_text
 from disagg.router.gateway.requests.values import check_ids, check_length
@@ -34,6 +34,14 @@ from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Begun(NamedTuple):
+    """A call whose initial metadata is sent; see `Call`."""
+
+    request_id: RequestId
+    trace_parent: str
+    parent_span: str
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
@@ -70,26 +78,26 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     @override
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        request_id, trace_parent = await self._begin(context)
-        async with abort_on_error(context, request_id):
+        begun = await self._begin(context)
+        async with abort_on_error(context, begun.request_id):
             with self._metrics.counted("grpc"), self._readiness.answering():
-                run = self._run(await self._read(request), request_id, trace_parent, context)
+                run = self._run(await self._read(request), begun, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
                         await self._write(context, _response(event), watch)
 
     @override
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
-        request_id, trace_parent = await self._begin(context)
+        begun = await self._begin(context)
         answer = pb.GenerateOnceResponse()
-        async with abort_on_error(context, request_id):
+        async with abort_on_error(context, begun.request_id):
             with self._metrics.counted("grpc"), self._readiness.answering():
                 given = await self._read(request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
                 if given.resumed is not None:
                     raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
-                async with aclosing(self._run(given, request_id, trace_parent, context)) as events:
+                async with aclosing(self._run(given, begun, context)) as events:
                     await _gather(events, answer)
         return answer
 
@@ -126,10 +134,10 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def _read(self, request: pb.GenerateRequest) -> GenerationInput:
         return await in_pieces(read_request(request, self._generator.limits.model))
 
-    async def _begin(self, context: Context) -> tuple[RequestId, str]:
+    async def _begin(self, context: Context) -> _Begun:
         """Mint the id, and a span where the caller has one; send them, with the client's label, before anything can
-        fail. Returns the id and the span's `traceparent`."""
-        request_id, trace_parent = self._mint_id(), ""
+        fail."""
+        request_id, trace_parent, parent = self._mint_id(), "", ""
         name_task(request_id)
         metadata = [(REQUEST_ID, str(request_id))]
         given = _firsts(context, LABEL, TRACE_METADATA)
@@ -137,22 +145,22 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             metadata.append((LABEL, label))
         if TRACE_METADATA in given:
             trace_parent = child_of(given[TRACE_METADATA], self._mint_trace_bits())
+            parent = parent_span(given[TRACE_METADATA])
             metadata.append((TRACE_METADATA, trace_parent))
         await context.send_initial_metadata(tuple(metadata))
-        return request_id, trace_parent
+        return _Begun(request_id, trace_parent, parent)
 
-    def _run(
-        self, given: GenerationInput, request_id: RequestId, trace_parent: str, context: Context
-    ) -> AsyncGenerator[Delta | Finish, None]:
+    def _run(self, given: GenerationInput, begun: _Begun, context: Context) -> AsyncGenerator[Delta | Finish, None]:
         """The answers, with deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong
         targets."""
         time_left_s = context.time_remaining()
         call = Call(
-            request_id=request_id,
+            request_id=begun.request_id,
             deadline=None if time_left_s is None else self._clock() + time_left_s,
             targets=check_targets(context.invocation_metadata() or ()),
             caller=CALLER.get(),
-            trace_parent=trace_parent,
+            trace_parent=begun.trace_parent,
+            parent_span=begun.parent_span,
         )
         return self._generator.run(given, call)
 

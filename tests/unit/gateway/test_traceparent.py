@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.request_headers import child_of
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.request_headers import child_of, parent_span, sibling_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BITS = (0xABC << 64) | 0xDEF
@@ -38,3 +39,17 @@ def test_what_is_none_begins_a_trace(header: str) -> None:
 
 def test_ids_are_never_zero() -> None:
     assert child_of("", 0) == f"00-{1:032x}-{1:016x}-01"
+
+
+@pytest.mark.parametrize(("header", "span"), [(f"00-{TRACE}-{SPAN}-01", SPAN), (f"00-{TRACE}-{SPAN}", ""), ("", "")])
+def test_the_span_of_the_caller(header: str, span: str) -> None:
+    assert parent_span(header) == span
+
+
+def test_further_answers_have_spans_of_their_own_in_the_same_trace() -> None:
+    ours = f"00-{TRACE}-{SPAN}-01"
+    first, second = sibling_of(ours, RequestId("r1")), sibling_of(ours, RequestId("r2"))
+    assert sibling_of(ours, RequestId("r1")) == first
+    assert len({ours, first, second}) == 3
+    assert [each.split("-")[1::2] for each in (first, second)] == [[TRACE, "01"]] * 2
+    assert sibling_of("", RequestId("r1")) == ""

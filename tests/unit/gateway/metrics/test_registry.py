@@ -129,6 +129,7 @@ def test_the_router(samples: Samples) -> None:
     assert value(samples, "disagg_router_decisions_total", reason="pair") == 3
     assert value(samples, "disagg_router_decisions_total", reason="no_slot") == 0
     assert value(samples, "disagg_router_events_total", event="refused") == 7
+    assert value(samples, "disagg_exported_traces_total", result="sent") == 4
     ratio = "disagg_router_prediction_error_ratio"
     assert value(samples, f"{ratio}_bucket", what="ttft", le="1.25") == 0
     assert value(samples, f"{ratio}_bucket", what="ttft", le="1.5") == 1

@@ -1,0 +1,126 @@
+"""An ended request as spans for an OpenTelemetry collector, and whether it is sent. Pure.
+
+    request                the gateway's span, child of the caller's; attributes of OpenTelemetry's GenAI conventions
+      tokenize, route, ... one for each span of the timeline (`spans.py`), of the gateway or of a worker
+
+The tree has exactly the spans that `disagg explain` shows: both are made of the same trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from disagg.proto.errors import RequestCancelledError
+from disagg.router.api import RequestTrace
+from disagg.router.config import TracingOptions
+from disagg.router.telemetry.span_ids import span_of, trace_of
+from disagg.router.telemetry.spans import spans_of
+from disagg.router.telemetry.telemetry import ANSWERED, met_targets
+
+GATEWAY: Final = "gateway"
+_RECORDED: Final = 1
+"""The flag of a `traceparent` whose caller records its trace."""
+_HASH_DIGITS: Final = 8
+_NUM_HASHES: Final = 16**_HASH_DIGITS
+
+Value = str | int | float | bool
+
+
+class ExportedSpan(NamedTuple):
+    """One span. Ids are hex digits; times are nanoseconds since the epoch."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    """Empty for the first span of a trace."""
+    process: str
+    """`gateway`, or a worker's id."""
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value]
+    events: tuple[tuple[str, int], ...] = ()
+    """Name and time."""
+    error: str = ""
+    """Of a request that failed, the code of its error."""
+
+
+def is_sent(trace: RequestTrace, options: TracingOptions) -> bool:
+    """Whether an ended request is sent: a missed target, a failure, a caller that records, or the sampled share, which
+    is chosen by the id, so that all gateways choose alike."""
+    if trace.is_probe:
+        return False
+    if trace.outcome not in (*ANSWERED, RequestCancelledError.code) or met_targets(trace) is False:
+        return True
+    if trace.trace_parent and int(trace.trace_parent.rsplit("-", 1)[1], 16) & _RECORDED:
+        return True
+    return int(span_of(trace.request_id)[:_HASH_DIGITS], 16) < options.sample * _NUM_HASHES
+
+
+def exported_spans(trace: RequestTrace, clock_to_epoch_s: float, model: str) -> list[ExportedSpan]:
+    """The spans of an ended request, its own first. `clock_to_epoch_s` is what to add to the gateway's clock for
+    seconds since the epoch."""
+    if trace.trace_parent:
+        _, trace_id, span_id, _ = trace.trace_parent.split("-")
+    else:
+        trace_id, span_id = trace_of(trace.request_id), span_of(trace.request_id)
+
+    def nanoseconds(time: float) -> int:
+        return round((time + clock_to_epoch_s) * 1e9)
+
+    end = trace.stages["end"]
+    first = trace.stages.get("first_token")
+    found = [
+        ExportedSpan(
+            "request",
+            trace_id,
+            span_id,
+            trace.parent_span,
+            GATEWAY,
+            nanoseconds(trace.arrival),
+            nanoseconds(end),
+            _attributes(trace, model),
+            () if first is None else (("first_token", nanoseconds(first)),),
+            "" if trace.outcome in ANSWERED else trace.outcome,
+        )
+    ]
+    for index, span in enumerate(spans_of(trace)):
+        found.append(
+            ExportedSpan(
+                span.stage,
+                trace_id,
+                span_of(f"{trace.request_id} {index}"),
+                span_id,
+                GATEWAY if span.worker_id is None else span.worker_id,
+                nanoseconds(span.start),
+                nanoseconds(end if span.end is None else span.end),
+                {"disagg.request_id": trace.request_id},
+            )
+        )
+    return found
+
+
+def _attributes(trace: RequestTrace, model: str) -> dict[str, Value]:
+    given: dict[str, Value | None] = {
+        "gen_ai.operation.name": "generate_content",
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": trace.most_output_tokens,
+        "gen_ai.usage.input_tokens": trace.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": trace.num_output_tokens,
+        "disagg.request_id": trace.request_id,
+        "disagg.outcome": trace.outcome,
+        "disagg.tenant": trace.tenant or None,
+        "disagg.attempts": trace.attempts,
+        "disagg.prefill_worker": trace.prefill_worker,
+        "disagg.decode_worker": trace.decode_worker,
+        "disagg.kv_bytes": trace.kv_bytes,
+        "disagg.transport": trace.transport or None,
+        "disagg.cached_tokens.prefill": trace.prefill_cached_tokens,
+        "disagg.cached_tokens.decode": trace.decode_cached_tokens,
+        "disagg.ttft_target_s": trace.ttft_slo_s,
+        "disagg.tpot_target_s": trace.tpot_slo_s,
+        "disagg.met_targets": met_targets(trace),
+        "disagg.longest_gap_s": trace.max_itl_s,
+    }
+    return {name: value for name, value in given.items() if value is not None}
