@@ -145,6 +145,10 @@ class UnavailableError(DisaggError):
         self.code = code
 
 
+NO_WORKER_YET = "no_worker_yet"
+"""Code of an `UnavailableError`: the pool was empty because nothing came, and the request makes a worker start."""
+
+
 class InternalError(DisaggError):
     """A bug or fault inside the cluster."""
 

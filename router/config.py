@@ -125,6 +125,8 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     before its answers end; 1 keeps nothing free."""
     retry_after_s: Positive = 1.0
     """The time after which a refused client may retry."""
+    starts_workers: bool = False
+    """Whether a request that finds no worker makes the autoscaler start one: the refusal says so by its code."""
     max_attempts: Count = 5
     """So many failed attempts end a request, without progress (64 tokens of the answer) in between. Refusals and
     draining workers do not count; see `requests/retries.py`."""

@@ -233,11 +233,18 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         ttft_slo_s=seconds(config.slo.ttft_ms),
         tpot_slo_s=seconds(config.slo.tpot_ms),
         max_queued=config.gateway.max_queued,
+        starts_workers=starts_from_zero(config),
         num_gateways=config.gateway.replicas,
         silent_after_s=config.recovery.suspect_after_s,
         stuck_after_s=config.recovery.stuck_after_s,
         num_traces=config.metrics.num_traces,
     )
+
+
+def starts_from_zero(config: ClusterConfig) -> bool:
+    """Whether the autoscaler empties pools, and starts workers for the requests that come then."""
+    scaler = config.autoscaler
+    return scaler.enabled and not scaler.dry_run and any(pool.min_size == 0 for _, pool in active_pools(config))
 
 
 def seconds(millis: float | None) -> float | None:

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
-from disagg.proto.errors import ContextLengthError, DeadlineError, DisaggError, OverloadedError, UnavailableError
+from disagg.proto.errors import (
+    NO_WORKER_YET,
+    ContextLengthError,
+    DeadlineError,
+    DisaggError,
+    OverloadedError,
+    UnavailableError,
+)
 from disagg.proto.ids import BlockHash
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
@@ -42,11 +49,18 @@ def refusal(
     if num_prompt_tokens >= limit:
         role = fleet.missing_role()
         if role is not None:
-            return UnavailableError(f"there is no {role} worker", f"no_{role}_capacity")
+            return missing_worker(role, f"there is no {role} worker", config)
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
     return queue_refusal(num_waiting, config)
+
+
+def missing_worker(role: str, message: str, config: RouterConfig) -> UnavailableError:
+    """The error for a request for which there is no worker of a role."""
+    if config.starts_workers:
+        return UnavailableError(f"{message}; one is started for the requests that come", NO_WORKER_YET)
+    return UnavailableError(message, f"no_{role}_capacity")
 
 
 def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:

@@ -19,6 +19,7 @@ from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.queueing.tenants import Tenants
+from disagg.router.requests.admission import missing_worker
 from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg
 from disagg.router.requests.events import Command, Fail, Finish
 from disagg.router.requests.migrations import Migrations
@@ -169,9 +170,11 @@ class Endings:
         if record.version is not None and not self._fleet.has_only(record.version):
             message = f"for {grace_s:g} s there was no worker with the version of the model with which its answer began"
             return UnavailableError(message, "no_version_capacity")
-        role = self._fleet.missing_role() or "decode"
-        message = f"for {grace_s:g} s there was no {role} worker that could take it"
-        return UnavailableError(message, f"no_{role}_capacity")
+        missing = self._fleet.missing_role()
+        message = f"for {grace_s:g} s there was no {missing or 'decode'} worker that could take it"
+        if missing is not None:
+            return missing_worker(missing, message, self._config)
+        return UnavailableError(message, "no_decode_capacity")
 
     def _end_attempt(self, record: RequestRecord, now: float) -> list[Command]:
         self._migrations.attempt_ends(record.running, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.client.resuming import MAX_PAUSE_S, MIN_PAUSE_S, Attempts, Resumption
-from disagg.proto.errors import DisaggError, InternalError, OverloadedError, UnavailableError
+from disagg.proto.errors import NO_WORKER_YET, DisaggError, InternalError, OverloadedError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
 LOST = UnavailableError("socket closed", "unreachable")
@@ -105,6 +105,17 @@ def test_which_errors_end_the_call(error: DisaggError, at_first: float | None, a
     broken = Attempts(10.0)
     broken.pause_s(LOST, True, 0.0)
     assert broken.pause_s(error, True, 0.1) == afterwards
+
+
+def test_an_empty_pool_is_waited_for_until_something_came() -> None:
+    empty = UnavailableError("x", NO_WORKER_YET)
+    attempts = Attempts(10.0, start_s=2.5)
+    assert [attempts.pause_s(empty, True, now) for now in (5.0, 6.0, 7.0)] == [1.0, 1.0, None]
+    assert Attempts(10.0).pause_s(empty, True, 0.0) is None
+    several = Resumption(pb.GenerateRequest(text="hi", n=2), 10.0, 2.5)
+    assert several.pause_s(empty, True, 0.0) == 1.0
+    several.took(delta(0, 5))
+    assert several.pause_s(empty, True, 1.0) is None
 
 
 def test_an_answer_is_finished_once_all_its_ends_came() -> None:

@@ -92,7 +92,7 @@ class AsyncClient(ClientBase):
         **options: Unpack[Options],
     ) -> Answer:
         """The whole answer; one, not `n`. Arguments and errors as for `stream`."""
-        attempts = Attempts(self._resume_s)
+        attempts = Attempts(self._resume_s, self._start_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -208,7 +208,7 @@ class AsyncClient(ClientBase):
 
     async def _answer(self, flow: Flow[Call]) -> AsyncGenerator[Delta, None]:
         call = await self._run(flow)
-        resumption = Resumption(cast(pb.GenerateRequest, call.request), self._resume_s)
+        resumption = Resumption(cast(pb.GenerateRequest, call.request), self._resume_s, self._start_s)
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         while True:
             call = call.continued(resumption.request(), deadline, time.monotonic())

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from disagg.client.credentials import Credentials
-from disagg.client.resuming import RESUME_S
+from disagg.client.resuming import RESUME_S, START_S
 from disagg.client.types import (
     Answer,
     Applied,
@@ -226,6 +226,7 @@ class ClientBase(ABC):
         *,
         allow_plaintext_key: bool = False,
         resume_s: float = RESUME_S,
+        start_s: float = START_S,
     ) -> None:
         """Make a connection when the first call needs it.
 
@@ -239,6 +240,8 @@ class ClientBase(ABC):
             allow_plaintext_key: send the key to other machines without TLS, too.
             resume_s: when the connection of a running call breaks, for how many seconds the client tries to go on with
                 it, at the same address; a stream then continues where it broke. 0: not at all.
+            start_s: when a request is refused because its pool was emptied and a worker has to start first
+                (`no_worker_yet`), for how many seconds the client sends it again. 0: not at all.
 
         Raises:
             ConfigError: if a file cannot be read, or the key would travel in clear text.
@@ -251,6 +254,7 @@ class ClientBase(ABC):
             allow_plaintext_key=allow_plaintext_key,
         )
         self._resume_s = resume_s
+        self._start_s = start_s
         self._channel = self._open_channel(address, credentials.channel(address))
         self._calls = Calls(self._channel, credentials)
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import secrets
 from typing import Final
 
-from disagg.proto.errors import DisaggError, OverloadedError, UnavailableError
+from disagg.proto.errors import NO_WORKER_YET, UNAVAILABLE_RETRY_S, DisaggError, OverloadedError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
 RESUME_S: Final = 10.0
 """How long a client tries to go on, by default."""
+START_S: Final = 120.0
+"""How long a client waits for the first worker of an empty pool, by default."""
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 0.5
 _LOST_CODES: Final = frozenset({"unreachable", "shutting_down"})
@@ -30,10 +32,15 @@ class Attempts:
 
     Args:
         limit_s: how long after the connection broke it may take to come back; 0 gives up at once.
+        start_s: how long a pool that was empty may take to have a worker; 0 gives up at once.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, start_s: float = 0.0) -> None:
         self._limit_s = limit_s
+        self._start_s = start_s
+        self._has_begun = False
+        """Whether something of the answer came."""
+        self._refused_at: float | None = None
         self._was_taken = False
         """Whether a gateway took the call, at any attempt. If none did, there may be none."""
         self._lost_at: float | None = None
@@ -42,6 +49,7 @@ class Attempts:
     def progressed(self) -> None:
         """Something of the answer came."""
         self._was_taken, self._lost_at, self._pause_s = True, None, MIN_PAUSE_S
+        self._has_begun = True
 
     def pause_s(self, error: DisaggError, was_taken: bool, now: float) -> float | None:
         """The call failed: seconds until the next attempt; None where there is none.
@@ -52,6 +60,11 @@ class Attempts:
             now: the time.
         """
         self._was_taken = self._was_taken or was_taken
+        if isinstance(error, UnavailableError) and error.code == NO_WORKER_YET and not self._has_begun:
+            if self._refused_at is None:
+                self._refused_at = now
+            is_in_time = now + UNAVAILABLE_RETRY_S <= self._refused_at + self._start_s
+            return UNAVAILABLE_RETRY_S if is_in_time else None
         wait_s = self._pause_s
         if isinstance(error, UnavailableError):
             tries = error.code not in _FINAL_CODES if self._lost_at is not None else error.code in _LOST_CODES
@@ -75,15 +88,16 @@ class Resumption:
     Args:
         request: of its first attempt. It is given a seed where it has none, so that it can be continued.
         limit_s: see `Attempts`; with several answers, which cannot be continued, it counts as 0.
+        start_s: see `Attempts`.
     """
 
-    def __init__(self, request: pb.GenerateRequest, limit_s: float) -> None:
+    def __init__(self, request: pb.GenerateRequest, limit_s: float, start_s: float = 0.0) -> None:
         can_resume = limit_s > 0 and request.n <= 1
         self._request = pb.GenerateRequest()
         self._request.CopyFrom(request)
         if can_resume and not request.sampling.HasField("seed"):
             self._request.sampling.seed = secrets.randbits(64)
-        self._attempts = Attempts(limit_s if can_resume else 0.0)
+        self._attempts = Attempts(limit_s if can_resume else 0.0, start_s)
         self._token_ids: list[int] = []
         self._had_tail = False
         """Whether the text after the last token came."""
