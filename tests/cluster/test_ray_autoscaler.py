@@ -3,15 +3,11 @@ node, and back."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from disagg.client import Client
-from disagg.cluster.system.process_tools import ProcessRef
-from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
 from tests.cluster.launching import Launch, new_launch
 from tests.cluster.test_ray_up import node_types, serve, wait_for_workers, write_files
@@ -55,6 +51,7 @@ def test_load_adds_a_decode_node_and_its_end_removes_it(launch: Launch) -> None:
         assert node_types(launch) == ["decode", "head", "prefill"]
         assert serve(client) == ("prefill-0", "decode-0")
         with endless_streams(gateway, NUM_STREAMS) as wait_for_all:
+            launch.wait_until("two decode workers that serve", lambda: num_ready(client, "decode") == 2)
             wait_for_workers(launch, client, MORE)
             assert node_types(launch) == ["decode", "decode", "head", "prefill"]
             launch.wait_until("streams on decode-1", lambda: num_sequences(client, "decode-1") > 0)
@@ -73,7 +70,12 @@ def num_sequences(client: Client, worker_id: str) -> int:
     return sum(worker.sequences for worker in client.cluster_state().workers if worker.worker_id == worker_id)
 
 
-def pool_decision(client: Client, name: str) -> pb.PoolDecision:
+def num_ready(client: Client, pool_name: str) -> int:
+    """Workers of a pool that can be used."""
+    return sum(pool.ready for pool in client.cluster_state().pools if pool.name == pool_name)
+
+
+def pool_decision(client: Client, name: str) -> pb.ScalingDecision:
     """What the autoscaler decided last of a pool."""
     (found,) = [pool for pool in client.cluster_state().autoscaler.pools if pool.pool == name]
     return found

@@ -30,6 +30,7 @@ from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.charge import Charge, least_tokens
+from disagg.router.gateway.requests.grammars import Grammars
 from disagg.router.gateway.requests.request import (
     BYTES_PER_ID,
     Call,
@@ -96,6 +97,7 @@ class Generator:
         self.mint_seed = mint_seed
         self._mint_id = mint_id
         self._offload = offload
+        self._grammars = Grammars(model)
 
     async def run(
         self,
@@ -120,6 +122,7 @@ class Generator:
         charge = charge or own
         answers: list[Answer] = []
         try:
+            await self._check_grammar(checked, call)
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
             resumed = await self._resumed_text(checked, routed)
             if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
@@ -170,6 +173,22 @@ class Generator:
     def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
         """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
         return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
+
+    async def _check_grammar(self, checked: CheckedRequest, call: Call) -> None:
+        """Compile it on a thread, where its verdict is not known. Raises `InvalidRequestError`, or as `Offload.run`."""
+        grammar, field = checked.sampling.grammar, checked.structured_field
+        if not grammar:
+            return
+        if self._offload is None or self._grammars.is_known(grammar):
+            self._grammars.check(grammar, field)
+            return
+        await self._offload.run(
+            lambda: self._grammars.check(grammar, field),
+            tenant=call.caller.tenant,
+            num_bytes=len(grammar),
+            deadline=call.deadline,
+            is_long=True,
+        )
 
     async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""

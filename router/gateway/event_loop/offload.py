@@ -63,7 +63,15 @@ class Offload:
         """Whether work with an input of this size runs on the event loop."""
         return num_bytes <= self._inline_bytes
 
-    async def run(self, work: Callable[[], T], *, tenant: str, num_bytes: int, deadline: float | None = None) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        tenant: str,
+        num_bytes: int,
+        deadline: float | None = None,
+        is_long: bool = False,
+    ) -> T:
         """What `work` returns or raises.
 
         Args:
@@ -71,12 +79,13 @@ class Offload:
             tenant: whose turn it takes.
             num_bytes: size of its input.
             deadline: it is not started later.
+            is_long: it goes to a thread however small its input is.
 
         Raises:
             OverloadedError: if too many bytes wait, of the tenant or of all.
             DeadlineError: if the deadline passed before its turn.
         """
-        if self.is_inline(num_bytes):
+        if not is_long and self.is_inline(num_bytes):
             return work()
         entry = Work(tenant, num_bytes, deadline)
         self._turns.offer(entry)

@@ -69,13 +69,15 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
 
-    # Not supported: these constrain the answer, so that ignoring them would give a wrong one.
+    # Read by `structured`, which looks at their sizes first.
     response_format: msgspec.Raw = ABSENT
     structured_outputs: msgspec.Raw = ABSENT
     guided_json: msgspec.Raw = ABSENT
     guided_regex: msgspec.Raw = ABSENT
     guided_choice: msgspec.Raw = ABSENT
     guided_grammar: msgspec.Raw = ABSENT
+
+    # Not supported: these constrain the answer, so that ignoring them would give a wrong one.
     json_schema: msgspec.Raw = ABSENT
     regex: msgspec.Raw = ABSENT
     ebnf: msgspec.Raw = ABSENT

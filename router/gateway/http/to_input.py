@@ -23,6 +23,7 @@ from disagg.router.gateway.http.schema import (
     StreamOptions,
     decode_field,
 )
+from disagg.router.gateway.http.structured import read_structured
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
@@ -48,12 +49,6 @@ _MAX_SMALL_BYTES: Final = 64
 """Of the JSON of a field whose value may mean nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
-    "guided_choice": _NEVER,
-    "guided_grammar": _NEVER,
     "json_schema": _NEVER,
     "regex": _NEVER,
     "ebnf": _NEVER,
@@ -289,6 +284,7 @@ def _translated(body: GenerationBody) -> dict[str, Any]:
         "seed": seed,
         "stop": stop,
         "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "structured": read_structured(body),
         "logit_bias": _read_biases(body.logit_bias),
     }
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.router.gateway.request_headers import sibling_of
+from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 BYTES_PER_ID = 1
@@ -103,6 +104,8 @@ class GenerationInput:
     """Answers to this prompt; each has its own id, seed and end."""
     cache_salt: str = ""
     """Cached prefixes are shared with requests of the same tenant and salt only."""
+    structured: StructuredOutput | None = None
+    """What the answer must be; `None` for any text."""
     resumed: tuple[int, ...] | None = None
     """Token ids of the answer that the client has already, from index 0 on: it continues an answer of which the
     connection broke. `None` for a new answer."""

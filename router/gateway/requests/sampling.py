@@ -14,6 +14,7 @@ import msgspec
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.requests.request import GenerationInput
+from disagg.router.gateway.requests.structured import check_structured
 from disagg.router.gateway.requests.values import (
     FloatRange,
     as_float32,
@@ -65,6 +66,7 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         stop_token_ids=stop_token_ids,
         logit_bias=_check_logit_bias(given.logit_bias, model.vocab_size),
         logprobs=_check_logprobs(given.logprobs, model.vocab_size),
+        grammar=check_structured(given),
     )
     return msgspec.structs.replace(others, **floats)
 

@@ -59,6 +59,8 @@ class CheckedRequest:
     stop: tuple[str, ...]
     """Stop strings; workers never see them."""
     num_answers: int
+    structured_field: str
+    """What an error of the grammar names."""
     cache_salt: str
     resumed: tuple[int, ...] = ()
     """Token ids of the answer that the client has."""
@@ -88,6 +90,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         seed=given.seed,
         stop=check_stop_strings(given.stop),
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
+        structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
         resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),
     )

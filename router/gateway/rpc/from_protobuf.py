@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from google.protobuf.message import Message
 
+from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
+from disagg.router.gateway.requests.structured import MAX_CHOICES, StructuredOutput
 from disagg.router.gateway.requests.validate import check_num_ids, check_num_resumed, check_num_turns
 from disagg.router.gateway.requests.values import check_length
 from disagg.router.gateway.text.chat_template import ChatTurn
@@ -56,6 +59,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
         stop=tuple(stopping.stop),
         n=_optional(request, "n"),
         cache_salt=request.cache_salt,
+        structured=_read_structured(request),
         resumed=tuple(request.resume.token_ids) if request.HasField("resume") else None,
     )
 
@@ -81,6 +85,26 @@ def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Prompt
         case "chat":
             return ChatPrompt((yield from read_turns(request.chat)))
     return None
+
+
+def _read_structured(request: pb.GenerateRequest) -> StructuredOutput | None:
+    if not request.HasField("structured"):
+        return None
+    given = request.structured
+    match given.WhichOneof("kind"):
+        case "json_object" if given.json_object:
+            return StructuredOutput("json_object", "", "structured.json_object")
+        case "choice":
+            check_length(len(given.choice.texts), "structured.choice", MAX_CHOICES, "choices")
+            text = msgspec.json.encode(list(given.choice.texts)).decode()
+            return StructuredOutput("choice", text, "structured.choice")
+        case "json_schema":
+            return StructuredOutput("json_schema", given.json_schema, "structured.json_schema")
+        case "regex":
+            return StructuredOutput("regex", given.regex, "structured.regex")
+        case "grammar":
+            return StructuredOutput("grammar", given.grammar, "structured.grammar")
+    raise InvalidRequestError("structured", "one of json_object, json_schema, regex, choice and grammar must be set")
 
 
 def _optional(message: Message, name: str) -> Any:

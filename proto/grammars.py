@@ -1,0 +1,55 @@
+"""Grammars that constrain an answer: how gateway and workers compile them, with the same limits.
+
+A grammar is a text in the JSON form of llguidance (`{"grammars": [...]}`), complete and bounded by the gateway. What
+compiles at the gateway compiles at a worker: the limits count work, not time. llguidance is imported at the first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Of a grammar's text, as the client wrote it and as workers get it."""
+
+
+def grammar_limits() -> LLParserLimits:
+    """Bounds on compiling a grammar and on computing one mask, in the library's own units."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=50_000,
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
+
+def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """The vocabulary as grammars need it; takes most of a second. `vocab_size` is the model's.
+
+    Raises:
+        ValueError: the tokenizer cannot be used for grammars, or there is no end of sequence.
+    """
+    from llguidance import LLTokenizer
+
+    if not eos_token_ids:
+        raise ValueError("the model has no end-of-sequence token")
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except Exception as error:  # the library raises several kinds
+        raise ValueError(f"the tokenizer cannot be used for grammars: {error}") from error
+
+
+def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compiles without the interpreter's lock. Raises `ValueError` where the grammar is wrong or beyond the limits."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=grammar_limits())
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().split("\n")[0][:300])
+    return matcher

@@ -1,0 +1,126 @@
+"""Structured output, from a client's schema, expression or grammar to the one grammar text that workers need. Pure.
+
+    response_format, structured_outputs, guided_*, gRPC `structured` ──> StructuredOutput ──check_structured──> grammar
+
+Only what is cheap is checked here: sizes, nesting and conflicts. `Grammars` (`grammars.py`) compiles the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.grammars import MAX_GRAMMAR_BYTES
+from disagg.router.gateway.requests.values import check_length, check_unicode
+
+if TYPE_CHECKING:
+    from disagg.router.gateway.requests.request import GenerationInput
+
+MAX_SCHEMA_DEPTH = 64
+"""Nested objects and arrays of a schema."""
+MAX_CHOICES = 1024
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What an answer must be.
+
+    For example `StructuredOutput("json_schema", '{"type": "integer"}')`.
+    """
+
+    kind: Kind
+    text: str = ""
+    """A JSON schema, a regular expression, a JSON array of strings, or a Lark grammar; nothing for `json_object`."""
+    field: str = "structured"
+    """What errors name: the client's field."""
+
+
+def check_structured(given: GenerationInput) -> str:
+    """The grammar of `given.structured`, not compiled yet; empty for none. Raises `InvalidRequestError` for what is too
+    large, is no JSON, or contradicts another field."""
+    wanted = given.structured
+    if wanted is None:
+        return ""
+    if given.min_tokens:
+        raise InvalidRequestError(
+            "stopping.min_tokens", "contradicts structured output, which ends where its grammar does"
+        )
+    if given.ignore_eos:
+        raise InvalidRequestError(
+            "stopping.ignore_eos", "contradicts structured output, which ends where its grammar does"
+        )
+    num_bytes = check_unicode(wanted.text, wanted.field)
+    check_length(num_bytes, wanted.field, MAX_GRAMMAR_BYTES, "bytes")
+    grammar = msgspec.json.encode({"grammars": [_grammar(wanted)]}).decode()
+    check_length(len(grammar.encode()), wanted.field, MAX_GRAMMAR_BYTES + 64, "bytes of grammar")
+    return grammar
+
+
+def _grammar(wanted: StructuredOutput) -> dict[str, Any]:
+    text = wanted.text
+    if wanted.kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if wanted.kind == "json_schema":
+        schema = _decoded(text, wanted.field)
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(wanted.field, "must be a JSON schema, which is an object")
+        return {"json_schema": schema}
+    if wanted.kind == "choice":
+        return {"lark_grammar": _choice(_decoded(text, wanted.field), wanted.field)}
+    if not text:
+        raise InvalidRequestError(wanted.field, "must not be empty")
+    if wanted.kind == "regex":
+        return {"lark_grammar": f"start: {_regex(text)}"}
+    return {"lark_grammar": text}
+
+
+def _decoded(text: str, field: str) -> Any:
+    if depth_of_json(text) > MAX_SCHEMA_DEPTH:
+        raise InvalidRequestError(field, f"at most {MAX_SCHEMA_DEPTH} levels of objects and arrays")
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequestError(field, f"is no JSON: {error}") from None
+
+
+def depth_of_json(text: str) -> int:
+    """The most brackets that are open at one place outside strings, without building anything of the text."""
+    depth = most = 0
+    in_string = escaped = False
+    for char in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                in_string = False
+        elif char == '"':
+            in_string = True
+        elif char in "[{":
+            depth += 1
+            most = max(most, depth)
+        elif char in "]}":
+            depth -= 1
+    return most
+
+
+def _choice(choices: Any, field: str) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise InvalidRequestError(field, "must be a list of texts, none empty")
+    check_length(len(choices), field, MAX_CHOICES, "choices")
+    return "start: " + " | ".join(msgspec.json.encode(one).decode() for one in choices)
+
+
+def _regex(text: str) -> str:
+    """As Lark writes it, between slashes."""
+    escaped, out = False, []
+    for char in text:
+        out.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)
+        escaped = char == "\\" and not escaped
+    return f"/{''.join(out)}/"
