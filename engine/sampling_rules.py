@@ -33,4 +33,4 @@ def masks_stops(sequence: Sequence) -> bool:
 def edits_logits(sequence: Sequence) -> bool:
     """Whether the next token is chosen from other logits than the model's."""
     sampling = sequence.spec.sampling
-    return bool(sampling.logit_bias) or penalizes(sampling) or masks_stops(sequence)
+    return bool(sampling.logit_bias or sampling.grammar) or penalizes(sampling) or masks_stops(sequence)

@@ -1,7 +1,7 @@
 """What happens to the model's logits beside the choice of a token: edits before it, log-probabilities of it.
 
-Edits (`edited_logits`), per row and in this order: logit bias; masks (stop ids until `min_tokens`), which no bias can
-undo; penalties.
+Edits (`edited_logits`), per row and in this order: logit bias; masks (stop ids until `min_tokens`, what a grammar does
+not allow), which no bias can undo; penalties.
 
 Penalties cost as much as what is new in the text. A sequence counts its own ids (`TextCounts`): all of them once, when
 it is first penalized on this worker, then each new token. Counts are never sent: wherever a sequence is made anew
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence
+from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sampling_rules import edits_logits, masks_stops, penalizes
 from disagg.engine.text_counts import TextCounts
 from disagg.proto.messages import Sampling, TokenLogprobs
@@ -37,8 +38,9 @@ from disagg.proto.messages import Sampling, TokenLogprobs
 # ---------------------------------------------------------------- edits
 
 
-def edited_logits(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """fp32 logits with bias, masks and penalties applied; a copy wherever something changes."""
+def edited_logits(logits_SV: Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None) -> Tensor:
+    """fp32 logits with bias, masks and penalties applied; a copy wherever something changes. Without `masks` a row with
+    a grammar gets no finite logit."""
     edited = logits_SV.float()
     for row, sequence in enumerate(sequences):
         sampling = sequence.spec.sampling
@@ -50,6 +52,8 @@ def edited_logits(logits_SV: Tensor, sequences: Seq[Sequence]) -> Tensor:
                 _add_bias(logits_V, sampling)
             if masks_stops(sequence):
                 _mask_stops(logits_V, sampling)
+            if sampling.grammar:
+                _mask_grammar(logits_V, sequence, masks)
     penalize_rows(edited, sequences)
     return edited
 
@@ -64,6 +68,15 @@ def _add_bias(logits_V: Tensor, sampling: Sampling) -> None:
 def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
     """Change one row in place."""
     logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
+
+
+def _mask_grammar(logits_V: Tensor, sequence: Sequence, masks: TokenMasks | None) -> None:
+    """Change one row in place."""
+    if masks is None:
+        logits_V.fill_(float("-inf"))
+        return
+    allowed_V = torch.from_numpy(masks.allowed(sequence)[: len(logits_V)]).to(logits_V.device)
+    logits_V.masked_fill_(~allowed_V, float("-inf"))
 
 
 # ---------------------------------------------------------------- penalties

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.sampler import Sampler, row_faults
+from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.attention import AttentionProvider
@@ -116,13 +118,23 @@ class TorchModelRunner(ShardRunner):
         self._draws: DeviceDraws | None = None
         if draws_on(self._device):
             self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
-        self._sampler = Sampler(model.vocab_size, self._draws)
+        self._masks = self._token_masks() if shard.rank == 0 else None
+        self._sampler = Sampler(model.vocab_size, self._draws, self._masks)
         self._step_queue: DeviceStepQueue | None = None
         self.warm_up = _warm_up_of(self._device, shard, config)
         if is_measured:
             self._set_size(self._measured_cache_bytes())
         if shard.size == 1:
             self.join(None, self.num_blocks)
+
+    def _token_masks(self) -> TokenMasks | None:
+        """None where no grammar can be used: without a tokenizer, or without an end of sequence."""
+        file = Path(self._config.model_path) / "tokenizer.json"
+        if not self.model_config.eos_token_ids or not file.is_file():
+            return None
+        masks = TokenMasks(file, self.vocab_size, self.model_config.eos_token_ids)
+        masks.prepare()
+        return masks
 
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config
@@ -233,8 +245,10 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
-        logits_SV, largest_S = self._score(arrays)
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
+        if self._masks is not None:
+            self._masks.start(sequences)
+        logits_SV, largest_S = self._score(arrays)
         if not sequences:
             self._wait_computed()
             return StepResult([])

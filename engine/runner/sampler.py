@@ -1,7 +1,8 @@
 """From logits to one token per sequence.
 
-Per row, in this order: logit bias; masks (stop ids until `min_tokens`), which no bias can undo; repetition penalty
-over prompt and output ids; presence and frequency penalties over output ids; temperature; then top-k, top-p and min-p,
+Per row, in this order: logit bias; masks (stop ids until `min_tokens`, what a grammar does not allow), which no
+bias can undo; repetition penalty over prompt and output ids; presence and frequency penalties over output ids;
+temperature; then top-k, top-p and min-p,
 each over what the one before left; then the draw. Greedy rows skip what follows the penalties.
 
 The draw is an inverse CDF with one uniform number, a function of (seed, output index) only. Without filters tokens
@@ -29,6 +30,7 @@ from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
 from disagg.engine.runner.logits import edited_logits
 from disagg.engine.runner.model.device_draws import DeviceDraws
+from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sampling_rules import edits_logits, is_filtered, is_greedy
 from disagg.kernels.dispatch import argmax_rows, draw_unfiltered
 from disagg.proto.messages import Sampling
@@ -42,11 +44,13 @@ class Sampler:
     Args:
         vocab_size: columns of the logits that are tokens.
         draws: what draws on the logits' device, where something does.
+        masks: of grammars; without it a row with a grammar gets no token.
     """
 
-    def __init__(self, vocab_size: int, draws: DeviceDraws | None = None) -> None:
+    def __init__(self, vocab_size: int, draws: DeviceDraws | None = None, masks: TokenMasks | None = None) -> None:
         self._vocab_size = vocab_size
         self._draws = draws
+        self._masks = masks
 
     def sample(self, logits_SV: Tensor, sequences: list[Sequence], largest_S: Tensor | None = None) -> list[int]:
         """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
@@ -77,13 +81,13 @@ class Sampler:
     @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
         chosen: list[int] = argmax_rows(
-            edited_logits(logits_RV[:, : self._vocab_size], sequences), self._vocab_size
+            edited_logits(logits_RV[:, : self._vocab_size], sequences, self._masks), self._vocab_size
         ).tolist()
         return chosen
 
     @torch.inference_mode()
     def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
-        edited_RV = edited_logits(logits_RV[:, : self._vocab_size], sequences)
+        edited_RV = edited_logits(logits_RV[:, : self._vocab_size], sequences, self._masks)
         if self._draws is None:
             return _draw_rows(edited_RV, sequences)
         chosen: list[int] = []

@@ -1,0 +1,157 @@
+"""Which tokens a grammar allows next, for the rows of a step, computed on threads while the model computes the step.
+
+The state of a sequence's grammar (`GrammarState`) is a function of its output tokens alone: wherever a sequence is made
+anew (on D after P, for another attempt, after a migration) it starts from the compiled grammar and takes the tokens so
+far; otherwise it takes what is new. A preempted sequence keeps it. Nothing of it is sent.
+
+    TokenMasks.start(sequences) ──a thread──> state.words         (llguidance, without the interpreter's lock)
+    model computes                             │
+    edited_logits ── TokenMasks.wait ──────────┘
+
+Shapes: V vocabulary, W = ceil(V / 32) words of a bit mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.engine.request import Sequence
+from disagg.proto.grammars import grammar_tokenizer, new_matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_COMPILED = 64
+"""Grammars that are kept compiled, the latest used ones."""
+
+
+class GrammarState:
+    """Of one sequence."""
+
+    def __init__(self, matcher: LLMatcher | None) -> None:
+        self.matcher = matcher
+        """None where the grammar cannot be used here: nothing is allowed then, which ends the request as failed."""
+        self.num_taken = 0
+        """Output tokens that the matcher has taken."""
+        self.words: NDArray[np.int32] | None = None
+        """The allowed tokens [W] behind `num_taken` of them, bit i % 32 of word i / 32 for token i."""
+
+    def advance(self, sequence: Sequence) -> bool:
+        """Take the new tokens. Returns whether a mask can be computed."""
+        new = sequence.token_ids[sequence.num_prompt_tokens + self.num_taken :]
+        if self.matcher is not None and new:
+            self.words = None
+            if not self.matcher.consume_tokens(new):
+                logger.warning("%s: its tokens do not follow its grammar; ending it", sequence.key)
+                self.matcher = None
+        self.num_taken += len(new)
+        return self.matcher is not None
+
+
+class TokenMasks:
+    """Masks for one model. Owner: the engine thread; one more thread works between `start` and `wait`.
+
+    Args:
+        tokenizer_file: of the model; read on the first use, or after `prepare`.
+        vocab_size: columns of the logits that are tokens.
+        eos_token_ids: what ends an answer, which is allowed where the grammar is complete.
+    """
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._thread: ThreadPoolExecutor | None = None
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._pending: Future[None] | None = None
+
+    def prepare(self) -> None:
+        """Begin to load the tokenizer, so that the first request does not wait for it."""
+        if self._tokenizer is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
+            self._tokenizer = self._thread.submit(self._load)
+
+    def start(self, sequences: Seq[Sequence]) -> None:
+        """Begin to compute the masks of the next tokens of those with a grammar."""
+        rows = [sequence for sequence in sequences if sequence.spec.sampling.grammar]
+        if rows:
+            self.prepare()
+            assert self._thread is not None
+            self._pending = self._thread.submit(self._fill, rows)
+
+    def wait(self) -> None:
+        """Until the masks of the last `start` are there."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def allowed(self, sequence: Sequence) -> NDArray[np.bool_]:
+        """The tokens [V] that may come next; none where the grammar cannot be used."""
+        self.wait()
+        state = sequence.grammar_state
+        if state is None or state.num_taken != sequence.num_output_tokens or state.words is None:
+            self.start([sequence])
+            self.wait()
+            state = sequence.grammar_state
+        assert state is not None
+        if state.words is None:
+            return np.zeros(self._vocab_size, dtype=np.bool_)
+        bits = np.unpackbits(state.words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return bits.view(np.bool_)
+
+    def _load(self) -> LLTokenizer:
+        return grammar_tokenizer(self._file.read_text(encoding="utf-8"), self._vocab_size, self._eos)
+
+    def _fill(self, sequences: Seq[Sequence]) -> None:
+        """On the thread."""
+        rows: list[tuple[GrammarState, LLMatcher]] = []
+        for sequence in sequences:
+            if sequence.grammar_state is None:
+                sequence.grammar_state = GrammarState(self._matcher(sequence))
+            state = sequence.grammar_state
+            if state.advance(sequence) and state.words is None:
+                assert state.matcher is not None
+                rows.append((state, state.matcher))
+        if not rows:
+            return
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        words_RW = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(rows)], words_RW)
+        for row, (state, matcher) in enumerate(rows):
+            state.words = words_RW[row]
+            if matcher.is_error():
+                state.matcher = state.words = None
+
+    def _matcher(self, sequence: Sequence) -> LLMatcher | None:
+        grammar = sequence.spec.sampling.grammar
+        key = hashlib.sha256(grammar.encode()).digest()
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            assert self._tokenizer is not None
+            try:
+                compiled = new_matcher(self._tokenizer.result(), grammar)
+            except (ValueError, OSError) as error:
+                logger.warning("%s: its grammar cannot be used, ending it: %s", sequence.key, error)
+                return None
+            self._compiled[key] = compiled
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return compiled.deep_copy()

@@ -1,0 +1,104 @@
+"""Masks of grammars, over a vocabulary of bytes and an end of sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from disagg.engine.plan import NO_TOKEN
+from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.runner.sampler import Sampler
+from disagg.engine.runner.token_masks import TokenMasks
+from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.token_ids import pack_token_ids
+
+EOS = 256
+VOCAB = 257
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory: pytest.TempPathFactory) -> TokenMasks:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    backend.add_special_tokens(["<|end|>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    file: Path = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    backend.save(str(file))
+    made = TokenMasks(file, VOCAB, (EOS,))
+    made.backend = backend  # type: ignore[attr-defined]
+    return made
+
+
+def ids(masks: TokenMasks, text: str) -> list[int]:
+    return list(masks.backend.encode(text).ids)  # type: ignore[attr-defined]
+
+
+def sequence(masks: TokenMasks, lark: str, output: str = "", **sampling: Any) -> Sequence:
+    grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    spec = SequenceSpec(
+        request_id=RequestId("r"),
+        attempt=1,
+        gateway_id=GatewayId("g"),
+        prompt_token_ids=pack_token_ids([0]),
+        sampling=Sampling(**{"grammar": grammar, "stop_token_ids": (EOS,), "temperature": 0.0, **sampling}),
+    )
+    return Sequence(spec, SequenceState.RUNNING, token_ids=[0, *ids(masks, output)])
+
+
+def allowed(masks: TokenMasks, of: Sequence) -> set[int]:
+    return set(np.flatnonzero(masks.allowed(of)).tolist())
+
+
+def test_only_what_the_grammar_allows_may_come(masks: TokenMasks) -> None:
+    assert allowed(masks, sequence(masks, 'start: "ab" | "cd"')) == set(ids(masks, "ac"))
+    assert allowed(masks, sequence(masks, "start: /a+/", "a")) == {*ids(masks, "a"), EOS}
+    assert allowed(masks, sequence(masks, 'start: "ab"', "ab")) == {EOS}
+
+
+def test_the_state_is_the_same_token_by_token_and_made_anew(masks: TokenMasks) -> None:
+    text = "x1yx22y"
+    going = sequence(masks, 'start: ("x" /[0-9]+/ "y")+')
+    for i, token in enumerate(ids(masks, text)):
+        anew = sequence(masks, 'start: ("x" /[0-9]+/ "y")+', text[:i])
+        assert allowed(masks, going) == allowed(masks, anew)
+        going.token_ids.append(token)
+
+
+def test_a_batch_computes_each_row_for_itself(masks: TokenMasks) -> None:
+    rows = [sequence(masks, 'start: "ab"', "a"), sequence(masks, 'start: "cd"'), sequence(masks, "start: /e*/")]
+    masks.start(rows)
+    assert [allowed(masks, row) for row in rows] == [
+        set(ids(masks, "b")),
+        set(ids(masks, "c")),
+        {*ids(masks, "e"), EOS},
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_bias_and_no_draw_leaves_the_grammar(masks: TokenMasks, temperature: float) -> None:
+    (b,), (a,) = ids(masks, "b"), ids(masks, "a")
+    row = sequence(masks, 'start: "a"', temperature=temperature, logit_bias=((b, 100.0),))
+    assert Sampler(VOCAB, None, masks).sample(torch.zeros(1, VOCAB), [row]) == [a]
+
+
+def test_rows_without_a_grammar_are_not_masked(masks: TokenMasks) -> None:
+    (b,), (a,) = ids(masks, "b"), ids(masks, "a")
+    logits = torch.zeros(2, VOCAB)
+    logits[:, b] = 1.0
+    rows = [sequence(masks, 'start: "a"'), sequence(masks, "", grammar="")]
+    assert Sampler(VOCAB, None, masks).sample(logits, rows) == [a, b]
+
+
+@pytest.mark.parametrize(("lark", "output"), [("start: (", ""), ('start: "a"', "b")])
+def test_what_the_grammar_cannot_be_or_follow_gets_no_token(masks: TokenMasks, lark: str, output: str) -> None:
+    assert Sampler(VOCAB, None, masks).sample(torch.zeros(1, VOCAB), [sequence(masks, lark, output)]) == [NO_TOKEN]
+    assert Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [sequence(masks, lark, output)]) == [NO_TOKEN]
