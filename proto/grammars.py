@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_GRAMMAR_BYTES = 64 << 10
+MAX_GRAMMAR_BYTES = 32 << 10
 """Of a grammar's text, as the client wrote it and as workers get it."""
 
 
@@ -20,11 +20,11 @@ def grammar_limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_grammar_size=50_000,
-        initial_lexer_fuel=300_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_lexer_states=20_000,
+        max_grammar_size=20_000,
+        initial_lexer_fuel=100_000,
+        step_lexer_fuel=20_000,
+        step_max_items=10_000,
+        max_lexer_states=10_000,
         verbose_errors=False,
     )
 

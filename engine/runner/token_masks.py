@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ from disagg.proto.grammars import grammar_tokenizer, new_matcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,6 @@ class TokenMasks:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._thread: ThreadPoolExecutor | None = None
         self._tokenizer: Future[LLTokenizer] | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
@@ -81,16 +84,15 @@ class TokenMasks:
     def prepare(self) -> None:
         """Begin to load the tokenizer, so that the first request does not wait for it."""
         if self._tokenizer is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
-            self._tokenizer = self._thread.submit(self._load)
+            self._tokenizer = _on_a_thread(self._load)
 
     def start(self, sequences: Seq[Sequence]) -> None:
         """Begin to compute the masks of the next tokens of those with a grammar."""
         rows = [sequence for sequence in sequences if sequence.spec.sampling.grammar]
         if rows:
             self.prepare()
-            assert self._thread is not None
-            self._pending = self._thread.submit(self._fill, rows)
+            self.wait()  # a step that failed left its masks behind
+            self._pending = _on_a_thread(lambda: self._fill(rows))
 
     def wait(self) -> None:
         """Until the masks of the last `start` are there."""
@@ -155,3 +157,17 @@ class TokenMasks:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return compiled.deep_copy()
+
+
+def _on_a_thread(work: Callable[[], T]) -> Future[T]:
+    """What `work` gives, on a thread that ends with it: nobody has to close it, and to start it takes some 50 us."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # for who waits
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="token-masks", daemon=True).start()
+    return result

@@ -142,11 +142,8 @@ def test_harmless_fields_change_nothing(fields: dict[str, Any]) -> None:
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
         ("response_format", "text"),
-        ("structured_outputs", {"json": {}}),
-        ("guided_json", {}),
-        ("guided_choice", ["a"]),
+        ("structured_outputs", {}),
         ("regex", "a+"),
         ("modalities", ["audio"]),
         ("echo", True),
@@ -291,3 +288,41 @@ def test_biases_are_read_within_their_limits(biases: object, message: str) -> No
     with pytest.raises(InvalidRequestError) as caught:
         text(logit_bias=biases)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, ("json_object", "", "response_format")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a": 1}}}},
+            ("json_schema", '{"a":1}', "response_format.json_schema.schema"),
+        ),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, ("json_schema", '{"a": 1}', "structured_outputs.json")),
+        ({"structured_outputs": {"choice": ["a"]}}, ("choice", '["a"]', "structured_outputs.choice")),
+        ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
+    ],
+)
+def test_fields_of_structured_output(fields: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    found = chat(**fields).inputs[0].structured
+    assert found is not None
+    assert (found.kind, found.text.replace(": ", ":"), found.field) == (
+        expected[0],
+        expected[1].replace(": ", ":"),
+        expected[2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "x"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": {"a": "x" * 200_000}}, "guided_json"),
+    ],
+)
+def test_structured_output_that_is_refused(fields: dict[str, Any], field: str) -> None:
+    assert refusal(chat, **fields) == field
