@@ -1,0 +1,77 @@
+"""Tool calls found in text do not depend on how the text was cut."""
+
+import pytest
+
+from disagg.router.gateway.text.tool_calls import Part, ToolCall, ToolFormat, format_of, tool_parser
+
+NAMES = {"add", "now"}
+ADD, NOW = ToolCall("add", '{"a":1}'), ToolCall("now", "{}")
+HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+CASES: list[tuple[ToolFormat, str, list[Part]]] = [
+    ("hermes", "a < b <tool", ["a < b <tool"]),
+    ("hermes", f"so {HERMES_ADD}.", ["so ", ADD, "."]),
+    ("hermes", HERMES_ADD + '<tool_call>{"name":"now"}</tool_call>', [ADD, NOW]),
+    ("hermes", '<tool_call>{"name":"now"}', [NOW]),
+    ("hermes", "<tool_call>{</tool_call>!", ["<tool_call>{</tool_call>!"]),
+    ("hermes", '<tool_call>{"name":"no"}</tool_call>', ['<tool_call>{"name":"no"}</tool_call>']),
+    ("hermes", '<tool_call>{"name":["add"]}</tool_call>', ['<tool_call>{"name":["add"]}</tool_call>']),
+    ("hermes", "<<tool_call>" + '{"name":"now","arguments":[]}', ['<<tool_call>{"name":"now","arguments":[]}']),
+    ("hermes", "<tool_call></tool_cal", ["<tool_call></tool_cal"]),
+    ("json", ' {"name": "add", "parameters": {"a": 1}}', [ADD]),
+    ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
+    ("json", '[TOOL_CALLS] [{"name":"add","arguments":{"a":1}},{"name":"now","arguments":{}}]', [ADD, NOW]),
+    ("json", '[{"name":"now"},{"name":"no"}]', ['[{"name":"now"},{"name":"no"}]']),
+    ("json", '{"answer": 3}', ['{"answer": 3}']),
+    ("json", " <|pyth", [" <|pyth"]),
+    ("json", "<|other {", ["<|other {"]),
+    ("json", "[]", ["[]"]),
+]
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    whole: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and whole and isinstance(whole[-1], str):
+            whole[-1] += part
+        else:
+            whole.append(part)
+    return whole
+
+
+def parsed(tool_format: ToolFormat, pieces: list[str]) -> list[Part]:
+    parser = tool_parser(tool_format, NAMES)
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return joined(parts + parser.finish())
+
+
+@pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)
+def test_every_split_gives_the_same(tool_format: ToolFormat, text: str, expected: list[Part]) -> None:
+    for i in range(len(text) + 1):
+        for j in range(i, len(text) + 1):
+            assert parsed(tool_format, [text[:i], text[i:j], text[j:]]) == expected
+    assert parsed(tool_format, list(text)) == expected
+
+
+def test_text_that_cannot_be_a_call_comes_at_once() -> None:
+    parser = tool_parser("hermes", NAMES)
+    assert parser.feed("a<tool") == ["a"]
+    assert parser.feed("s>b") == ["<tools>b"]
+    parser = tool_parser("json", NAMES)
+    assert parser.feed(" ") == []
+    assert parser.feed("<|p") == []
+    assert parser.feed("x") == [" <|px"]
+    assert parser.feed("{") == ["{"]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "<tool_call", "<tool_call>{</tool_call>"])
+def test_a_flood_of_tags_is_given_back_as_it_came(text: str) -> None:
+    flood = text * ((10 << 20) // len(text))
+    pieces = [flood[i : i + 4096] for i in range(0, len(flood), 4096)]
+    assert parsed("hermes", pieces) == [flood]
+
+
+def test_the_template_tells_the_format() -> None:
+    assert format_of("<tool_call>{{ x }}") == "hermes"
+    assert format_of("[TOOL_CALLS]") == format_of("<|python_tag|>") == format_of('{"name": n, "parameters": p}') == "json"
+    assert format_of("{{ messages }}") == "hermes"
