@@ -305,5 +305,5 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int, special: bool
             return tuple(tokenizer.encode_text(text, special, max_tokens))
         case IdsPrompt(token_ids):
             return token_ids
-        case ChatPrompt(turns):
-            return tuple(tokenizer.encode_chat(turns, max_tokens))
+        case ChatPrompt(turns, tools):
+            return tuple(tokenizer.encode_chat(turns, max_tokens, tools))

@@ -33,6 +33,7 @@ from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.resume import BEGINNING, HEADER, Position, read_position, rest_after
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
+from disagg.router.gateway.http.tool_choices import ToolChoices
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.charge import Charge
@@ -127,6 +128,8 @@ class Completions:
 
     def _position(self, exchange: Exchange, parsed: ParsedCall) -> Position | None:
         """Where a stream begins that can be resumed; `None` for others. Raises `InvalidRequestError`."""
+        if parsed.tools is not None and exchange.headers.get(HEADER):
+            raise InvalidRequestError(HEADER, "a stream with tools cannot be resumed")
         event_id, seed = exchange.headers.get(HEADER), parsed.inputs[0].seed
         given = parsed.inputs[0]
         if parsed.stream and len(parsed.inputs) == 1 and (given.n or 1) == 1 and given.logprobs is None:
@@ -158,7 +161,10 @@ class Completions:
             include_usage=parsed.include_usage,
             continuous_usage=parsed.continuous_usage,
         )
-        choices, usage = kind.choices(tokenizer), UsageCount(max(1, parsed.answers_each))
+        choices = kind.choices(tokenizer)
+        if parsed.tools is not None:
+            choices = ToolChoices(tokenizer, parsed.tools, call.request_id)
+        usage = UsageCount(max(1, parsed.answers_each))
         if parsed.stream:
             await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes, position))
         else:

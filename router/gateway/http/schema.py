@@ -42,6 +42,8 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: Any = None
+    tool_call_id: str | None = None
+    name: str | None = None
     function_call: Any = None
 
 
@@ -100,6 +102,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
     functions: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT

@@ -24,6 +24,7 @@ from disagg.router.gateway.http.schema import (
     decode_field,
 )
 from disagg.router.gateway.http.structured import read_structured
+from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
@@ -62,8 +63,6 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_special_tokens": (None, True),
     "chat_template_kwargs": (None, {}),
     "documents": (None, []),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -121,6 +120,7 @@ class ParsedCall:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    tools: OfferedTools | None = None
     echo: bool = False
     """Each answer's text begins with its prompt."""
 
@@ -133,12 +133,15 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
         raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     completion_tokens = body.max_completion_tokens
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    turns = yield from read_turns(body.messages)
     return _wanted(
         body,
-        [ChatPrompt((yield from read_turns(body.messages)))],
+        [ChatPrompt(turns, tools.source if tools else "")],
         [_names(body, "messages", "top_logprobs", "max_tokens" if completion_tokens is None else _NEW_MAX_TOKENS)],
         logprobs=logprobs,
         max_tokens=body.max_tokens if completion_tokens is None else completion_tokens,
+        tools=tools,
     )
 
 
@@ -169,24 +172,24 @@ def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
         if len(turns) % TURNS_A_PIECE == TURNS_A_PIECE - 1:
             yield
         role, content = _read_role(message, len(turns)), message.content
+        extra = read_extra(message, len(turns)) if message.tool_calls or role == "tool" else ""
+        if content is None and message.tool_calls:
+            content = ""
         if not isinstance(content, str):
             content = yield from _read_parts(content, len(turns))
-        turns.append(ChatTurn(role, content))
+        turns.append(ChatTurn(role, content, extra))
     return tuple(turns)
 
 
 _NEW_MAX_TOKENS: Final = "max_completion_tokens"
 _ROLES: Final = {"developer": "system"}
-_TOOL_ROLES: Final = ("tool", "function")
 
 
 def _read_role(message: Message, index: int) -> str:
-    if message.role in _TOOL_ROLES:
-        raise InvalidRequestError(f"messages[{index}].role", "tool calls are not supported yet")
-    if message.tool_calls is not None or message.function_call is not None:
-        for name in ("tool_calls", "function_call"):
-            if getattr(message, name) not in (None, []):
-                raise InvalidRequestError(f"messages[{index}].{name}", "tool calls are not supported yet")
+    if message.role == "function":
+        raise InvalidRequestError(f"messages[{index}].role", "function is not supported; use tool")
+    if message.function_call not in (None, []):
+        raise InvalidRequestError(f"messages[{index}].function_call", "is not supported; use tool_calls")
     return _ROLES.get(message.role, message.role)
 
 
@@ -232,6 +235,7 @@ def _wanted(
     logprobs: int | None,
     max_tokens: int | None,
     echo: bool = False,
+    tools: OfferedTools | None = None,
 ) -> ParsedCall:
     if not body.model:
         raise InvalidRequestError("model", "must be set")
@@ -255,6 +259,7 @@ def _wanted(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
+        tools=tools,
     )
 
 

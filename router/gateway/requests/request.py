@@ -63,12 +63,14 @@ class ChatPrompt:
     """Turns, to be rendered with the chat template."""
 
     turns: tuple[ChatTurn, ...]
+    tools: str = ""
+    """JSON of the tools that the model may call, for the chat template; empty without."""
     field = "chat.messages"
 
     @cached_property
     def num_bytes(self) -> int:
         """Size, to distinguish small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
-        return len("".join(chain.from_iterable(self.turns)).encode())
+        return len("".join(chain.from_iterable(self.turns)).encode()) + len(self.tools.encode())
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt

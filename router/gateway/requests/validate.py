@@ -27,7 +27,7 @@ MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 16
 MAX_CACHE_SALT_BYTES = 256
 RESUMED = "resume.token_ids"
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
 TPOT_METADATA = "x-slo-tpot-ms"
@@ -172,13 +172,13 @@ def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
     return prompt
 
 
-def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
+def check_chat(turns: Sequence[ChatTurn], limits: Limits, tools: str = "") -> ChatPrompt:
     """Turns with known roles, of a possible size. Raises `InvalidRequestError` naming `chat.messages`."""
     field = ChatPrompt.field
     if not turns:
         raise InvalidRequestError(field, "must not be empty")
     check_num_turns(len(turns))
-    prompt = ChatPrompt(tuple(turns))
+    prompt = ChatPrompt(tuple(turns), tools)
     try:
         num_bytes = prompt.num_bytes
     except UnicodeEncodeError:
@@ -191,7 +191,7 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits) -> ChatPrompt:
 
 def _refuse_a_turn(turns: Sequence[ChatTurn], field: str) -> None:
     """Raises `InvalidRequestError` naming the first turn with an unknown role, or with a content that is no Unicode."""
-    for i, (role, content) in enumerate(turns):
+    for i, (role, content, _) in enumerate(turns):
         if role not in ROLES:
             raise InvalidRequestError(f"{field}[{i}].role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
         if not content.isascii():
@@ -229,8 +229,8 @@ def _check_prompt(prompt: Prompt | None, limits: Limits) -> Prompt:
             return check_text(text, TextPrompt.field, limits)
         case IdsPrompt(token_ids):
             return _check_prompt_ids(token_ids, limits.model)
-        case ChatPrompt(turns):
-            return check_chat(turns, limits)
+        case ChatPrompt(turns, tools):
+            return check_chat(turns, limits, tools)
     raise InvalidRequestError("prompt", "one of text, token_ids and chat must be set")
 
 

@@ -12,15 +12,20 @@ from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from disagg.proto.errors import ConfigError, InvalidRequestError
 from disagg.router.gateway.text.template_limits import BoundedEnvironment, render
+from disagg.router.gateway.text.tool_calls import ToolFormat, format_of
 
 _MAX_TIME_CHARS = 256
 """Of the form that a time is written in."""
+_TOOLS_TEXT = (
+    "You may call these functions. To call one, write a JSON object with its name and arguments between tags:"
+    ' <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+)
 
 
 class ChatTurn(NamedTuple):
@@ -28,6 +33,8 @@ class ChatTurn(NamedTuple):
 
     role: str
     content: str
+    extra: str = ""
+    """A JSON object of further fields for the template, such as `tool_calls`; empty without."""
 
 
 class ChatTemplate:
@@ -44,26 +51,33 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: _time(now(), form)
         self._special_tokens = dict(special_tokens)
+        self.tool_format: ToolFormat = format_of(source)
         try:
             self._template = environment.bounded_template(source)
+            self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, turns: Sequence[ChatTurn]) -> str:
+    def render(self, turns: Sequence[ChatTurn], tools: str = "") -> str:
         """The text of the conversation up to the beginning of the assistant's turn.
+
+        Args:
+            tools: JSON of a list; empty without. A template that has no place for tools gets them as text.
 
         Raises:
             InvalidRequestError: if the template refuses these turns, for example their order, fails on them, or does
                 more work than a conversation of this size may cost.
         """
-        messages = [turn._asdict() for turn in turns]
+        if not self._knows_tools:
+            turns, tools = turns_without_tools(turns, tools), ""
+        messages = [_message(turn) for turn in turns]
         try:
             return render(
                 self._template,
                 len(turns),
-                sum(len(turn.content) for turn in turns),
+                sum(len(turn.content) + len(turn.extra) for turn in turns) + len(tools),
                 messages=messages,
-                tools=None,
+                tools=json.loads(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
@@ -73,6 +87,32 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and fails like one: ZeroDivisionError, RecursionError
             why = f"{type(error).__name__}: {error}"
             raise InvalidRequestError("chat.messages", f"the model's chat template fails on them: {why}") from error
+
+
+def turns_without_tools(turns: Sequence[ChatTurn], tools: str) -> list[ChatTurn]:
+    """The same conversation for a template without tools: they are described in the system message, and calls and
+    results are written as text, all as Hermes models do."""
+    plain = [_plain(turn) for turn in turns]
+    if not tools:
+        return plain
+    offered = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in json.loads(tools))
+    text = f"{_TOOLS_TEXT}\n<tools>\n{offered}\n</tools>"
+    if plain and plain[0].role == "system":
+        return [ChatTurn("system", f"{plain[0].content}\n\n{text}"), *plain[1:]]
+    return [ChatTurn("system", text), *plain]
+
+
+def _plain(turn: ChatTurn) -> ChatTurn:
+    if turn.role == "tool":
+        return ChatTurn("user", f"<tool_response>\n{turn.content}\n</tool_response>")
+    calls = json.loads(turn.extra).get("tool_calls", []) if turn.extra else []
+    texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return ChatTurn(turn.role, "\n".join([turn.content, *texts] if turn.content else texts)) if texts else turn
+
+
+def _message(turn: ChatTurn) -> dict[str, Any]:
+    message = {"role": turn.role, "content": turn.content}
+    return {**message, **json.loads(turn.extra)} if turn.extra else message
 
 
 class _GenerationTag(Extension):

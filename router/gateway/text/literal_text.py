@@ -58,9 +58,9 @@ class LiteralText:
 
     def protect(self, turns: Sequence[ChatTurn]) -> list[ChatTurn] | None:
         """`turns` with a mark for each special token that is spelled out in a content; `None` if there is none."""
-        if not any(self._pattern.search(turn.content) for turn in turns):
+        if not any(self._pattern.search(text) for turn in turns for text in turn[1:]):
             return None
-        return [turn._replace(content=self._pattern.sub(self._marked, turn.content)) for turn in turns]
+        return [ChatTurn(turn.role, *(self._pattern.sub(self._marked, text) for text in turn[1:])) for turn in turns]
 
     def restore(self, text: str) -> str:
         """Rendered text with its marks read."""

@@ -18,6 +18,7 @@ from disagg.router.gateway.text import checkpoint
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.text.literal_text import LiteralText
 from disagg.router.gateway.text.token_pieces import TokenPieces, byte_alphabet
+from disagg.router.gateway.text.tool_calls import ToolFormat
 
 FAKE_MODEL_PATH = "fake"
 FAKE_VOCAB_SIZE = 32_000
@@ -57,6 +58,8 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._template = template
+        self.tool_format: ToolFormat = "hermes" if template is None else template.tool_format
+        """How the model writes calls of tools."""
         is_literal = template is not None and self.special_token_ids and not special_tokens_in_chat
         self._literal = LiteralText(backend, nonce) if is_literal else None
         self._pieces = TokenPieces(backend)
@@ -73,7 +76,7 @@ class Tokenizer:
         self._check_length("prompt.text", text, max_tokens)
         return self._encode(text, special, "prompt.text", max_tokens)
 
-    def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None) -> list[int]:
+    def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None, tools: str = "") -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added. Special
         tokens that are spelled out in a content stay text, unless the tokenizer was made to read them.
 
@@ -83,8 +86,9 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
-        marked = None if self._literal is None else self._literal.protect(turns)
-        text = self._template.render(turns if marked is None else marked)
+        marked = None if self._literal is None else self._literal.protect([*turns, ChatTurn("system", tools)])
+        *marked_turns, offered = marked or [*turns, ChatTurn("system", tools)]
+        text = self._template.render(marked_turns, offered.content)
         if self._literal is None or marked is None:
             self._check_length("chat.messages", text, max_tokens)
             return self._encode(text, False, "chat.messages", max_tokens)

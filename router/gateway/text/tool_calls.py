@@ -13,9 +13,9 @@ import msgspec
 from typing_extensions import override
 
 ToolFormat = Literal["hermes", "json"]
-"""How a model writes calls. `hermes`: `<tool_call>{...}</tool_call>` anywhere in the text (Hermes, Qwen). `json`: the whole
-answer is objects or a list of them, after `<|python_tag|>` (Llama 3), `[TOOL_CALLS]` (Mistral) or nothing, since both
-marks are special tokens, which an answer's text is without."""
+"""How a model writes calls. `hermes`: `<tool_call>{...}</tool_call>` anywhere in the text (Hermes, Qwen). `json`: the
+whole answer is an object or a list of them, after `<|python_tag|>` (Llama 3), `[TOOL_CALLS]` (Mistral) or nothing,
+since both marks are special tokens, which an answer's text is without."""
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"

@@ -106,9 +106,9 @@ def test_roles_and_parts_of_messages() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "tool", "content": "x"}, "tool_call_id"),
         ({"role": "function", "content": "x"}, "role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls[0]"),
         ({"role": "assistant", "content": "x", "function_call": {}}, "function_call"),
         ({"role": "user"}, "content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content[0].type"),

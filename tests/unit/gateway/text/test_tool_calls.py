@@ -73,5 +73,7 @@ def test_a_flood_of_tags_is_given_back_as_it_came(text: str) -> None:
 
 def test_the_template_tells_the_format() -> None:
     assert format_of("<tool_call>{{ x }}") == "hermes"
-    assert format_of("[TOOL_CALLS]") == format_of("<|python_tag|>") == format_of('{"name": n, "parameters": p}') == "json"
+    assert (
+        format_of("[TOOL_CALLS]") == format_of("<|python_tag|>") == format_of('{"name": n, "parameters": p}') == "json"
+    )
     assert format_of("{{ messages }}") == "hermes"

@@ -1,0 +1,156 @@
+"""Tools of a chat: what a body offers, checked and bounded; and calls, in the answers and in earlier turns.
+
+Calls that must happen (`tool_choice: required`, a named function, `strict`) need constrained decoding and are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.http.schema import ABSENT, Message, decode_field
+
+MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 256 << 10
+"""Of the JSON of all tools of a call."""
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_SCHEMA_DEPTH: Final = 32
+MAX_CALLS: Final = 128
+"""In one turn."""
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_FORCED: Final = "only auto and none are supported yet: a call that must happen needs constrained decoding"
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = ABSENT
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: str
+    function: _Function
+
+
+class _CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct, frozen=True):
+    id: str
+    function: _CalledFunction
+    type: str = "function"
+
+
+_TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+
+class OfferedTools(NamedTuple):
+    """What a model may call in one answer."""
+
+    names: frozenset[str]
+    source: str
+    """JSON for the chat template."""
+    parallel: bool
+    """Whether an answer may have several calls; else the first one counts."""
+
+
+def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -> OfferedTools | None:
+    """The tools of a body; `None` where the model may call none. Raises `InvalidRequestError` naming the field."""
+    num_bytes = memoryview(tools).nbytes
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise InvalidRequestError("tools", f"at most {MAX_TOOLS_BYTES} bytes of JSON, not {num_bytes}")
+    num_tools = len(decode_field(tools, _LIST, "tools") or ())
+    if num_tools > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"at most {MAX_TOOLS}, not {num_tools}")
+    chosen = "auto"
+    if choice is not ABSENT and memoryview(choice).nbytes <= len(b'"required"'):
+        chosen = msgspec.json.decode(choice) or "auto"
+    elif choice is not ABSENT:
+        raise InvalidRequestError("tool_choice", _FORCED)
+    if chosen not in ("auto", "none"):
+        raise InvalidRequestError("tool_choice", _FORCED)
+    try:
+        given = decode_field(tools, _TOOLS, "tools") or []
+    except InvalidRequestError as error:
+        raise InvalidRequestError("tools", error.message.removeprefix("tools: ")) from None
+    offered = [_checked(tool, f"tools[{i}]") for i, tool in enumerate(given)]
+    names = frozenset(tool.function.name for tool in given)
+    if len(names) < len(given):
+        raise InvalidRequestError("tools", "two functions have the same name")
+    if not given or chosen == "none":
+        return None
+    return OfferedTools(names, msgspec.json.encode(offered).decode(), parallel is not False)
+
+
+def read_extra(message: Message, index: int) -> str:
+    """What a turn has beside role and content, as JSON for the chat template; empty without. Raises
+    `InvalidRequestError`."""
+    extra: dict[str, Any] = {}
+    if message.tool_calls:
+        place = f"messages[{index}].tool_calls"
+        if message.role != "assistant":
+            raise InvalidRequestError(place, "only the assistant calls tools")
+        extra["tool_calls"] = _calls(message.tool_calls, place)
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise InvalidRequestError(f"messages[{index}].tool_call_id", "must be set")
+        extra["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            extra["name"] = message.name
+    return msgspec.json.encode(extra).decode() if extra else ""
+
+
+def _checked(tool: _Tool, place: str) -> dict[str, Any]:
+    function = tool.function
+    if tool.type != "function":
+        raise InvalidRequestError(f"{place}.type", f"must be function, not {tool.type[:64]!r}")
+    if not _NAME.fullmatch(function.name):
+        raise InvalidRequestError(f"{place}.function.name", "must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if function.strict:
+        raise InvalidRequestError(f"{place}.function.strict", "is not supported yet: it needs constrained decoding")
+    num_bytes = memoryview(function.parameters).nbytes
+    place = f"{place}.function.parameters"
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(place, f"at most {MAX_SCHEMA_BYTES} bytes of JSON, not {num_bytes}")
+    schema = msgspec.json.decode(function.parameters)
+    if schema is None:
+        schema = {"type": "object", "properties": {}}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(place, "must be an object")
+    _check_depth(schema, place)
+    shown = {"name": function.name, "description": function.description or "", "parameters": schema}
+    return {"type": "function", "function": shown}
+
+
+def _check_depth(value: Any, place: str, depth: int = 1) -> None:
+    if depth > MAX_SCHEMA_DEPTH:
+        raise InvalidRequestError(place, f"must not be nested more than {MAX_SCHEMA_DEPTH} deep")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _check_depth(item, place, depth + 1)
+
+
+def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or len(given) > MAX_CALLS:
+        raise InvalidRequestError(place, f"must be a list of at most {MAX_CALLS} calls")
+    calls = []
+    for i, item in enumerate(given):
+        try:
+            call = msgspec.convert(item, _Call)
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"{place}[{i}]", f"is no call of a function: {error}") from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(f"{place}[{i}].function.arguments", "must be a JSON object")
+        _check_depth(arguments, f"{place}[{i}].function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls

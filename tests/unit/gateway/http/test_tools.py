@@ -1,0 +1,115 @@
+"""Tools of a chat: what is refused, what the template sees, and how calls are written."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.event_loop.turns import in_pieces
+from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
+from disagg.router.gateway.http.to_input import read_chat
+from disagg.router.gateway.http.tool_choices import ToolChoices
+from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
+from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.text.tokenizer import fake_model
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+SHOWN = {"id": "call_r_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+
+
+def tool(name: str = "add", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"a": deep(levels - 1)} if levels else {}
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def choices(parallel: bool = True) -> ToolChoices:
+    return ToolChoices(fake_model("m", 64).tokenizer, OfferedTools(frozenset({"add"}), "[]", parallel), "r")
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field"),
+    [
+        ([tool(), tool("b"), tool("a b")], "auto", "tools[2].function.name"),
+        ([tool(), tool()], "auto", "tools"),
+        ([tool(strict=True)], "auto", "tools[0].function.strict"),
+        ([tool(parameters=[])], "auto", "tools[0].function.parameters"),
+        ([tool(parameters=deep(32))], "auto", "tools[0].function.parameters"),
+        ([tool(parameters={"a": "x" * (64 << 10)})], "auto", "tools[0].function.parameters"),
+        ([tool(f"t{i}") for i in range(129)], "auto", "tools"),
+        ([{**tool(), "type": "web"}], "auto", "tools[0].type"),
+        ([tool()], "required", "tool_choice"),
+        ([tool()], {"type": "function", "function": {"name": "add"}}, "tool_choice"),
+    ],
+)
+def test_errors_name_the_field(tools: list[Any], choice: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_tools(raw(tools), raw(choice), None)
+    assert caught.value.field == field
+
+
+def test_no_tools_are_offered_where_none_may_be_called() -> None:
+    assert read_tools(ABSENT, ABSENT, None) is None
+    assert read_tools(raw([tool()]), raw("none"), None) is None
+    offered = read_tools(raw([tool(parameters=deep(31))]), ABSENT, False)
+    assert offered is not None
+    assert (offered.names, offered.parallel) == ({"add"}, False)
+
+
+def test_earlier_calls_reach_the_template_with_their_arguments_as_objects() -> None:
+    message = Message("assistant", None, [{"id": "c", "function": {"name": "add", "arguments": '{"a":1}'}}])
+    expected = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert json.loads(read_extra(message, 0)) == {"tool_calls": [expected]}
+    with pytest.raises(InvalidRequestError, match=r"messages\[3\]\.tool_call_id"):
+        read_extra(Message("tool", "1"), 3)
+
+
+def test_a_template_with_tools_gets_them_and_one_without_gets_text() -> None:
+    turns = [
+        ChatTurn("user", "u"),
+        ChatTurn("assistant", "", '{"tool_calls":[{"function":{"name":"add","arguments":{"a":1}}}]}'),
+        ChatTurn("tool", "2", '{"tool_call_id":"c"}'),
+    ]
+    knows = ChatTemplate("{{ tools | tojson }}{{ messages[1].tool_calls[0].function.name }}", {})
+    assert knows.render(turns, '[{"x": 1}]') == '[{"x": 1}]add'
+    plain = ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", {})
+    text = plain.render(turns, '[{"x": 1}]')
+    assert text.startswith("system:You may call")
+    assert text.endswith(
+        '<tools>\n{"x": 1}\n</tools>;user:u;'
+        'assistant:<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>;'
+        "user:<tool_response>\n2\n</tool_response>;"
+    )
+
+
+def test_a_call_in_a_stream() -> None:
+    it = choices()
+    first = json.loads(it.chunk(0, "so" + CALL[:5], b"null", b"null"))
+    assert first["delta"] == {"role": "assistant", "content": "so"}
+    second = json.loads(it.chunk(0, CALL[5:], b"null", b"null"))
+    assert second["delta"] == {"tool_calls": [{"index": 0, **SHOWN}]}
+    last = json.loads(it.last_chunk(0, b'"stop"'))
+    assert last["finish_reason"] == "tool_calls"
+
+
+def test_a_call_in_a_complete_answer() -> None:
+    answer = json.loads(choices(parallel=False).answer(0, CALL + CALL, b"null", b'"stop"'))
+    assert answer["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [SHOWN]}
+    assert answer["finish_reason"] == "tool_calls"
+    answer = json.loads(choices().answer(0, "no", b"null", b'"stop"'))
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("no", "stop")
+
+
+async def test_a_body_with_tools_is_read() -> None:
+    body = ChatBody(model="m", messages=[Message("user", "u")], tools=raw([tool()]))
+    parsed = await in_pieces(read_chat(body))
+    assert parsed.tools is not None
+    assert json.loads(parsed.inputs[0].prompt.tools)[0]["function"]["name"] == "add"  # type: ignore[union-attr]
