@@ -27,7 +27,7 @@ MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 16
 MAX_CACHE_SALT_BYTES = 256
 RESUMED = "resume.token_ids"
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
 TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
 TPOT_METADATA = "x-slo-tpot-ms"
@@ -183,7 +183,7 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits, tools: str = "") -> Ch
         num_bytes = prompt.num_bytes
     except UnicodeEncodeError:
         num_bytes = 0
-    if not num_bytes or not {turn.role for turn in turns} <= set(ROLES):
+    if not num_bytes or not {turn.role for turn in turns if not turn.extra} <= set(ROLES):
         _refuse_a_turn(turns, field)
     _check_num_bytes(num_bytes, field, limits)
     return prompt
@@ -191,8 +191,8 @@ def check_chat(turns: Sequence[ChatTurn], limits: Limits, tools: str = "") -> Ch
 
 def _refuse_a_turn(turns: Sequence[ChatTurn], field: str) -> None:
     """Raises `InvalidRequestError` naming the first turn with an unknown role, or with a content that is no Unicode."""
-    for i, (role, content, _) in enumerate(turns):
-        if role not in ROLES:
+    for i, (role, content, extra) in enumerate(turns):
+        if role not in ROLES and not extra:  # a tool's result says which call it answers
             raise InvalidRequestError(f"{field}[{i}].role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
         if not content.isascii():
             check_unicode(content, f"{field}[{i}].content")
