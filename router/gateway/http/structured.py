@@ -64,10 +64,14 @@ def read_structured(body: GenerationBody) -> StructuredOutput | None:
 
 
 def _read(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any], field: str) -> Any:
+    _check_size(raw, field)
+    return decode_field(raw, decoder, field)
+
+
+def _check_size(raw: msgspec.Raw, field: str) -> None:
     num_bytes = memoryview(raw).nbytes
     if num_bytes > _MAX_BYTES:
         raise InvalidRequestError(field, f"at most {_MAX_BYTES} bytes of JSON, not {num_bytes}")
-    return decode_field(raw, decoder, field)
 
 
 def _response_format(raw: msgspec.Raw) -> list[StructuredOutput]:
@@ -121,6 +125,7 @@ def _guided(body: GenerationBody) -> list[StructuredOutput]:
 
 def _schema_text(raw: msgspec.Raw, field: str) -> str | None:
     """A schema is an object, or its text as a string."""
+    _check_size(raw, field)
     text = _text(raw)
     return _read(raw, _TEXT, field) if text is not None and text.startswith('"') else text
 
