@@ -1,5 +1,7 @@
-"""A cluster under `ray up` that grows and shrinks by itself: load -> our autoscaler -> a worker -> Ray's autoscaler -> a
-node, and back."""
+"""A cluster under `ray up` that grows and shrinks by itself.
+
+load -> our autoscaler -> a worker -> Ray's autoscaler -> a node, and back
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_load_adds_a_decode_node_and_its_end_removes_it(launch: Launch) -> None:
         assert serve(client, 1) == ("prefill-0", "decode-0")
         pool = pool_decision(client, "decode")
         assert (pool.size, pool.wanted) == (1, 1)
-        assert pool.reason and pool.change
+        assert pool.reason
+        assert pool.change
     end(launch)
 
 
