@@ -44,7 +44,7 @@ from disagg.proto.config import MAX_PORT, Bytes, Count, KvReserve, Millis, Name,
 from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
-from disagg.router.gateway.config import GatewayOptions, is_loopback
+from disagg.router.gateway.config import GatewayOptions, is_loopback, serves_page
 
 Mode = Literal["disaggregated", "colocated", "elastic"]
 
@@ -420,6 +420,7 @@ def check(config: ClusterConfig) -> None:
 
 
 def _check_exposure(gateway: GatewaySection) -> None:
+    serves_page(gateway)
     if gateway.insecure or is_loopback(gateway.host):
         return
     missing = []

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from disagg.proto.config import Bytes, Count, Name, NonNegativeInt, Port, Seconds, check_bounds
+from disagg.proto.errors import ConfigError
 from disagg.router.config import MetricsOptions, TracingOptions
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
@@ -58,6 +59,10 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     and IP addresses are taken, too."""
     allowed_origins: tuple[Name, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
+    ui: bool | Literal["auto"] = "auto"
+    """Whether the HTTP port has a page for operators at `/`. It is in the browser of whoever calls, with the rights of
+    the key that is entered there. `auto`: where it is safe, which is on loopback, and elsewhere where callers need a
+    key or a certificate; `true` is refused where neither holds."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 2.0
     """Seconds that running answers may take to end when the gateway stops; what still runs then is cut off. New
     requests are refused meanwhile."""
@@ -76,6 +81,18 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_keyless_watches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""
+
+
+def serves_page(options: GatewayOptions) -> bool:
+    """Whether the page is served. Raises `ConfigError` where it is configured and would be open to everybody."""
+    has_certificates = options.tls is not None and options.tls.client_ca is not None
+    is_safe = is_loopback(options.host) or options.api_keys is not None or has_certificates
+    if options.ui is True and not is_safe:
+        raise ConfigError(
+            f"gateway.ui: the page would be open to everybody who reaches {options.host}; set gateway.api_keys or "
+            "gateway.tls.client_ca, or bind to 127.0.0.1"
+        )
+    return is_safe if options.ui == "auto" else options.ui
 
 
 class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +153,7 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         check_bounds(self, "gateway")
+        serves_page(self)
 
     def max_message_bytes(self, max_model_len: int) -> int:
         """The largest message that a client may send: the longest prompt in either form, and what goes with it."""

@@ -34,7 +34,7 @@ from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
-from disagg.router.gateway.config import GatewayConfig, is_loopback
+from disagg.router.gateway.config import GatewayConfig, is_loopback, serves_page
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
@@ -43,6 +43,7 @@ from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import BodyLimits
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.page import Page
 from disagg.router.gateway.http.server import HttpServer
 from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.protocol import ConnectionLimits
@@ -182,6 +183,7 @@ class GatewayServer:
         self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None
+        self._page: Page | None = None
         self._port: int | None = None
         self._http_port: int | None = None
         self._calls = _Calls()
@@ -359,6 +361,7 @@ class GatewayServer:
             self._audit,
             _sites(config),
             self._readiness,
+            self._page,
         )
         tls = self._security.tls
         connections = ConnectionLimits(
@@ -396,6 +399,8 @@ class GatewayServer:
             start_phases=self._start_phases,
             name=self.config.name,
         )
+        if serves_page(self.config):
+            self._page = Page(self._admin, self.model.info.name, time.monotonic, time.time)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

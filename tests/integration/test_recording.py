@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from disagg.cli.explain import to_dict
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.router.gateway.rpc.admin_answers import explanation_json
 from tests.integration.test_processes import FAKE, PROMPT
 from tests.integration.test_scaling import NUM_STREAMS, endless_streams, replaced
 from tests.support.waiting import wait_until
@@ -62,7 +62,7 @@ def test_a_cluster_under_load_whose_workers_are_killed_replays_to_identical_comm
             wait_for_all()
         moved = moved_request(client)
         assert moved
-        seen = to_dict(client.explain(moved))
+        seen = explanation_json(client.explain(moved))
     (file,) = (tmp_path / "events").iterdir()
     found = replay(file, "--request", moved)
     assert found["ended"] == "stopped"

@@ -47,6 +47,10 @@ class Caller(NamedTuple):
         """Whether exact counts over all tenants are for it."""
         return self.is_admin or self.metrics
 
+    def may_see(self, tenant: str) -> bool:
+        """Whether a tenant's requests are for it."""
+        return self.is_admin or self.tenant == tenant
+
 
 class RefusedError(AuthenticationError):
     """What `Authenticator` raises. `reason` is for the operator: the client reads the same words in each case."""

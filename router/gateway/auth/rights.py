@@ -58,11 +58,6 @@ class Rights:
             )
         raise PermissionDeniedError("this needs the key of an admin")
 
-    def may_see(self, tenant: str, context: Context) -> bool:
-        """Whether the caller may see a tenant's requests."""
-        caller = self.caller(context)
-        return caller.is_admin or caller.tenant == tenant
-
     def caller(self, context: Context) -> Caller:
         """The caller of the running call, with its rights here."""
         caller = CALLER.get()

@@ -22,6 +22,7 @@ from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.page import Page
 from disagg.router.gateway.http.transport.errors import (
     Headers,
     MethodNotAllowedError,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN_CHARS: Final = 256
 """Of a wrong path, as an error repeats it."""
 _OPEN_PATHS: Final = ("/livez", "/readyz")
-"""Answered without a key."""
+"""Answered without a key, beside the files of the page, which have no data."""
 _PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")
 """Answered under any name of the host, as probes use them. `/metrics` is not: it shows the use of others, and its
 readers on this machine can use a name of loopback."""
@@ -61,6 +62,7 @@ class HttpApp:
         audit: logs refused calls.
         sites: which web sites' pages may call.
         readiness: whether new requests are taken; once they are not, connections close with their answer.
+        page: for operators; `None` serves none.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class HttpApp:
         audit: Audit,
         sites: Sites,
         readiness: Readiness,
+        page: Page | None = None,
     ) -> None:
+        self._open_paths = frozenset((*_OPEN_PATHS, *(page.paths if page is not None else ())))
         self._audit = audit
         self._sites = sites
         self._readiness = readiness
@@ -82,7 +86,7 @@ class HttpApp:
         self._authenticator = authenticator
         self._mint_id = mint_id
         self._mint_trace_bits = mint_trace_bits
-        self._routes = _routes(completions, information)
+        self._routes = (*_routes(completions, information), *_page_routes(page))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request; every error, also one of our own code, is answered as OpenAI's API does."""
@@ -120,7 +124,7 @@ class HttpApp:
             exchange.add_header(TRACE_HEADER.encode(), exchange.trace_parent.encode())
 
     def _authenticate(self, exchange: Exchange) -> None:
-        if exchange.scope["path"] in _OPEN_PATHS:
+        if exchange.scope["path"] in self._open_paths:
             CALLER.set(UNAUTHENTICATED)
             return
         try:
@@ -164,6 +168,16 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
         Route("/version", information.version, methods=get),
         Route("/tokenize", information.tokenize, methods=post),
         Route("/detokenize", information.detokenize, methods=post),
+    )
+
+
+def _page_routes(page: Page | None) -> Sequence[Route]:
+    if page is None:
+        return ()
+    return (
+        *(Route(path, page.file, methods=["GET"]) for path in page.paths),
+        Route("/ui/state", page.state, methods=["GET"]),
+        Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
     )
 
 

@@ -29,6 +29,7 @@ from disagg.proto.messages import StartPhase
 from disagg.router.api import Router
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
+from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.auth.rights import Rights
 from disagg.router.gateway.rpc.admin_answers import (
     apply_answer,
@@ -134,10 +135,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     @override
     async def ExplainRequest(self, request: pb.ExplainRequestRequest, context: Context) -> pb.ExplainRequestResponse:
         async with abort_on_error(context):
-            trace = self._router.trace(RequestId(request.request_id))
-            if trace is None or not self._rights.may_see(trace.tenant, context):
-                raise RequestNotFoundError("request_id: no such request runs or is remembered")
-            return explanation(trace, self._clock_to_epoch_s())
+            return self.explain(RequestId(request.request_id), self._rights.caller(context))
 
     @override
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
@@ -146,10 +144,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
             limit = request.limit if request.HasField("limit") else DEFAULT_LISTED
             if limit > MAX_LISTED:
                 raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
-            offset_s, response = self._clock_to_epoch_s(), pb.ListRequestsResponse()
-            for trace in self._router.recent(limit):
-                response.requests.append(explanation(trace, offset_s))
-                await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
+            response = pb.ListRequestsResponse()
+            async for found in self.recent(limit):
+                response.requests.append(found)
             return response
 
     @override
@@ -251,6 +248,24 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 exposed_ms=result.exposed_s * 1000,
                 transport=result.transport,
             )
+
+    async def state(self, caller: Caller, max_age_s: float) -> pb.GetClusterStateResponse:
+        """The cluster at most `max_age_s` seconds ago, as `caller` may see it; not to be changed."""
+        return (await self._feed.latest(max_age_s)).message(caller).state
+
+    def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
+        """A running or recent request. Raises `RequestNotFoundError` also for one that `caller` may not see."""
+        trace = self._router.trace(request_id)
+        if trace is None or not caller.may_see(trace.tenant):
+            raise RequestNotFoundError("request_id: no such request runs or is remembered")
+        return explanation(trace, self._clock_to_epoch_s())
+
+    async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
+        """The latest requests of all tenants, newest first; for admins only."""
+        offset_s = self._clock_to_epoch_s()
+        for trace in self._router.recent(limit):
+            yield explanation(trace, offset_s)
+            await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
 
     async def close(self) -> None:
         """End what runs without a call."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
 
 from disagg.proto.autoscaling import Decision
 from disagg.proto.control import (
@@ -229,6 +231,15 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
     if trace.placement is not None:
         response.options.extend(_option(option) for option in trace.placement.options())
     return response
+
+
+def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
+    """All fields under their names in the proto; ids of workers that took no part are empty."""
+    found: dict[str, Any] = MessageToDict(
+        request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    found["kv_bytes"] = request.kv_bytes  # the JSON form of protobuf writes 64 bits as a string
+    return found
 
 
 def recent_request(trace: RequestTrace) -> pb.RecentRequest:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +20,7 @@ from disagg.client import Explanation
 from disagg.client.types import PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import format_bytes, table
+from disagg.router.gateway.rpc.admin_answers import explanation_json
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
@@ -43,7 +42,7 @@ def run_explain(address: str, request_id: str | None, console: Console, *, as_js
     if found is None:
         raise LaunchError(NO_REQUEST)
     if as_json:
-        console.print_json(data=to_dict(found))
+        console.print_json(data=explanation_json(found))
     else:
         console.print(report(found, ascii_only=console.options.ascii_only))
 
@@ -53,7 +52,7 @@ def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> No
     with open_client(address) as client, reaching(address):
         requests = client.requests(limit)
     if as_json:
-        console.print_json(data=[to_dict(request) for request in requests])
+        console.print_json(data=[explanation_json(request) for request in requests])
     elif requests:
         console.print(listing(requests, time.time()))
     else:
@@ -63,15 +62,6 @@ def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> No
 def latest(requests: Sequence[Explanation]) -> Explanation | None:
     """The first that a client sent; else the first probe; None of none."""
     return next((request for request in requests if not request.is_probe), requests[0] if requests else None)
-
-
-def to_dict(request: Explanation) -> dict[str, Any]:
-    """All fields under their names in the proto; ids of workers that took no part are empty."""
-    found: dict[str, Any] = MessageToDict(
-        request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    found["kv_bytes"] = request.kv_bytes  # the JSON form of protobuf writes 64 bits as a string
-    return found
 
 
 # ---------------------------------------------------------------- one request

@@ -20,11 +20,12 @@ from typing import Any
 from rich.console import Console
 
 from disagg.cli.address import reaching
-from disagg.cli.explain import NO_REQUEST, to_dict
+from disagg.cli.explain import NO_REQUEST
 from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
+from disagg.router.gateway.rpc.admin_answers import explanation_json
 
 VIEWER = "https://ui.perfetto.dev"
 GATEWAY = "gateway"
@@ -119,7 +120,7 @@ def _slices(request: Explanation, begin_s: float) -> list[tuple[str, Slice]]:
     """Worker (or the gateway) and slice, for each span. One that lasts ends with the latest time in the record."""
     arrived_us = (request.arrived_at - begin_s) * 1e6
     last_ms = max((max(span.start_ms, span.end_ms) for span in request.spans), default=0.0)
-    details = {name: value for name, value in to_dict(request).items() if not isinstance(value, (list, dict))}
+    details = {name: value for name, value in explanation_json(request).items() if not isinstance(value, (list, dict))}
     found = []
     for span in request.spans:
         lasts = not span.HasField("end_ms")

@@ -21,7 +21,7 @@ from disagg.cli.replay.wording import command_text, entry_text
 from disagg.client import Explanation
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepUpdate
-from disagg.router.gateway.rpc.admin_answers import explanation
+from disagg.router.gateway.rpc.admin_answers import explanation, explanation_json
 from disagg.router.recording.entries import Entry, Handled
 from disagg.router.recording.replay import Replayed
 from disagg.router.requests.events import (
@@ -135,7 +135,7 @@ def to_dict(story: Story) -> dict[str, Any]:
     return {
         "request_id": story.request_id,
         "moments": [dict(_fields(story, moment)) for moment in story.moments],
-        "explanation": None if story.whole is None else explain.to_dict(story.whole),
+        "explanation": None if story.whole is None else explanation_json(story.whole),
     }
 
 
@@ -147,7 +147,7 @@ def _fields(story: Story, moment: Moment) -> Iterator[tuple[str, Any]]:
     yield "text", _text(story, moment)
     yield "decisions", moment.decisions if moment.num_events == 1 else []
     if moment.placement is not None:
-        yield "placement", explain.to_dict(moment.placement)
+        yield "placement", explanation_json(moment.placement)
 
 
 def _ms(story: Story, now: float) -> float:

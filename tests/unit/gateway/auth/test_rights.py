@@ -74,7 +74,7 @@ def test_who_is_on_this_machine(peer: str, local: bool) -> None:
 @pytest.mark.usefixtures("caller")
 def test_who_is_an_admin(rights: Rights, peer: str) -> None:
     rights.require_admin(context(peer))
-    assert rights.may_see("anybody", context(peer))
+    assert rights.caller(context(peer)).may_see("anybody")
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_who_is_none(rights: Rights, peer: str, message: str) -> None:
     with pytest.raises(PermissionDeniedError) as caught:
         rights.require_admin(context(peer))
     assert str(caught.value) == message
-    assert not rights.may_see("another", context(peer))
+    assert not rights.caller(context(peer)).may_see("another")
 
 
 @pytest.mark.parametrize("caller", [Caller("a", False)], indirect=True)
 @pytest.mark.usefixtures("caller")
 def test_a_tenant_sees_its_own_requests() -> None:
-    assert Rights().may_see("a", context(REMOTE))
-    assert not Rights().may_see("", context(REMOTE))
+    assert Rights().caller(context(REMOTE)).may_see("a")
+    assert not Rights().caller(context(REMOTE)).may_see("")
 
 
 # ---------------------------------------------------------------- what a configuration means

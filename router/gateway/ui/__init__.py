@@ -1,0 +1,1 @@
+"""The files of the page for operators, as browsers get them; `http/page.py` serves them."""

@@ -1,0 +1,251 @@
+// The cluster: workers with their KV, hand-overs between them, and what clients get, over time.
+
+import { byId, bytes, el, facts, rate, setText, svg, table } from "./dom.js";
+
+const MAX_CARDS = 8; // of a column; more workers are drawn as cells of a heat map
+const STRIP = 60;
+const HISTORY = 300;
+const MAX_ARROWS = 12;
+const MAX_ROWS = 8;
+
+const cards = new Map();
+const strips = new Map();
+const samples = [];
+let earlier = null;
+let shape = "";
+
+export function showCluster(state) {
+  const moved = movements(state);
+  remember(state);
+  facts(byId("totals"), [
+    ["queued", String(state.queued)],
+    ["running", String(state.running)],
+    ...["prefill", "transfer", "decode"].map((stage) => [`in ${stage}`, String(state.stages[stage] ?? 0)]),
+  ]);
+  showPools(state.pools);
+  const columns = split(state.workers);
+  build(columns, state);
+  state.workers.forEach(showWorker);
+  showArrows(moved, columns);
+  showPairs(moved, state.num_pairs);
+  showCharts(state);
+}
+
+function showPools(pools) {
+  byId("pools").replaceChildren(...pools.map((pool) => {
+    const className = pool.ready === pool.desired ? "good" : "warn";
+    return el("li", {}, `${pool.name} `, el("b", { class: className }, `${pool.ready} of ${pool.desired}`));
+  }));
+}
+
+// Prefill on the left, decode on the right; workers that do both are dealt out to both sides.
+function split(workers) {
+  const left = [];
+  const right = [];
+  let both = 0;
+  for (const worker of workers) {
+    const roles = worker.roles.length ? worker.roles : [worker.id.split("-")[0]];
+    if (roles.length > 1) (both++ % 2 ? right : left).push(worker);
+    else (roles[0] === "prefill" ? left : right).push(worker);
+  }
+  const name = (list, other) => (both === workers.length && both ? "prefill and decode" : list.length ? other : "");
+  return [{ title: name(left, "prefill"), workers: left }, { title: name(right, "decode"), workers: right }];
+}
+
+function build(columns, state) {
+  const now = columns.map(({ workers }) => workers.map((worker) => worker.id).join()).join("|");
+  if (now === shape && cards.size) return;
+  shape = now;
+  cards.clear();
+  for (const id of strips.keys()) if (!state.workers.some((worker) => worker.id === id)) strips.delete(id);
+  const made = columns.map(({ title, workers }) => {
+    const isDense = workers.length > MAX_CARDS;
+    const children = workers.map((worker) => {
+      const card = isDense ? makeCell() : makeCard(worker);
+      cards.set(worker.id, card);
+      return card.root;
+    });
+    return el("div", { class: isDense ? "column dense" : "column" }, el("h3", {}, title ? `${title}, ${workers.length}` : ""), ...children);
+  });
+  byId("map").replaceChildren(...made, svg("svg", { class: "arrows", "aria-hidden": "true" }));
+  if (state.num_workers > state.workers.length) {
+    byId("map").append(el("p", { class: "muted" }, `${state.workers.length} of ${state.num_workers} workers are shown`));
+  }
+}
+
+function makeCell() {
+  const fill = el("i", {});
+  return { root: el("div", { class: "cell", role: "img" }, fill), fill };
+}
+
+function makeCard(worker) {
+  const parts = ["active", "reserved", "cached"].map((name) => el("i", { class: name }));
+  const [phase, sequences, nums] = [el("span", {}), el("span", { class: "muted" }), el("div", { class: "nums" })];
+  const canvas = el("canvas", { width: STRIP * 4, height: 10, "aria-hidden": "true" });
+  const top = el("div", { class: "top" }, el("span", { class: "id" }, worker.id), phase, el("span", { class: "spring" }), sequences);
+  const root = el("div", { class: "worker", role: "group", "aria-label": worker.id }, top, el("div", { class: "bar", "aria-hidden": "true" }, ...parts), nums, canvas);
+  return { root, parts, phase, sequences, nums, canvas };
+}
+
+function used(worker) {
+  return worker.blocks ? (worker.active + worker.reserved) / worker.blocks : 0;
+}
+
+const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+function showWorker(worker) {
+  const card = cards.get(worker.id);
+  const phase = worker.phase || "unknown";
+  const isReady = phase === "ready";
+  if (card.fill) {
+    card.fill.style.height = `${used(worker) * 100}%`;
+    card.root.classList.toggle("away", !isReady);
+    const text = `${worker.id}: ${phase}, ${percent(used(worker))} of KV in use, ${worker.sequences} sequences`;
+    card.root.setAttribute("aria-label", text);
+    card.root.title = text;
+    return;
+  }
+  setText(card.phase, isReady ? "" : phase);
+  card.phase.className = ["lost", "failed"].includes(phase) ? "bad" : "warn";
+  card.root.title = worker.detail;
+  setText(card.sequences, worker.sequences === 1 ? "1 sequence" : `${worker.sequences} sequences`);
+  const blocks = worker.blocks || 1;
+  [worker.active, worker.reserved, worker.cached].forEach((count, i) => {
+    card.parts[i].style.width = `${(count / blocks) * 100}%`;
+  });
+  setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached`);
+  drawStrip(card.canvas, strips.get(worker.id));
+}
+
+function drawStrip(canvas, shares) {
+  const context = canvas.getContext("2d");
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  context.fillStyle = getComputedStyle(canvas).getPropertyValue("--active");
+  shares.forEach((share, i) => {
+    context.globalAlpha = share > 0 ? 0.15 + 0.85 * share : 0;
+    context.fillRect((STRIP - shares.length + i) * 4, 0, 4, canvas.height);
+  });
+}
+
+function remember(state) {
+  for (const worker of state.workers) {
+    const strip = strips.get(worker.id) ?? [];
+    strip.push(used(worker));
+    if (strip.length > STRIP) strip.shift();
+    strips.set(worker.id, strip);
+  }
+  samples.push(state);
+  if (samples.length > HISTORY) samples.shift();
+  samples.at(-2) && Object.assign(samples.at(-2), { workers: null, pairs: null, requests: null });
+}
+
+// What moved between each pair since the state before, per second.
+function movements(state) {
+  const before = new Map((earlier?.pairs ?? []).map((pair) => [`${pair.src} ${pair.dst} ${pair.transport}`, pair]));
+  const elapsed = earlier ? Math.max(0.1, state.now - earlier.now) : 1;
+  const moved = state.pairs.map((pair) => {
+    const last = before.get(`${pair.src} ${pair.dst} ${pair.transport}`) ?? (earlier ? { bytes: 0, transfers: 0 } : pair);
+    const count = Math.max(0, pair.transfers - last.transfers);
+    return { ...pair, count: count / elapsed, moved: Math.max(0, pair.bytes - last.bytes) / elapsed, size: count ? Math.max(0, pair.bytes - last.bytes) / count : 0 };
+  });
+  earlier = { now: state.now, pairs: state.pairs };
+  return moved.sort((a, b) => b.moved - a.moved || b.bytes - a.bytes);
+}
+
+// ---------------------------------------------------------------- hand-overs
+
+function showArrows(moved, columns) {
+  const canvas = byId("map").querySelector("svg.arrows");
+  const isDense = columns.some(({ workers }) => workers.length > MAX_CARDS);
+  const box = canvas.getBoundingClientRect();
+  const middle = (root) => {
+    const at = root.getBoundingClientRect();
+    return { left: at.left - box.left, right: at.right - box.left, y: (at.top + at.bottom) / 2 - box.top };
+  };
+  const drawn = isDense ? [] : moved.filter((pair) => cards.has(pair.src) && cards.has(pair.dst)).slice(0, MAX_ARROWS);
+  const most = Math.max(...drawn.map((pair) => pair.moved), 1);
+  const places = new Map([...cards].map(([id, card]) => [id, middle(card.root)]));
+  const paths = drawn.reverse().map((pair, i) => arrow(pair, places.get(pair.src), places.get(pair.dst), most, i));
+  canvas.replaceChildren(...paths.flatMap((each) => each.lines), ...paths.flatMap((each) => each.labels));
+}
+
+function arrow(pair, src, dst, most, number) {
+  const toRight = src.right <= dst.left;
+  const isSameSide = Math.abs(src.left - dst.left) < 1;
+  const from = toRight || isSameSide ? src.right + 3 : src.left - 3;
+  const to = isSameSide ? dst.right + 9 : toRight ? dst.left - 9 : dst.right + 9;
+  const bend = isSameSide ? from + 40 : (from + to) / 2;
+  const isIdle = pair.moved === 0;
+  const width = isIdle ? 1 : 1.5 + 4.5 * Math.sqrt(pair.moved / most);
+  const d = `M${from} ${src.y} C${bend} ${src.y} ${bend} ${dst.y} ${to} ${dst.y}`;
+  const lines = [svg("path", { d, class: isIdle ? "idle" : "", "stroke-width": width })];
+  if (isIdle) return { lines, labels: [] };
+  const tip = isSameSide || !toRight ? -8 : 8;
+  lines.push(svg("path", { class: "head", d: `M${to + tip} ${dst.y} l${-tip} -5 v10 z` }));
+  const share = 0.3 + 0.4 * ((number % 3) / 2); // labels of arrows that cross lie at different places
+  const at = bezier(share, { x: from, y: src.y }, { x: bend, y: src.y }, { x: bend, y: dst.y }, { x: to, y: dst.y });
+  return { lines, labels: Math.abs(to - from) < 90 ? [] : [svg("text", { x: at.x, y: at.y + 4 }, bytes(pair.size))] };
+}
+
+function bezier(t, ...points) {
+  const weights = [(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t ** 3];
+  return { x: points.reduce((sum, point, i) => sum + weights[i] * point.x, 0), y: points.reduce((sum, point, i) => sum + weights[i] * point.y, 0) };
+}
+
+function showPairs(moved, numPairs) {
+  if (!moved.length) {
+    byId("pairs").replaceChildren();
+    return;
+  }
+  const rows = moved.slice(0, MAX_ROWS).map((pair) => ({
+    cells: [`${pair.src} to ${pair.dst}`, pair.transport, rate(pair.count), pair.size ? bytes(pair.size) : "", `${bytes(pair.moved)}/s`, String(pair.transfers), bytes(pair.bytes), String(pair.failures)],
+  }));
+  const columns = ["Hand-overs", "by", "per s>", "size>", "KV>", "in all>", "KV in all>", "failed>"];
+  const more = numPairs > rows.length ? el("p", { class: "legend" }, `the busiest ${rows.length} of ${numPairs} pairs`) : null;
+  byId("pairs").replaceChildren(el("div", { class: "scroll" }, table(columns, rows, "Hand-overs between pairs of workers")), more ?? "");
+}
+
+// ---------------------------------------------------------------- over time
+
+function showCharts(state) {
+  const names = ["both", "ttft", "tpot"].filter((name) => state.targets[name]?.[1]);
+  const label = { both: "all", ttft: "TTFT", tpot: "TPOT" };
+  const share = ([met, total]) => (total ? met / total : null);
+  facts(byId("targets-now"), names.map((name, i) => [keyed(i, label[name]), percent(share(state.targets[name]))]));
+  if (names.length) {
+    drawChart(byId("targets"), names.map((name) => samples.map((each) => share(each.targets[name] ?? [0, 0]))), 1, "100 %");
+  } else {
+    byId("targets").replaceChildren(el("p", { class: "empty" }, "No request of the last minute had a latency target."));
+  }
+  facts(byId("rates-now"), [[keyed(0, "requests/s"), rate(state.requests_per_s)], [keyed(1, "tokens/s"), rate(state.output_tokens_per_s)]]);
+  const series = ["requests_per_s", "output_tokens_per_s"].map((name) => scaled(samples.map((each) => each[name])));
+  drawChart(byId("rates"), series, 1, "each to its own peak");
+}
+
+function keyed(i, text) {
+  return el("span", {}, el("i", { class: `k${i}` }), text);
+}
+
+function scaled(values) {
+  const most = Math.max(...values, 1e-9);
+  return values.map((value) => value / most);
+}
+
+function drawChart(root, series, top, note) {
+  const path = (values, i) => {
+    let isDown = false;
+    const points = values.map((value, x) => {
+      if (value === null) {
+        isDown = false;
+        return "";
+      }
+      const command = isDown ? "L" : "M";
+      isDown = true;
+      return `${command}${HISTORY - values.length + x} ${(100 - (value / top) * 96).toFixed(2)}`;
+    });
+    return svg("path", { d: points.join(""), class: `c${i}` });
+  };
+  const lines = [4, 52, 100].map((y) => svg("line", { x1: 0, x2: HISTORY, y1: y, y2: y }));
+  const drawn = svg("svg", { viewBox: `0 0 ${HISTORY} 104`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...lines, ...series.map(path).reverse());
+  root.replaceChildren(drawn, el("div", { class: "axis" }, el("span", {}, "5 min ago"), el("span", {}, note), el("span", {}, "now")));
+}
