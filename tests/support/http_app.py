@@ -18,6 +18,7 @@ from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import BodyLimits
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.page import Page
 from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
@@ -49,6 +50,7 @@ class TestApp:
         router: FakeRouter | None = None,
         authenticator: Authenticator | None = None,
         sites: Sites | None = None,
+        page: Page | None = None,
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
@@ -80,6 +82,7 @@ class TestApp:
             Audit(self.metrics.count_refusal, lambda: 1000.0),
             sites or Sites(),
             self.readiness,
+            page,
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, TlsFiles, serves_page
 
 
 def config(**changes: Any) -> GatewayConfig:
@@ -32,6 +32,10 @@ def config(**changes: Any) -> GatewayConfig:
         ({"max_connections": 0}, "max_connections"),
         ({"max_unfinished_bytes": 0}, r"^gateway\.max_unfinished_bytes: must be in \[1, 1099511627776\], not 0$"),
         ({"max_keyless_watches": 65_537}, r"^gateway\.max_keyless_watches: must be in \[1, 65536\], not 65537$"),
+        (
+            {"host": "0.0.0.0", "ui": True},
+            r"^gateway\.ui: the page would be open to everybody who reaches 0\.0\.0\.0",
+        ),
         ({"host": ""}, r"^gateway\.host: must not be empty$"),
         ({"max_grpc_connections": 0}, "max_grpc_connections"),
         ({"grpc_handshake_timeout_s": 0.0}, "grpc_handshake_timeout_s"),
@@ -51,3 +55,19 @@ def test_a_message_holds_the_longest_prompt_in_either_form() -> None:
     assert config(max_prompt_bytes=5 << 20).max_message_bytes(100) == (5 << 20) + (64 << 10)
     assert config(max_prompt_bytes=1000).max_message_bytes(1_000_000) == 8_000_000 + (64 << 10)
     assert config(max_prompt_bytes=1000).max_message_bytes(100) == 1000 + (64 << 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_served"),
+    [
+        ({}, True),
+        ({"ui": False}, False),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "0.0.0.0", "api_keys": "/keys"}, True),
+        ({"host": "0.0.0.0", "tls": TlsFiles(cert="/c", key="/k")}, False),
+        ({"host": "0.0.0.0", "tls": TlsFiles(cert="/c", key="/k", client_ca="/ca")}, True),
+        ({"host": "0.0.0.0", "ui": True, "api_keys": "/keys"}, True),
+    ],
+)
+def test_the_page_is_served_where_not_everybody_can_open_it(changes: dict[str, Any], is_served: bool) -> None:
+    assert serves_page(config(**changes)) is is_served
