@@ -26,7 +26,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -87,6 +87,16 @@ build/clients/%/.install-stamp: tests/clients/requirements-%.txt
 	@$(QUIET) "Creating build/clients/$*" build/clients/$*-venv.log $(PYTHON) -m venv build/clients/$*
 	@$(QUIET) "Installing $*" build/clients/$*-install.log \
 	  build/clients/$*/bin/python $(INSTALL) -r $<
+	@touch $@
+
+test-page: $(STAMP) build/page/.install-stamp ## the page in headless Chromium; needs chromium and chromium-driver of the system
+	@echo "Testing the page (about a minute; screenshots are in build/screenshots)"
+	@$(BIN)/python -m pytest tests/page $(ARGS)
+
+build/page/.install-stamp: tests/page/requirements.txt
+	@mkdir -p build
+	@$(QUIET) "Creating build/page" build/page-venv.log $(PYTHON) -m venv build/page
+	@$(QUIET) "Installing Selenium" build/page-install.log build/page/bin/python $(INSTALL) -r $<
 	@touch $@
 
 lint: $(STAMP) ## ruff, mypy (strict) and buf

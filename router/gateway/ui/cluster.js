@@ -5,13 +5,14 @@ import { byId, bytes, el, facts, rate, setText, svg, table } from "./dom.js";
 const MAX_CARDS = 8; // of a column; more workers are drawn as cells of a heat map
 const STRIP = 60;
 const HISTORY = 300;
+const RECENT = 10; // seconds over which hand-overs are counted
 const MAX_ARROWS = 12;
 const MAX_ROWS = 8;
 
 const cards = new Map();
 const strips = new Map();
 const samples = [];
-let earlier = null;
+const past = [];
 let shape = "";
 
 export function showCluster(state) {
@@ -139,17 +140,21 @@ function remember(state) {
   samples.at(-2) && Object.assign(samples.at(-2), { workers: null, pairs: null, requests: null });
 }
 
-// What moved between each pair since the state before, per second.
+// What moved between each pair lately, per second, and the mean size of a hand-over.
 function movements(state) {
-  const before = new Map((earlier?.pairs ?? []).map((pair) => [`${pair.src} ${pair.dst} ${pair.transport}`, pair]));
-  const elapsed = earlier ? Math.max(0.1, state.now - earlier.now) : 1;
+  past.push({ now: state.now, pairs: new Map(state.pairs.map((pair) => [nameOf(pair), pair])) });
+  if (past.length > RECENT + 1) past.shift();
+  const elapsed = Math.max(0.1, state.now - past[0].now);
   const moved = state.pairs.map((pair) => {
-    const last = before.get(`${pair.src} ${pair.dst} ${pair.transport}`) ?? (earlier ? { bytes: 0, transfers: 0 } : pair);
-    const count = Math.max(0, pair.transfers - last.transfers);
-    return { ...pair, count: count / elapsed, moved: Math.max(0, pair.bytes - last.bytes) / elapsed, size: count ? Math.max(0, pair.bytes - last.bytes) / count : 0 };
+    const before = past[0].pairs.get(nameOf(pair)) ?? { bytes: 0, transfers: 0 };
+    const [count, size] = [Math.max(0, pair.transfers - before.transfers), Math.max(0, pair.bytes - before.bytes)];
+    return { ...pair, count: count / elapsed, moved: size / elapsed, size: count ? size / count : 0 };
   });
-  earlier = { now: state.now, pairs: state.pairs };
   return moved.sort((a, b) => b.moved - a.moved || b.bytes - a.bytes);
+}
+
+function nameOf(pair) {
+  return `${pair.src} ${pair.dst} ${pair.transport}`;
 }
 
 // ---------------------------------------------------------------- hand-overs
@@ -184,7 +189,7 @@ function arrow(pair, src, dst, most, number) {
   lines.push(svg("path", { class: "head", d: `M${to + tip} ${dst.y} l${-tip} -5 v10 z` }));
   const share = 0.3 + 0.4 * ((number % 3) / 2); // labels of arrows that cross lie at different places
   const at = bezier(share, { x: from, y: src.y }, { x: bend, y: src.y }, { x: bend, y: dst.y }, { x: to, y: dst.y });
-  return { lines, labels: Math.abs(to - from) < 90 ? [] : [svg("text", { x: at.x, y: at.y + 4 }, bytes(pair.size))] };
+  return { lines, labels: Math.abs(to - from) < 90 ? [] : [svg("text", { x: at.x, y: at.y + 4 }, bytes(pair.size || pair.moved))] };
 }
 
 function bezier(t, ...points) {
@@ -213,13 +218,13 @@ function showCharts(state) {
   const share = ([met, total]) => (total ? met / total : null);
   facts(byId("targets-now"), names.map((name, i) => [keyed(i, label[name]), percent(share(state.targets[name]))]));
   if (names.length) {
-    drawChart(byId("targets"), names.map((name) => samples.map((each) => share(each.targets[name] ?? [0, 0]))), 1, "100 %");
+    drawChart(byId("targets"), names.map((name) => samples.map((each) => share(each.targets[name] ?? [0, 0]))), 1, "of the last minute, 0 to 100 %");
   } else {
     byId("targets").replaceChildren(el("p", { class: "empty" }, "No request of the last minute had a latency target."));
   }
   facts(byId("rates-now"), [[keyed(0, "requests/s"), rate(state.requests_per_s)], [keyed(1, "tokens/s"), rate(state.output_tokens_per_s)]]);
   const series = ["requests_per_s", "output_tokens_per_s"].map((name) => scaled(samples.map((each) => each[name])));
-  drawChart(byId("rates"), series, 1, "each to its own peak");
+  drawChart(byId("rates"), series, 1, "each up to its peak");
 }
 
 function keyed(i, text) {

@@ -80,7 +80,7 @@ function factsOf(request) {
   const entries = [
     ["request", el("code", {}, request.request_id)],
     ["outcome", outcome(request.outcome, request.is_probe)],
-    ["ran on", route.filter(Boolean).join(" to ") || "nowhere yet"],
+    ["ran on", route.filter(Boolean).join(" to ") || (request.outcome ? "no worker" : "no worker yet")],
     ["tokens", `${request.prompt_tokens} of the prompt, ${request.completion_tokens} generated`],
     ["cached", cached.filter(([worker, count]) => worker && count).map(([worker, count]) => `${count} tokens on ${worker}`).join(", ") || "nothing"],
     ["KV moved", request.transport ? `${bytes(request.kv_bytes)} by ${request.transport}` : "none"],
