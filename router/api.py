@@ -57,6 +57,23 @@ class CallDemand(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Lower limit of their tokens, charged to the tenant."""
 
 
+class RateView(NamedTuple):
+    """One limit of a minute, as its tenant sees it."""
+
+    limit: int
+    remaining: int
+    """That may be taken now."""
+    reset_s: float
+    """Until nothing is missing, where nothing is taken meanwhile."""
+
+
+class Quota(NamedTuple):
+    """The limits of a tenant for a minute; None for those that it has not."""
+
+    requests: RateView | None = None
+    tokens: RateView | None = None
+
+
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A validated, tokenized request. It and what is made of it are in no reference cycle, so the garbage collector
     does not track them: a router has thousands."""
@@ -375,6 +392,10 @@ class Router(Protocol):
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         """Return what a call was charged for and does not use: tokens that no submitted request has as its
         `prepaid_tokens`, and answers that were not submitted."""
+        ...
+
+    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        """What is left to a tenant now, whose calls bring `limits`."""
         ...
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:

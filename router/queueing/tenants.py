@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 
 from disagg.proto.block_hash import tenant_tag
 from disagg.proto.errors import LimitError
-from disagg.router.api import CallDemand, TenantLimits
+from disagg.router.api import CallDemand, Quota, RateView, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.queue import Share
 
@@ -151,6 +151,11 @@ class Tenants:
     def in_flight(self) -> dict[str, tuple[int, int]]:
         """By tenant: requests that wait, and that run."""
         return {name: (each.num_waiting, each.num_running) for name, each in self._tenants.items()}
+
+    def quota(self, name: str, limits: TenantLimits, now: float) -> Quota:
+        """What is left to a tenant whose calls bring `limits`. Changes nothing."""
+        tenant = self._tenants.get(name) or Tenant(name, self._stated.get(name, limits), now)
+        return Quota(*(None if each is None else each.view(now) for each in (tenant.requests, tenant.tokens)))
 
     # ---------------------------------------------------------------- calls and requests
 
@@ -395,16 +400,21 @@ class TokenBucket:
 
     def level(self, now: float) -> float:
         """What can be taken now."""
-        if now > self._updated:
-            self._level = min(self.per_minute, self._level + (now - self._updated) * self.per_minute / _PERIOD_S)
-            self._updated = now
-        return self._level
+        passed_s = max(0.0, now - self._updated)
+        return min(self.per_minute, self._level + passed_s * self.per_minute / _PERIOD_S)
+
+    def view(self, now: float) -> RateView:
+        """Its state for the tenant."""
+        level = self.level(now)
+        return RateView(self.per_minute, max(0, int(level)), (self.per_minute - level) * _PERIOD_S / self.per_minute)
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change its size. The fill ratio stays the same, so that neither what was taken nor a debt is forgotten."""
         self._level = self.level(now) * per_minute / self.per_minute
+        self._updated = max(self._updated, now)
         self.per_minute = per_minute
 
     def take(self, amount: float, now: float) -> None:
         """Take `amount`, or give it back where it is negative. Raises nothing: see `missing_s`."""
         self._level = min(self.per_minute, self.level(now) - amount)
+        self._updated = max(self._updated, now)

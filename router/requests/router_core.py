@@ -39,7 +39,7 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from disagg.router.api import CallDemand, ClusterView, PlacementView, RequestTrace
+from disagg.router.api import CallDemand, ClusterView, PlacementView, Quota, RequestTrace, TenantLimits
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.fleet import Fleet, version_of
 from disagg.router.placement.placement import Draw, draw_of, uniform_draw
@@ -190,6 +190,10 @@ class RouterCore:
     def refund(self, tenant: str, num_tokens: int, num_answers: int, now: float) -> None:
         """Return charged tokens, and admitted answers that were not submitted, to the tenant."""
         self._tenants.refund(tenant, num_tokens, num_answers, now)
+
+    def quota(self, tenant: str, limits: TenantLimits, now: float) -> Quota:
+        """What is left to a tenant whose calls bring `limits`. Changes nothing."""
+        return self._tenants.quota(tenant, limits, now)
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing is due."""

@@ -22,7 +22,16 @@ from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
-from disagg.router.api import CallDemand, ClusterView, RequestHandle, RequestTrace, RoutedRequest, Router, TenantLimits
+from disagg.router.api import (
+    CallDemand,
+    ClusterView,
+    Quota,
+    RequestHandle,
+    RequestTrace,
+    RoutedRequest,
+    Router,
+    TenantLimits,
+)
 from disagg.router.config import Decodes, RecordingOptions, RouterConfig
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.recording.recorded_core import RecordedCore
@@ -203,6 +212,10 @@ class RouterServer(Router):
     @override
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         self._core.refund(tenant, num_tokens, num_answers, self._clock())
+
+    @override
+    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        return self._core.quota(tenant, limits, self._clock())
 
     @override
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:

@@ -16,7 +16,16 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
-from disagg.router.api import CallDemand, ClusterView, Completion, RequestTrace, RoutedRequest, TenantLimits, TokenBatch
+from disagg.router.api import (
+    CallDemand,
+    ClusterView,
+    Completion,
+    Quota,
+    RequestTrace,
+    RoutedRequest,
+    TenantLimits,
+    TokenBatch,
+)
 from disagg.router.config import Decodes
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
@@ -155,6 +164,7 @@ class FakeRouter:
         self.limit: LimitError | None = None
         """What every call is refused with."""
         self.admitted: list[CallDemand] = []
+        self.left = Quota()
         self.stated: list[dict[str, TenantLimits]] = []
         self.given_back: list[tuple[str, int, int]] = []
         self.no_room: DisaggError | None = None
@@ -171,6 +181,9 @@ class FakeRouter:
 
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         self.given_back.append((tenant, num_tokens, num_answers))
+
+    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        return self.left
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         self.stated.append(dict(limits))

@@ -23,7 +23,7 @@ from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids
-from disagg.router.api import NO_LIMITS, RoutedRequest, Router
+from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
@@ -173,6 +173,10 @@ class Generator:
     def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
         """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
         return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
+
+    def quota(self, caller: Caller) -> Quota:
+        """What is left now to the tenant."""
+        return Quota() if caller.limits is NO_LIMITS else self._router.quota(caller.tenant, caller.limits)
 
     async def _check_grammar(self, checked: CheckedRequest, call: Call) -> None:
         """Compile it on a thread, where its verdict is not known. Raises `InvalidRequestError`, or as `Offload.run`."""

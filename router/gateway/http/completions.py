@@ -34,6 +34,7 @@ from disagg.router.gateway.http.resume import BEGINNING, HEADER, Position, read_
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.router.gateway.http.tool_choices import ToolChoices
+from disagg.router.gateway.http.transport.quota_headers import quota_headers
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.charge import Charge
@@ -114,6 +115,7 @@ class Completions:
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
+            exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
             parsed = await self._limits.read(exchange, kind.read)
             position = self._position(exchange, parsed)
             if position is not None:

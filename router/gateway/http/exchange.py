@@ -59,6 +59,8 @@ class Exchange:
         self._shared = headers
         self.trace_parent = ""
         """The W3C `traceparent` of our span; empty where the client sent none."""
+        self.late_headers: Callable[[], Headers] = list
+        """Called when the response begins: headers of what is true then."""
         self.parent_span = ""
         """Id of the client's span; empty where it sent none."""
 
@@ -188,9 +190,8 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
         date = formatdate(usegmt=True).encode()
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"date", date), *self._shared, *headers]}
-        )
+        sent = [(b"date", date), *self._shared, *self.late_headers(), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def _write(self, data: bytes, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -10,7 +10,7 @@ import pytest
 from disagg.proto.errors import LimitError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepSample
-from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
+from disagg.router.api import CallDemand, Quota, RateView, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.tenants import EndTimes, TokenBucket
 from disagg.router.requests.events import LimitsChanged
@@ -377,6 +377,33 @@ def test_a_bucket_of_another_size_stays_as_full_as_it_is() -> None:
     bucket.take(62, 1.0)
     bucket.resize(60, 1.0)
     assert (bucket.level(1.0), bucket.missing_s(0, 1.0)) == (-15.0, 15.0)
+
+
+def test_a_tenant_sees_what_is_left_and_looking_changes_nothing() -> None:
+    it = places(4)
+    limits = TenantLimits(requests_per_minute=60, tokens_per_minute=600)
+
+    def seen(now: float, stated: TenantLimits = limits) -> Quota:
+        return it.core.quota("a", stated, now)
+
+    assert seen(0.0) == Quota(RateView(60, 60, 0.0), RateView(600, 600, 0.0))
+    assert it.core.view(0.0).tenants == {}
+    assert it.core.admit(call(3, 90, limits=limits), 0.0) is None
+    assert seen(0.0) == Quota(RateView(60, 57, 3.0), RateView(600, 510, 9.0))
+    assert seen(1.5) == Quota(RateView(60, 58, 1.5), RateView(600, 525, 7.5))
+    assert seen(0.0) == Quota(RateView(60, 57, 3.0), RateView(600, 510, 9.0))  # the time of a look is not kept
+    it.core.refund("a", 90, 3, 1.5)
+    assert seen(9.0) == Quota(RateView(60, 60, 0.0), RateView(600, 600, 0.0))
+    assert it.core.admit(call(1, 600, limits=limits), 9.0) is None
+    it.core.handle(LimitsChanged({"a": TenantLimits(tokens_per_minute=60)}), 9.0)
+    assert seen(9.0) == Quota(None, RateView(60, 0, 60.0))
+    assert it.core.quota("b", TenantLimits(), 9.0) == Quota()
+
+
+def test_a_debt_is_no_negative_rest() -> None:
+    bucket = TokenBucket(60, 0.0)
+    bucket.take(90, 0.0)
+    assert bucket.view(0.0) == RateView(60, 0, 90.0)
 
 
 def test_new_limits_count_from_the_next_request_on() -> None:

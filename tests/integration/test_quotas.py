@@ -1,0 +1,91 @@
+"""What a tenant with limits reads of them over HTTP: real gateway and key file, the router's own counts, a clock that
+stands still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from typing_extensions import override
+
+from disagg.router.api import CallDemand, Quota, RoutedRequest, TenantLimits
+from disagg.router.config import RouterConfig
+from disagg.router.queueing.tenants import Tenants
+from tests.support.gateway import FakeHandle, FakeRouter, write_checkpoint
+from tests.support.gateway_server import running
+from tests.support.http_app import TEXT
+
+KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0002"
+KEYS = f"""
+- {{tenant: a, key: {KEY_A}, limits: {{requests_per_minute: 6, tokens_per_minute: 100}}}}
+- {{tenant: b, key: {KEY_B}}}
+"""
+PREFIX = "x-ratelimit-"
+
+
+class MeteredRouter(FakeRouter):
+    """Charges calls as the router core does. Nothing is given back at the end of an answer."""
+
+    def __init__(self) -> None:
+        super().__init__([[75]])
+        self.tenants = Tenants(RouterConfig(), lambda: 4)
+
+    @override
+    def admit(self, call: CallDemand) -> None:
+        if (error := self.tenants.admit(call, 0, 0.0)) is not None:
+            raise error
+
+    @override
+    def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
+        tenant = self.tenants.get(request.tenant, request.limits, 0.0)
+        num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
+        self.tenants.charge(tenant, num_tokens, request.prepaid_tokens, 0.0)
+        self.tenants.submitted(tenant)
+        return super().submit(request, arrival)
+
+    @override
+    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        return self.tenants.quota(tenant, limits, 0.0)
+
+
+def limits_in(response: httpx.Response) -> dict[str, str]:
+    return {name.removeprefix(PREFIX): value for name, value in response.headers.items() if name.startswith(PREFIX)}
+
+
+async def test_a_tenant_with_limits_reads_what_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.touch(mode=0o600)
+    file.write_text(KEYS)
+    router = MeteredRouter()
+    async with (
+        running(write_checkpoint(tmp_path), router, api_keys=str(file), http_port=0) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=60.0) as client,
+    ):
+
+        async def post(key: str, **changes: object) -> httpx.Response:
+            body = {**TEXT, "prompt": [75, 76], "max_tokens": 8, **changes}
+            return await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+        whole, stream, other = await post(KEY_A), await post(KEY_A, stream=True, n=3), await post(KEY_B)
+        over, much = await post(KEY_A, n=3), await post(KEY_A, max_tokens=80)
+        wrong = await post(KEY_A, temperature=-1)
+    assert [each.status_code for each in (whole, stream, other, over, much, wrong)] == [200, 200, 200, 429, 429, 400]
+    assert limits_in(whole) == {
+        "limit-requests": "6",
+        "remaining-requests": "5",
+        "reset-requests": "10s",
+        "limit-tokens": "100",
+        "remaining-tokens": "90",
+        "reset-tokens": "6s",
+    }
+    after = {
+        "limit-requests": "6",
+        "remaining-requests": "2",
+        "reset-requests": "40s",
+        "limit-tokens": "100",
+        "remaining-tokens": "60",
+        "reset-tokens": "24s",
+    }
+    assert limits_in(stream) == limits_in(over) == limits_in(much) == limits_in(wrong) == after
+    assert (over.headers["retry-after-ms"], over.json()["error"]["code"]) == ("10000", "rate_limit_exceeded")
+    assert limits_in(other) == {}
