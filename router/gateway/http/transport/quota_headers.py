@@ -1,6 +1,6 @@
 """`x-ratelimit-*`: what is left of a tenant's limits for a minute, in OpenAI's names and units. Pure.
 
-    x-ratelimit-limit-requests: 600        x-ratelimit-remaining-requests: 599        x-ratelimit-reset-requests: 100ms
+x-ratelimit-limit-requests: 600        x-ratelimit-remaining-requests: 599        x-ratelimit-reset-requests: 100ms
 """
 
 from __future__ import annotations
