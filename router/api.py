@@ -107,6 +107,9 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     resumed_token_ids: tuple[int, ...] = ()
     """Output tokens that its client has from another gateway: the answer continues after them, and `block_hashes` are
     of prompt and these. They do not end the answer."""
+    model_version: str = ""
+    """Of the model that made these: only workers of it continue the answer. Empty where that is not known, or there are
+    none."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -249,6 +252,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     parent_span: str = ""
     is_probe: bool = False
     """An operator's test of one pair: no part of what is counted."""
+    model_version: str = ""
+    """Of the model that makes the answer, see `placement.Version`; empty before the first token."""
     num_prompt_tokens: int = 0
     prefix_marks: tuple[BlockHash, ...] = ()
     """Some hashes of its prompt's blocks, see `telemetry/prefix_marks.py`."""

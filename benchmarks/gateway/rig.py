@@ -66,7 +66,7 @@ class Rig:
         self._config = GatewayConfig(
             model_name=name,
             model_path=path,
-            fingerprint=FINGERPRINT,
+            prefix_root=FINGERPRINT,
             max_model_len=MAX_MODEL_LEN,
             http_port=0,
             **changes,

@@ -201,13 +201,13 @@ def transport_name(config: ClusterConfig) -> TransportName:
 def gateway_config(
     config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo], index: int = 0
 ) -> GatewayConfig:
-    """The configuration of one of the gateways. `infos` are the workers, which must all have the same fingerprint."""
+    """The configuration of one of the gateways. `infos` are the workers."""
     own_port = config.gateway.replica_http_port
     return GatewayConfig(
         **_fields(GatewayOptions, config.gateway),
         model_name=config.model.served_name,
         model_path=model_path,
-        fingerprint=infos[0].fingerprint,
+        prefix_root=config.model.served_name,
         port=config.gateway.port,
         http_port=config.gateway.chosen_http_port,
         max_model_len=min(info.max_model_len for info in infos),

@@ -112,8 +112,9 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     shows_workers: bool = True
     """Whether `/metrics` has what all gateways know: the workers' own counts, and the autoscaler's. Of several gateways
     one shows it, so that sums over all are right."""
-    fingerprint: str
-    """Model fingerprint of the workers; the prefix hash starts from it."""
+    prefix_root: str
+    """What prefix hashes start from. Equal for all gateways of a cluster, whenever they started and whatever version of
+    the model the workers have then: a worker has KV of its own version only."""
     port: Port = 0
     """Of gRPC; 0 takes any free port."""
     http_port: Port | None = None

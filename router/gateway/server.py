@@ -336,7 +336,7 @@ class GatewayServer:
             self.model,
             self._router,
             Limits(self.model.info, self.config.max_prompt_bytes),
-            self.config.fingerprint,
+            self.config.prefix_root,
             clock=time.monotonic,
             mint_seed=lambda: secrets.randbits(64),
             mint_id=_mint_id,

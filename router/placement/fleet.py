@@ -24,7 +24,7 @@ from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig
 from disagg.router.placement.forecast import wait_ms
 from disagg.router.placement.model_groups import ModelGroup, WorkerBucket, longest_of
-from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version
+from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
 from disagg.router.workers.assignments import Assignment, Assignments
 from disagg.router.workers.circuit_breakers import (
     NO_EXCLUSIONS,
@@ -506,11 +506,6 @@ class Fleet:
             worker.refresh()
         elif bucket.changed(worker):
             self.num_openings += 1
-
-
-def version_of(info: WorkerInfo) -> Version:
-    """What a worker shares with those that can use its KV."""
-    return info.fingerprint, info.kv_layout
 
 
 def _emptiest(workers: Iterable[Worker]) -> Worker | None:

@@ -28,6 +28,7 @@ from disagg.router.placement.placement import (
     decode_blocks,
     num_shared,
     prefill_blocks,
+    version_of,
 )
 from disagg.router.workers.circuit_breakers import Exclusions
 from disagg.router.workers.pairs import Pairs
@@ -208,10 +209,10 @@ def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
         if has_both_roles(info) or (may_prefill_locally and decodes_only(info)):
             longest = max(longest, longest_sequence(info))
         if decodes_only(info):
-            group = (info.fingerprint, info.kv_layout)
+            group = version_of(info)
             decodes[group] = max(decodes.get(group, 0), longest_sequence(info))
     for info in filter(prefills_only, infos):
-        longest = max(longest, min(longest_sequence(info), decodes.get((info.fingerprint, info.kv_layout), 0)))
+        longest = max(longest, min(longest_sequence(info), decodes.get(version_of(info), 0)))
     return longest
 
 

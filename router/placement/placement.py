@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import msgspec
 
@@ -34,12 +35,26 @@ from disagg.router.workers.worker import Worker
 Draw = Callable[[int, int], int]
 """(counter, count) -> an index below `count`. Injected, so that the core is deterministic."""
 
+VERSION_CHARS = 16
+"""Of a `Version`, hexadecimal digits."""
+
 MAX_SIDE = 3
 """Candidates of each role, the best by themselves, that are combined to pairs; beside them `Shortlist.partners`."""
 
 
-Version = tuple[str, KvLayout]
-"""Fingerprint and KV layout: workers with equal ones can use each other's KV."""
+Version = NewType("Version", str)
+"""Of a model: what stands for fingerprint and KV layout. Workers of one version can use each other's KV, and continue
+each other's answers."""
+
+
+def version_of(info: WorkerInfo) -> Version:
+    """What a worker shares with those that can use its KV."""
+    return _version(info.fingerprint, info.kv_layout)
+
+
+@lru_cache(maxsize=256)
+def _version(fingerprint: str, layout: KvLayout) -> Version:
+    return Version(hashlib.sha256(msgspec.json.encode((fingerprint, layout))).hexdigest()[:VERSION_CHARS])
 
 
 class Demand(msgspec.Struct, kw_only=True, gc=False):

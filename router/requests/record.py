@@ -273,6 +273,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         is_probe=request.pair is not None,
         num_prompt_tokens=request.num_prompt_tokens,
         prefix_marks=marks_in(request.block_hashes),
+        model_version=request.model_version,
         most_output_tokens=request.sampling.max_tokens,
         ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
         tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
@@ -300,4 +301,5 @@ def new_record(
         block_hashes=request.block_hashes,
         due=due if request.deadline is None else min(due, request.deadline),
         is_boosted=is_boosted,
+        version=Version(request.model_version) if request.model_version else None,
     )

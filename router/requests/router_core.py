@@ -41,8 +41,8 @@ from disagg.proto.messages import (
 )
 from disagg.router.api import CallDemand, ClusterView, PlacementView, Quota, RequestTrace, TenantLimits
 from disagg.router.config import Decodes, RouterConfig
-from disagg.router.placement.fleet import Fleet, version_of
-from disagg.router.placement.placement import Draw, draw_of, uniform_draw
+from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.placement import Draw, draw_of, uniform_draw, version_of
 from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
@@ -421,7 +421,7 @@ class RouterCore:
         released = record.output.add(message.attempt, message.first_index, message.token_ids, message.logprobs)
         if released.token_ids:
             if record.version is None:
-                record.version = version_of(self._fleet.worker(worker_id).info)
+                record.version = record.trace.model_version = version_of(self._fleet.worker(worker_id).info)
             if attempt.awaited == worker_id:
                 attempt.awaited = None
                 self._telemetry.moved(record.trace, now)

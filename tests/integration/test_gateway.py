@@ -403,7 +403,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         roles=("prefill", "decode"),
         address="10.0.0.1:7",
         pid=42,
-        fingerprint=FINGERPRINT,
+        prefix_root=FINGERPRINT,
         kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
         num_blocks=100,
         block_size=16,
@@ -427,7 +427,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         kv_blocks_active=40,
         kv_blocks_cached=7,
         kv_blocks_reserved=5,
-        fingerprint=FINGERPRINT,
+        prefix_root=FINGERPRINT,
     )
     assert state == pb.GetClusterStateResponse(workers=[worker], queued_requests=11, running_requests=5)
 
@@ -488,7 +488,7 @@ async def test_health_follows_readiness(folder: Path) -> None:
 
 
 async def test_a_gateway_may_start_before_it_is_ready(folder: Path) -> None:
-    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT)
+    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT)
     server = GatewayServer(config, FakeRouter())
     with pytest.raises(RuntimeError, match="has not started"):
         _ = server.address
@@ -541,7 +541,7 @@ async def test_when_stop_returns_every_call_has_ended(folder: Path) -> None:
 
 async def test_a_port_that_is_taken(folder: Path) -> None:
     async with running(folder, FakeRouter()) as server:
-        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, port=server.port)
+        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, port=server.port)
         second = GatewayServer(config, FakeRouter())
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
             await second.start()

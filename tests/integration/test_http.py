@@ -303,7 +303,7 @@ async def test_stop_ends_streams_with_an_error_and_closes_all(folder: Path) -> N
 async def test_a_port_that_is_taken(folder: Path) -> None:
     async with serving(folder, FakeRouter()) as server:
         port = int(server.http_address.rsplit(":", 1)[1])
-        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, http_port=port)
+        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, http_port=port)
         second = GatewayServer(config, FakeRouter())
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await second.start()

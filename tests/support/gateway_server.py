@@ -19,7 +19,7 @@ LEFT_TIMEOUT_S = 10.0
 async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
     """A gateway that has stopped, and left no task, when the context ends. `changes` are of its configuration."""
     before = asyncio.all_tasks()
-    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), fingerprint=FINGERPRINT, **changes)
+    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, **changes)
     server = GatewayServer(config, router)
     await server.start()
     try:

@@ -49,6 +49,15 @@ def test_the_next_attempt_continues_after_all_tokens_that_came() -> None:
     assert list(stream.request().resume.token_ids) == [5, 6, 7, 8]
 
 
+def test_the_next_attempt_names_the_version_that_made_the_tokens() -> None:
+    stream = Resumption(asked(seed=7), 10.0)
+    first = delta(0, 5)
+    first.delta.model_version = "00000000000000ab"
+    assert stream.took(first)
+    assert stream.took(delta(1, 6))  # only the first message tells it
+    assert stream.request().resume == pb.Resume(token_ids=[5, 6], model_version="00000000000000ab")
+
+
 def test_text_after_the_last_token_is_passed_on_once() -> None:
     stream = Resumption(asked(seed=7), 10.0)
     assert stream.took(delta(0, 5))

@@ -30,6 +30,8 @@ class Delta:
     answer_index: int = 0
     num_prompt_tokens: int = field(default=0, compare=False)
     """Of the prompt that is answered."""
+    model_version: str = field(default="", compare=False)
+    """Of the model that makes the answer; with the first one only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,15 @@ class Answer:
         """
         text, tokens = self._text, aiter(self._handle)
         num_prompt_tokens = self._routed.num_prompt_tokens
+        tells_version = True
         try:
             while (batch := await self._read(tokens)) is not None:
                 first_index = text.num_tokens
                 piece = self._push(batch)
                 logprobs = self._logprobs(batch, len(piece.token_ids))
-                yield Delta(first_index, piece.token_ids, piece.text, logprobs, self._index, num_prompt_tokens)
+                version = self._trace.model_version if tells_version and self._trace is not None else ""
+                tells_version = False
+                yield Delta(first_index, piece.token_ids, piece.text, logprobs, self._index, num_prompt_tokens, version)
                 if piece.stopped:
                     self._handle.num_answered = text.num_tokens
                     self.cancel()

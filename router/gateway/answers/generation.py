@@ -70,7 +70,7 @@ class Generator:
         model: what is served.
         router: where requests go.
         limits: what requests are checked against.
-        fingerprint: of the workers' model; block hashes start from it.
+        prefix_root: block hashes start from it.
         offload: tokenizes large prompts; `None` tokenizes all on the event loop.
         clock: monotonic seconds, the clock of the deadlines.
         mint_seed: 64 random bits.
@@ -82,7 +82,7 @@ class Generator:
         model: ServedModel,
         router: Router,
         limits: Limits,
-        fingerprint: str,
+        prefix_root: str,
         *,
         clock: Callable[[], float],
         mint_seed: Callable[[], int],
@@ -92,7 +92,7 @@ class Generator:
         self.model = model
         self.limits = limits
         self._router = router
-        self._fingerprint = fingerprint
+        self._prefix_root = prefix_root
         self._clock = clock
         self.mint_seed = mint_seed
         self._mint_id = mint_id
@@ -211,7 +211,7 @@ class Generator:
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
             known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
-            root = root_hash(self._fingerprint, prefix_salt(call.caller.tenant, checked.cache_salt))
+            root = root_hash(self._prefix_root, prefix_salt(call.caller.tenant, checked.cache_salt))
             return RoutedRequest(
                 request_id=call.request_id,
                 sampling=sampling,
@@ -228,6 +228,7 @@ class Generator:
                 prepaid_tokens=prepaid_tokens,
                 tokenize_queue_s=queue_s,
                 resumed_token_ids=checked.resumed,
+                model_version=checked.model_version,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)

@@ -119,7 +119,8 @@ class Completions:
             parsed = await self._limits.read(exchange, kind.read)
             position = self._position(exchange, parsed)
             if position is not None:
-                parsed = replace(parsed, inputs=(replace(parsed.inputs[0], seed=position.seed),))
+                given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
+                parsed = replace(parsed, inputs=(given,))
             checked = await in_pieces(self._check(parsed))
             with self._charged(parsed, call) as charge:
                 run = self._run(parsed, call, charge, checked)

@@ -3,7 +3,9 @@ one that came.
 
     Last-Event-ID: 0                     a new stream whose events have ids: without being asked for, they would break
                                          clients that take each event for one line
-    id: <seed>.<tokens>.<characters>     what the answer is drawn by, and how much of it came with this event and before
+    id: <seed>.<tokens>.<characters>.<version>
+                                         what the answer is drawn by, how much of it came with this event and before,
+                                         and the version of the model that makes it
 
 Any gateway of the cluster then answers the same request. It generates the answer again from its beginning, with the
 same seed, and leaves out what the client has: an event id is too small for the tokens themselves, and gateways share no
@@ -25,7 +27,7 @@ from disagg.router.gateway.requests.values import shown
 
 HEADER: Final = "last-event-id"
 BEGINNING: Final = "0"
-_FORM: Final = re.compile(r"([0-9a-f]{1,16})\.([0-9]{1,9})\.([0-9]{1,9})")
+_FORM: Final = re.compile(r"([0-9a-f]{1,16})\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{16})?")
 
 Events = AsyncGenerator[Delta | Finish, None]
 
@@ -37,12 +39,14 @@ class Position:
     seed: int
     num_tokens: int = 0
     num_chars: int = 0
+    model_version: str = ""
 
     def add(self, delta: Delta) -> bytes:
         """The line of the event that brings `delta`, the next one of the answer."""
         self.num_tokens = delta.first_index + len(delta.token_ids)
         self.num_chars += len(delta.text)
-        return b"id: %x.%d.%d\n" % (self.seed, self.num_tokens, self.num_chars)
+        self.model_version = delta.model_version or self.model_version
+        return b"id: %x.%d.%d.%s\n" % (self.seed, self.num_tokens, self.num_chars, self.model_version.encode())
 
 
 def read_position(event_id: str, seed: int | None) -> Position:
@@ -58,7 +62,7 @@ def read_position(event_id: str, seed: int | None) -> Position:
     match = _FORM.fullmatch(event_id)
     if match is None:
         raise InvalidRequestError(HEADER, f"is no id of an event of this API: {shown(event_id)}")
-    position = Position(int(match[1], 16), int(match[2]), int(match[3]))
+    position = Position(int(match[1], 16), int(match[2]), int(match[3]), match[4] or "")
     assert position.seed <= MAX_SEED
     if seed is not None and seed != position.seed:
         raise InvalidRequestError(HEADER, f"is of a stream with seed {position.seed}, not {shown(seed)}")

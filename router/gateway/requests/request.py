@@ -111,6 +111,8 @@ class GenerationInput:
     resumed: tuple[int, ...] | None = None
     """Token ids of the answer that the client has already, from index 0 on: it continues an answer of which the
     connection broke. `None` for a new answer."""
+    model_version: str = ""
+    """Of the model that made these tokens, as the gateway told it: no other continues the answer. Empty is any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

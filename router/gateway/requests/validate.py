@@ -10,8 +10,10 @@ An error names the field as gRPC writes it, within GenerateRequest: `sampling.to
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgspec
 
@@ -27,6 +29,7 @@ MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 16
 MAX_CACHE_SALT_BYTES = 256
 RESUMED = "resume.token_ids"
+_VERSION: Final = re.compile(r"([0-9a-f]{16})?")
 ROLES = ("system", "user", "assistant")
 TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
@@ -63,6 +66,7 @@ class CheckedRequest:
     """What an error of the grammar names."""
     cache_salt: str
     resumed: tuple[int, ...] = ()
+    model_version: str = ""
     """Token ids of the answer that the client has."""
 
 
@@ -92,6 +96,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
         structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
+        model_version=_check_version(given.model_version),
         resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),
     )
 
@@ -264,6 +269,13 @@ def _check_resumed(
         i = next(i for i, token_id in enumerate(ids) if token_id in stop_ids)
         raise InvalidRequestError(f"{RESUMED}[{i}]", f"{ids[i]} ends the answer, so no token comes after it")
     return ids
+
+
+def _check_version(version: str) -> str:
+    """As a gateway told it, see `router.placement.placement.Version`; empty is any."""
+    if _VERSION.fullmatch(version) is None:
+        raise InvalidRequestError("resume.model_version", "is none that a gateway told: 16 hexadecimal digits")
+    return version
 
 
 def check_num_resumed(num_ids: int, model: ModelInfo) -> None:

@@ -61,6 +61,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
         cache_salt=request.cache_salt,
         structured=_read_structured(request),
         resumed=tuple(request.resume.token_ids) if request.HasField("resume") else None,
+        model_version=request.resume.model_version,
     )
 
 

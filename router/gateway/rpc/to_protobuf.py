@@ -19,6 +19,7 @@ def write_delta(delta: Delta) -> pb.TokenDelta:
         text=delta.text,
         logprobs=write_logprobs(delta.logprobs),
         answer_index=delta.answer_index,
+        model_version=delta.model_version,
     )
 
 

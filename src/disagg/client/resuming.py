@@ -99,6 +99,7 @@ class Resumption:
             self._request.sampling.seed = secrets.randbits(64)
         self._attempts = Attempts(limit_s if can_resume else 0.0, start_s)
         self._token_ids: list[int] = []
+        self._model_version = ""
         self._had_tail = False
         """Whether the text after the last token came."""
         self._is_continued = False
@@ -116,6 +117,7 @@ class Resumption:
         continued = pb.GenerateRequest()
         continued.CopyFrom(self._request)
         continued.resume.token_ids.extend(self._token_ids)
+        continued.resume.model_version = self._model_version
         self._is_continued = True
         return continued
 
@@ -132,6 +134,7 @@ class Resumption:
             raise UnavailableError(
                 f"the gateway continues at token {delta.first_index}, not {len(self._token_ids)}", "not_resumed"
             )
+        self._model_version = delta.model_version or self._model_version
         self._had_tail = not delta.token_ids
         self._token_ids.extend(delta.token_ids)
         return True

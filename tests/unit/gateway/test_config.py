@@ -10,7 +10,7 @@ from disagg.router.gateway.config import GatewayConfig, TlsFiles, serves_page
 
 
 def config(**changes: Any) -> GatewayConfig:
-    return GatewayConfig(**({"model_name": "m", "model_path": "p", "fingerprint": "f"} | changes))
+    return GatewayConfig(**({"model_name": "m", "model_path": "p", "prefix_root": "f"} | changes))
 
 
 @pytest.mark.parametrize(

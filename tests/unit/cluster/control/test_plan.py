@@ -326,7 +326,7 @@ def test_router_and_gateway_configs() -> None:
     assert (router.local_prefill, router.max_queued) == ("never", 6)
     assert (router.decode_reserve_tokens, router.watermark) == (77, 0.5)
     gateway = gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
-    assert (gateway.model_name, gateway.model_path, gateway.fingerprint) == ("m", "/m", "f")
+    assert (gateway.model_name, gateway.model_path, gateway.prefix_root) == ("m", "/m", "m")
     assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
     assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
     assert (gateway.max_unfinished_bytes, gateway.max_keyless_watches) == (3 << 20, 11)

@@ -110,7 +110,7 @@ def test_a_tenant_sees_its_own_requests() -> None:
 
 
 def config(**values: Any) -> GatewayConfig:
-    return GatewayConfig(model_name="m", model_path="fake", fingerprint="f", **values)
+    return GatewayConfig(model_name="m", model_path="fake", prefix_root="f", **values)
 
 
 @pytest.mark.parametrize(

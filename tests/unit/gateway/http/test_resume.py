@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.proto.errors import InvalidRequestError
 from disagg.router.api import Completion
+from disagg.router.gateway.answers.generation import Delta
+from disagg.router.gateway.http.resume import Position, read_position
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.http_app import TestApp
 
@@ -98,3 +101,13 @@ async def test_ids_that_continue_nothing_are_refused(app: TestApp, event_id: str
     response = await app.text(headers={"last-event-id": event_id}, **{"stream": True, **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "last-event-id"
+
+
+def test_an_event_id_names_the_version_of_the_model() -> None:
+    position = Position(seed=10)
+    first = Delta(0, (5, 6), "ab", model_version="00000000000000ab")
+    assert position.add(first) == b"id: a.2.2.00000000000000ab\n"
+    assert position.add(Delta(2, (7,), "c")) == b"id: a.3.3.00000000000000ab\n"
+    assert read_position("a.3.3.00000000000000ab", None) == position
+    with pytest.raises(InvalidRequestError):
+        read_position("a.3.3.ab", None)

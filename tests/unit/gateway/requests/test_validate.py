@@ -89,6 +89,8 @@ WRONG: list[tuple[GenerationInput, str]] = [
     *((asked(resumed=v, seed=1), "resume.token_ids[1]") for v in ((0, VOCAB_SIZE), (0, -1), (17, EOS, 17))),
     (asked(resumed=(0,) * 129, seed=1), "resume.token_ids"),
     (asked(resumed=(17,), seed=1, n=2), "resume"),
+    (asked(resumed=(17,), seed=1, model_version="v"), "resume.model_version"),
+    (asked(resumed=(17,), seed=1, model_version="0" * 17), "resume.model_version"),
     (asked(resumed=(17,)), "sampling.seed"),
     (asked(resumed=(), temperature=0.5), "sampling.seed"),
     (asked(None), "prompt"),

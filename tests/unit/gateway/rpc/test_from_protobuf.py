@@ -55,7 +55,7 @@ def test_every_field_is_read() -> None:
         ),
         n=0,
         cache_salt="s",
-        resume=pb.Resume(token_ids=[4]),
+        resume=pb.Resume(token_ids=[4], model_version="v"),
     )
     read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
@@ -79,6 +79,7 @@ def test_every_field_is_read() -> None:
         n=0,
         cache_salt="s",
         resumed=(4,),
+        model_version="v",
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == []
@@ -86,7 +87,7 @@ def test_every_field_is_read() -> None:
 
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
-    names = {"model", "prompt", "n", "cache_salt", "resumed"}
+    names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version"}
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)

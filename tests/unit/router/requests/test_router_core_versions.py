@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
+from disagg.proto.ids import RequestId
 from disagg.proto.messages import WorkerInfo
+from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
+from disagg.router.placement.placement import version_of
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import ConfigChanged, Submit, WorkerUp
 from tests.support.recordings import GATEWAY_ID, ListSink, file_of, header_of, read, replayed
@@ -107,3 +110,24 @@ def test_a_recording_has_the_configuration() -> None:
     _, entries = read(file_of(header_of(CONFIG), sink.entries))
     assert all(each.is_same for each in replayed(header_of(CONFIG), entries[:-1]))
     assert type(getattr(entries[2], "event", None)).__name__ == "ConfigChanged"
+
+
+def resumed(name: str, version: str) -> RoutedRequest:
+    """An answer of which a client has two tokens, made by that version."""
+    return msgspec.structs.replace(routed_request(name, max_tokens=8), resumed_token_ids=(7, 8), model_version=version)
+
+
+def test_a_resumed_answer_goes_to_workers_of_its_version_only() -> None:
+    it = both_versions()
+    version = version_of(of("2", "p1"))
+    lines = [placed(it.submit(resumed(f"r{number}", version))) for number in range(4)]
+    assert {(line.split()[1], line.split()[4]) for line in lines} == {("p1", "d1")}
+    assert it.core.trace(RequestId("r0")).model_version == version  # type: ignore[union-attr]
+
+
+def test_a_resumed_answer_whose_version_is_gone_is_refused() -> None:
+    it = both_versions()
+    assert it.submit(resumed("r0", version_of(of("3", "p0")))) == []
+    assert it.at(it.now + GRACE_S - 0.1) == []
+    assert it.at(it.now + 0.2) == ["fail r0 UnavailableError no_version_capacity"]
+    assert it.core.holdings()["requests"] == 0
