@@ -1,0 +1,1 @@
+"""What requests see of `disagg apply`; see `command.py`."""
