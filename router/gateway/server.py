@@ -2,7 +2,8 @@
 
 start ──> SERVING ──> stop: NOT_SERVING, no new answers ── at most grace_s ──> the rest is cancelled ──> closed
 
-While answers end, both ports still listen, so that probes see a process that is alive and not ready.
+While answers end, both ports still listen, so that probes see a process that is alive and not ready. Ports that several
+gateways share are closed at once instead: the others take what comes, and probes use the HTTP port of its own.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic o
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await continuation(handler_call_details)
+
+    def cancel(self) -> None:
+        """Cancel all that run."""
+        for task in self._tasks:
+            task.cancel()
 
     async def ended(self) -> None:
         """Wait until no call runs."""
@@ -287,18 +293,37 @@ class GatewayServer:
         deadline = time.monotonic() + (self.config.drain_timeout_s if grace_s is None else grace_s)
         num_running = self._readiness.begin_drain()
         await self._health.enter_graceful_shutdown()
+        leaving = self._leave(server, deadline) if self.config.shares_ports else None
         if num_running:
             logger.info("draining: %d calls still run, for at most %g s", num_running, deadline - time.monotonic())
         if left := await self._readiness.wait_ended(max(0.0, deadline - time.monotonic())):
             logger.info("%d calls still run and are cut off", left)
         rest_s = min(CLOSE_GRACE_S, max(0.0, deadline - time.monotonic()))
         # Each once: gRPC crashes where two stops of a server overlap.
-        await asyncio.gather(server.stop(rest_s), self._stop_http(rest_s))
+        await asyncio.gather(
+            server.stop(rest_s) if leaving is None else self._left(leaving, rest_s), self._stop_http(rest_s)
+        )
         await self._calls.ended()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
+
+    def _leave(self, server: grpc.aio.Server, deadline: float) -> asyncio.Task[None]:
+        """Close the ports that other gateways share, so that the kernel gives them all new connections. gRPC tells its
+        clients to connect anew for further calls; HTTP connections close as they are idle. What runs goes on."""
+        left_s = max(0.0, deadline - time.monotonic())
+
+        async def leave() -> None:
+            await asyncio.gather(server.stop(left_s), *([] if self._http is None else [self._http.stop(left_s)]))
+
+        return asyncio.create_task(leave(), name="leave-shared-ports")
+
+    async def _left(self, leaving: asyncio.Task[None], grace_s: float) -> None:
+        """No answer runs any more; calls that are none, such as a watched health, get `grace_s` seconds."""
+        await asyncio.wait([leaving], timeout=grace_s)
+        self._calls.cancel()
+        await leaving
 
     async def _stop_http(self, grace_s: float) -> None:
         servers = [http for http in (self._http, self._own_http) if http is not None]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -553,3 +554,36 @@ async def test_many_streams_at_once_end_whole(folder: Path) -> None:
         answers = await asyncio.gather(*(client.generate([i + 5]) for i in range(64)))
     assert [answer.token_ids for answer in answers] == [(i + 5,) * 20 for i in range(64)]
     assert len({answer.request_id for answer in answers}) == 64
+
+
+async def test_one_of_several_that_drains_leaves_the_shared_ports_at_once(folder: Path) -> None:
+    """Its streams go on, whoever comes is served by the other one, and its own port says that it drains."""
+    router, other = FakeRouter(lambda _: forever([5])), FakeRouter([[7]])
+    shared: dict[str, Any] = {"shares_ports": True, "http_port": 0}
+    async with running(folder, router, **shared) as server, AsyncClient(server.address) as client:
+        stream = client.stream("x")
+        assert set((await anext(stream)).token_ids) == {5}
+        ports: dict[str, Any] = {
+            **shared,
+            "port": server.port,
+            "http_port": int(server.http_address.rpartition(":")[2]),
+        }
+        async with running(folder, other, **ports) as second, httpx.AsyncClient() as http:
+            assert second.address == server.address
+            stopping = asyncio.create_task(server.stop(WAIT_S))
+            while (await http.get(f"http://{server.own_http_address}/readyz")).status_code == 200:
+                await asyncio.sleep(0.01)
+            for _ in range(12):  # each a connection of its own
+                async with AsyncClient(second.address) as fresh:
+                    assert (await fresh.generate("x", max_tokens=1)).token_ids == (7,)
+                body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 1}
+                async with httpx.AsyncClient() as new:
+                    answer = await new.post(f"http://{second.http_address}/v1/completions", json=body)
+                assert answer.status_code == 200
+            assert (await client.generate("x", max_tokens=1)).token_ids == (7,)  # a client that was connected
+            assert not stopping.done()
+            for _ in range(20):
+                assert set((await anext(stream)).token_ids) == {5}
+            await stream.aclose()
+            await stopping
+    assert (len(router.submitted), len(other.submitted)) == (1, 25)

@@ -21,7 +21,7 @@ START_S: Final = 120.0
 """How long a client waits for the first worker of an empty pool, by default."""
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 0.5
-_LOST_CODES: Final = frozenset({"unreachable", "shutting_down"})
+_LOST_CODES: Final = frozenset({"unreachable", "shutting_down", "gateway_stopping"})
 """Of `UnavailableError`: the gateway is gone, or going."""
 _FINAL_CODES: Final = frozenset({"stream_lost", "not_resumed"})
 """Of `UnavailableError`: another attempt would not help."""
