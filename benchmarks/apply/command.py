@@ -135,11 +135,11 @@ class Request:
         self.ended = time.monotonic()
 
 
-async def answers_of(address: str, num_tokens: int) -> list[list[int]]:
+async def answers_of(address: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
     """Of all prompts, one after the other."""
     found = []
     async with AsyncClient(address) as client:
-        for number in range(len(PROMPTS)):
+        for number in range(num_prompts):
             request = Request(number, time.monotonic())
             await request.run(client, num_tokens)
             if request.error:
@@ -148,7 +148,9 @@ async def answers_of(address: str, num_tokens: int) -> list[list[int]]:
     return found
 
 
-def references(steps: Sequence[tuple[str, dict[str, Any]]], num_tokens: int) -> dict[Version, list[list[int]]]:
+def references(
+    steps: Sequence[tuple[str, dict[str, Any]]], num_prompts: int, num_tokens: int
+) -> dict[Version, list[list[int]]]:
     """The answers of each version, of a cluster that was started with it."""
     found: dict[Version, list[list[int]]] = {}
     for _, config in steps:
@@ -157,7 +159,7 @@ def references(steps: Sequence[tuple[str, dict[str, Any]]], num_tokens: int) -> 
             pools = {name: {**pool, "size": 1} for name, pool in config["pools"].items()}
             began = time.monotonic()
             with ProcessCluster(parse_config({**config, "pools": pools})) as cluster:
-                found[version] = asyncio.run(answers_of(cluster.address, num_tokens))
+                found[version] = asyncio.run(answers_of(cluster.address, num_prompts, num_tokens))
             print(f"reference {len(found)}: {time.monotonic() - began:.1f} s", flush=True)
     return found
 
@@ -165,8 +167,9 @@ def references(steps: Sequence[tuple[str, dict[str, Any]]], num_tokens: int) -> 
 class Load:
     """Requests at random times, all by one client."""
 
-    def __init__(self, client: AsyncClient, rate: float, num_tokens: int) -> None:
-        self._client, self._rate, self._num_tokens = client, rate, num_tokens
+    def __init__(self, client: AsyncClient, rate: float, num_prompts: int, num_tokens: int) -> None:
+        self._client, self._rate = client, rate
+        self._num_prompts, self._num_tokens = num_prompts, num_tokens
         self.requests: list[Request] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -177,7 +180,7 @@ class Load:
         while True:
             due += dice.expovariate(self._rate)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            request = Request(len(self.requests) % len(PROMPTS), time.monotonic())
+            request = Request(len(self.requests) % self._num_prompts, time.monotonic())
             self.requests.append(request)
             self._tasks.append(asyncio.create_task(request.run(self._client, self._num_tokens)))
 
@@ -230,7 +233,7 @@ async def measure(
     start = time.monotonic()
     done = [Change("start", version_of(steps[0][1]), start, start)]
     async with AsyncClient(cluster.address) as client:
-        load = Load(client, options.rate, options.tokens)
+        load = Load(client, options.rate, options.prompts, options.tokens)
         pacer = asyncio.create_task(load.pace())
         try:
             await load.more(TAIL_REQUESTS)
@@ -309,9 +312,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a model of the cache")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--tokens", type=positive, default=48, help="of each answer")
+    parser.add_argument("--prompts", type=positive, default=len(PROMPTS), help="different prompts, at most 8")
     parser.add_argument("--only", nargs="*", default=None, help="names of changes; all without")
     parser.add_argument("--json", type=Path, help="write the report to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.prompts = min(options.prompts, len(PROMPTS))
+    return options
 
 
 def chosen(steps: list[tuple[str, dict[str, Any]]], only: Sequence[str] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -327,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = Path(resolve_model(options.model))
         steps = chosen(changes_of(options.model, first, other_version(first, folder / "other")), options.only)
         try:
-            known = references(steps, options.tokens)
+            known = references(steps, options.prompts, options.tokens)
             with ProcessCluster(parse_config(steps[0][1])) as cluster:
                 changes, requests = asyncio.run(measure(cluster, steps, options, folder))
         except (ConfigError, LaunchError) as error:

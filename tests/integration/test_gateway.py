@@ -51,6 +51,7 @@ from tests.support.gateway import (
     write_checkpoint,
 )
 from tests.support.gateway_server import running
+from tests.support.waiting import eventually
 
 WAIT_S = 20.0
 """How long anything may take before a test fails."""
@@ -559,20 +560,21 @@ async def test_many_streams_at_once_end_whole(folder: Path) -> None:
 async def test_one_of_several_that_drains_leaves_the_shared_ports_at_once(folder: Path) -> None:
     """Its streams go on, whoever comes is served by the other one, and its own port says that it drains."""
     router, other = FakeRouter(lambda _: forever([5])), FakeRouter([[7]])
-    shared: dict[str, Any] = {"shares_ports": True, "http_port": 0}
-    async with running(folder, router, **shared) as server, AsyncClient(server.address) as client:
+    async with running(folder, router, shares_ports=True, http_port=0) as server, AsyncClient(server.address) as client:
         stream = client.stream("x")
         assert set((await anext(stream)).token_ids) == {5}
-        ports: dict[str, Any] = {
-            **shared,
-            "port": server.port,
-            "http_port": int(server.http_address.rpartition(":")[2]),
-        }
-        async with running(folder, other, **ports) as second, httpx.AsyncClient() as http:
+        http_port = int(server.http_address.rpartition(":")[2])
+        async with (
+            running(folder, other, shares_ports=True, port=server.port, http_port=http_port) as second,
+            httpx.AsyncClient() as http,
+        ):
             assert second.address == server.address
-            stopping = asyncio.create_task(server.stop(WAIT_S))
-            while (await http.get(f"http://{server.own_http_address}/readyz")).status_code == 200:
-                await asyncio.sleep(0.01)
+            stopping = asyncio.create_task(server.stop(120.0))
+
+            async def drains() -> bool:
+                return (await http.get(f"http://{server.own_http_address}/readyz")).status_code != 200
+
+            await eventually(drains)
             for _ in range(12):  # each a connection of its own
                 async with AsyncClient(second.address) as fresh:
                     assert (await fresh.generate("x", max_tokens=1)).token_ids == (7,)
