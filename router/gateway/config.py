@@ -60,9 +60,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[Name, ...] = ()
     """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
     ui: bool | Literal["auto"] = "auto"
-    """Whether the HTTP port has a page for operators at `/`. It is in the browser of whoever calls, with the rights of
-    the key that is entered there. `auto`: where it is safe, which is on loopback, and elsewhere where callers need a
-    key or a certificate; `true` is refused where neither holds."""
+    """Whether the HTTP port has a page for operators at `/`. It shows what the key that is entered there may see.
+    `auto`: where callers need a key or a certificate, and on loopback without `allowed_hosts`, which a proxy for others
+    needs. `true` is refused where every caller would be let in."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 2.0
     """Seconds that running answers may take to end when the gateway stops; what still runs then is cut off. New
     requests are refused meanwhile."""
@@ -86,13 +86,15 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 def serves_page(options: GatewayOptions) -> bool:
     """Whether the page is served. Raises `ConfigError` where it is configured and would be open to everybody."""
     has_certificates = options.tls is not None and options.tls.client_ca is not None
-    is_safe = is_loopback(options.host) or options.api_keys is not None or has_certificates
-    if options.ui is True and not is_safe:
+    is_private = options.api_keys is not None or has_certificates
+    if options.ui is True and not is_private and not is_loopback(options.host):
         raise ConfigError(
             f"gateway.ui: the page would be open to everybody who reaches {options.host}; set gateway.api_keys or "
             "gateway.tls.client_ca, or bind to 127.0.0.1"
         )
-    return is_safe if options.ui == "auto" else options.ui
+    if options.ui == "auto":
+        return is_private or (is_loopback(options.host) and not options.allowed_hosts)
+    return options.ui
 
 
 class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

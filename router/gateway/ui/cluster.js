@@ -170,11 +170,16 @@ function showArrows(moved, columns) {
   const drawn = isDense ? [] : moved.filter((pair) => cards.has(pair.src) && cards.has(pair.dst)).slice(0, MAX_ARROWS);
   const most = Math.max(...drawn.map((pair) => pair.moved), 1);
   const places = new Map([...cards].map(([id, card]) => [id, middle(card.root)]));
-  const paths = drawn.reverse().map((pair, i) => arrow(pair, places.get(pair.src), places.get(pair.dst), most, i));
+  const senders = [...new Set(drawn.map((pair) => pair.src))].sort();
+  const paths = drawn.reverse().map((pair) => {
+    const share = senders.length > 1 ? senders.indexOf(pair.src) / (senders.length - 1) : 0.5;
+    return arrow(pair, places.get(pair.src), places.get(pair.dst), most, 0.3 + 0.4 * share);
+  });
   canvas.replaceChildren(...paths.flatMap((each) => each.lines), ...paths.flatMap((each) => each.labels));
 }
 
-function arrow(pair, src, dst, most, number) {
+// `share`: where on its way the label is; it differs between senders, so that labels of arrows that meet do not.
+function arrow(pair, src, dst, most, share) {
   const toRight = src.right <= dst.left;
   const isSameSide = Math.abs(src.left - dst.left) < 1;
   const from = toRight || isSameSide ? src.right + 3 : src.left - 3;
@@ -187,7 +192,6 @@ function arrow(pair, src, dst, most, number) {
   if (isIdle) return { lines, labels: [] };
   const tip = isSameSide || !toRight ? -8 : 8;
   lines.push(svg("path", { class: "head", d: `M${to + tip} ${dst.y} l${-tip} -5 v10 z` }));
-  const share = 0.3 + 0.4 * ((number % 3) / 2); // labels of arrows that cross lie at different places
   const at = bezier(share, { x: from, y: src.y }, { x: bend, y: src.y }, { x: bend, y: dst.y }, { x: to, y: dst.y });
   return { lines, labels: Math.abs(to - from) < 90 ? [] : [svg("text", { x: at.x, y: at.y + 4 }, bytes(pair.size || pair.moved))] };
 }

@@ -62,6 +62,8 @@ def test_a_message_holds_the_longest_prompt_in_either_form() -> None:
     [
         ({}, True),
         ({"ui": False}, False),
+        ({"allowed_hosts": ("llm.local",)}, False),
+        ({"allowed_hosts": ("llm.local",), "ui": True}, True),
         ({"host": "0.0.0.0"}, False),
         ({"host": "0.0.0.0", "api_keys": "/keys"}, True),
         ({"host": "0.0.0.0", "tls": TlsFiles(cert="/c", key="/k")}, False),
