@@ -5,6 +5,7 @@ import pytest
 from benchmarks.common import in_one_go
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tokenizer import ModelInfo
@@ -56,6 +57,7 @@ def test_every_field_is_read() -> None:
         n=0,
         cache_salt="s",
         resume=pb.Resume(token_ids=[4], model_version="v"),
+        structured=pb.StructuredOutput(regex="a+"),
     )
     read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
@@ -80,6 +82,7 @@ def test_every_field_is_read() -> None:
         cache_salt="s",
         resumed=(4,),
         model_version="v",
+        structured=StructuredOutput("regex", "a+", "structured.regex"),
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == []
@@ -87,7 +90,7 @@ def test_every_field_is_read() -> None:
 
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
-    names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version"}
+    names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)
