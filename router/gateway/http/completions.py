@@ -116,7 +116,7 @@ class Completions:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
             exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
-            parsed = await self._limits.read(exchange, kind.read)
+            parsed = self._with_forced_calls(await self._limits.read(exchange, kind.read))
             position = self._position(exchange, parsed)
             if position is not None:
                 given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
@@ -128,6 +128,14 @@ class Completions:
                     run = rest_after(run, replace(position))
                 async with exchange.until_disconnect(), aclosing(run) as events:
                     await self._write(exchange, parsed, call, kind, events, position)
+
+    def _with_forced_calls(self, parsed: ParsedCall) -> ParsedCall:
+        """With the grammar of calls where there must be some: the model's format is known here."""
+        tokenizer = self._generator.model.tokenizer
+        structure = None if parsed.tools is None else parsed.tools.structure(tokenizer.tool_format)
+        if structure is None:
+            return parsed
+        return replace(parsed, inputs=tuple(replace(given, structured=structure) for given in parsed.inputs))
 
     def _position(self, exchange: Exchange, parsed: ParsedCall) -> Position | None:
         """Where a stream begins that can be resumed; `None` for others. Raises `InvalidRequestError`."""

@@ -135,7 +135,7 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
     completion_tokens = body.max_completion_tokens
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     turns = yield from read_turns(body.messages)
-    return _wanted(
+    parsed = _wanted(
         body,
         [ChatPrompt(turns, tools.source if tools else "")],
         [_names(body, "messages", "top_logprobs", "max_tokens" if completion_tokens is None else _NEW_MAX_TOKENS)],
@@ -143,6 +143,12 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
         max_tokens=body.max_tokens if completion_tokens is None else completion_tokens,
         tools=tools,
     )
+    structured = parsed.inputs[0].structured
+    if tools is not None and tools.forced and structured is not None:
+        raise InvalidRequestError(
+            "tool_choice", f"contradicts {structured.field}: an answer of calls has no other form"
+        )
+    return parsed
 
 
 def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:

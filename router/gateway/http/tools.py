@@ -1,6 +1,7 @@
 """Tools of a chat: what a body offers, checked and bounded; and calls, in the answers and in earlier turns.
 
-Calls that must happen (`tool_choice: required`, a named function, `strict`) need constrained decoding and are refused.
+Where calls must happen (`tool_choice: required` or a named function), a grammar of calls makes the model write them.
+With `auto` answers are not constrained, also those of functions with `strict`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.schema import ABSENT, Message, decode_field
+from disagg.router.gateway.requests.structured import StructuredOutput
+from disagg.router.gateway.text.tool_calls import ToolFormat
+from disagg.router.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 256 << 10
 """Of the JSON of all tools of a call."""
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
-MAX_CALLS: Final = 128
-"""In one turn."""
+MAX_CHOICE_BYTES: Final = 1024
+"""Of the JSON of `tool_choice`."""
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_FORCED: Final = "only auto and none are supported yet: a call that must happen needs constrained decoding"
+_CHOICES: Final = ("auto", "none", "required")
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -48,6 +52,16 @@ class _Call(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
+class _NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _NamedChoice(msgspec.Struct, frozen=True):
+    type: str
+    function: _NamedFunction
+
+
+_CHOICE: Final = msgspec.json.Decoder(str | _NamedChoice | None)
 _TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
@@ -60,6 +74,17 @@ class OfferedTools(NamedTuple):
     """JSON for the chat template."""
     parallel: bool
     """Whether an answer may have several calls; else the first one counts."""
+    forced: tuple[Function, ...] = ()
+    """Where the answer must be calls: of which functions."""
+    forced_field: str = "tools"
+    """What errors name where their grammar cannot be used."""
+
+    def structure(self, tool_format: ToolFormat) -> StructuredOutput | None:
+        """What an answer must be; `None` where it may be text."""
+        if not self.forced:
+            return None
+        grammar = call_grammar(tool_format, self.forced, single=not self.parallel)
+        return StructuredOutput("grammar", grammar, self.forced_field)
 
 
 def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -> OfferedTools | None:
@@ -70,13 +95,7 @@ def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -
     num_tools = len(decode_field(tools, _LIST, "tools") or ())
     if num_tools > MAX_TOOLS:
         raise InvalidRequestError("tools", f"at most {MAX_TOOLS}, not {num_tools}")
-    chosen = "auto"
-    if choice is not ABSENT and memoryview(choice).nbytes <= len(b'"required"'):
-        chosen = msgspec.json.decode(choice) or "auto"
-    elif choice is not ABSENT:
-        raise InvalidRequestError("tool_choice", _FORCED)
-    if chosen not in ("auto", "none"):
-        raise InvalidRequestError("tool_choice", _FORCED)
+    chosen = _read_choice(choice)
     try:
         given = decode_field(tools, _TOOLS, "tools") or []
     except InvalidRequestError as error:
@@ -85,9 +104,48 @@ def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -
     names = frozenset(tool.function.name for tool in given)
     if len(names) < len(given):
         raise InvalidRequestError("tools", "two functions have the same name")
+    named = chosen.function.name if isinstance(chosen, _NamedChoice) else None
+    if named is not None and named not in names:
+        raise InvalidRequestError("tool_choice.function.name", f"no function of tools is called {named[:64]!r}")
+    if chosen == "required" and not given:
+        raise InvalidRequestError("tool_choice", "required needs tools")
     if not given or chosen == "none":
         return None
-    return OfferedTools(names, msgspec.json.encode(offered).decode(), parallel is not False)
+    source = msgspec.json.encode(offered).decode()
+    if chosen == "auto":
+        return OfferedTools(names, source, parallel is not False)
+    places = [i for i, tool in enumerate(given) if named is None or tool.function.name == named]
+    forced = tuple(_forced(given[i].function, f"tools[{i}].function.parameters") for i in places)
+    return OfferedTools(
+        names=frozenset(function.name for function in forced),
+        source=source,
+        parallel=named is None and parallel is not False,
+        forced=forced,
+        forced_field=f"tools[{places[0]}].function.parameters" if len(places) == 1 else "tools",
+    )
+
+
+def _read_choice(raw: msgspec.Raw) -> str | _NamedChoice:
+    num_bytes = memoryview(raw).nbytes
+    if num_bytes > MAX_CHOICE_BYTES:
+        raise InvalidRequestError("tool_choice", f"at most {MAX_CHOICE_BYTES} bytes of JSON, not {num_bytes}")
+    choice = decode_field(raw, _CHOICE, "tool_choice") or "auto"
+    kind = choice if isinstance(choice, str) else choice.type
+    if kind not in (_CHOICES if isinstance(choice, str) else ("function",)):
+        raise InvalidRequestError(
+            "tool_choice", f"must be auto, none, required or a function's name, not {kind[:64]!r}"
+        )
+    return choice
+
+
+def _forced(function: _Function, place: str) -> Function:
+    schema = msgspec.json.decode(function.parameters)
+    if schema is None:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise InvalidRequestError(f"{place}.type", "must be object: arguments have names")
+    return Function(function.name, schema, bool(function.strict))
 
 
 def read_extra(message: Message, index: int) -> str:
@@ -114,8 +172,6 @@ def _checked(tool: _Tool, place: str) -> dict[str, Any]:
         raise InvalidRequestError(f"{place}.type", f"must be function, not {tool.type[:64]!r}")
     if not _NAME.fullmatch(function.name):
         raise InvalidRequestError(f"{place}.function.name", "must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
-    if function.strict:
-        raise InvalidRequestError(f"{place}.function.strict", "is not supported yet: it needs constrained decoding")
     num_bytes = memoryview(function.parameters).nbytes
     place = f"{place}.function.parameters"
     if num_bytes > MAX_SCHEMA_BYTES:

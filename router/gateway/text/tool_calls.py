@@ -68,6 +68,9 @@ class _HermesParser(ToolParser):
         """Of the call that is read, but for `_tail`."""
         self._tail = ""
         """Shorter than a tag, and may begin one."""
+        self._after_call = False
+        """Whether only white space came since the last call, which is text only if other text follows."""
+        self._space: list[str] = []
 
     @override
     def feed(self, text: str) -> list[Part]:
@@ -100,13 +103,25 @@ class _HermesParser(ToolParser):
         return _joined(parts)
 
     def _take(self, text: str, parts: list[Part]) -> None:
-        (self._pieces if self._inside else parts).append(text)
+        if self._inside:
+            self._pieces.append(text)
+        elif self._after_call and not text.strip(_SPACE):
+            self._space.append(text)
+        else:
+            self._give(text, parts)
+
+    def _give(self, part: Part, parts: list[Part]) -> None:
+        if isinstance(part, str):
+            parts.extend(self._space)
+        self._space.clear()
+        self._after_call = isinstance(part, ToolCall)
+        parts.append(part)
 
     def _end_call(self, parts: list[Part], close: str) -> None:
         body = "".join(self._pieces)
         self._pieces.clear()
         call = _call_of(_loaded(body), self._names)
-        parts.append(_OPEN + body + close if call is None else call)
+        self._give(_OPEN + body + close if call is None else call, parts)
 
 
 class _JsonParser(ToolParser):

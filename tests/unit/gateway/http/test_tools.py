@@ -14,6 +14,7 @@ from disagg.router.gateway.http.tool_choices import ToolChoices
 from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.text.tokenizer import fake_model
+from disagg.router.gateway.text.tool_grammar import call_grammar
 
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 SHOWN = {"id": "call_r_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
@@ -40,14 +41,17 @@ def choices(parallel: bool = True) -> ToolChoices:
     [
         ([tool(), tool("b"), tool("a b")], "auto", "tools[2].function.name"),
         ([tool(), tool()], "auto", "tools"),
-        ([tool(strict=True)], "auto", "tools[0].function.strict"),
         ([tool(parameters=[])], "auto", "tools[0].function.parameters"),
         ([tool(parameters=deep(32))], "auto", "tools[0].function.parameters"),
         ([tool(parameters={"a": "x" * (64 << 10)})], "auto", "tools[0].function.parameters"),
         ([tool(f"t{i}") for i in range(129)], "auto", "tools"),
         ([{**tool(), "type": "web"}], "auto", "tools[0].type"),
-        ([tool()], "required", "tool_choice"),
-        ([tool()], {"type": "function", "function": {"name": "add"}}, "tool_choice"),
+        ([], "required", "tool_choice"),
+        ([tool()], "any", "tool_choice"),
+        ([tool()], {"type": "allowed_tools", "function": {"name": "add"}}, "tool_choice"),
+        ([tool()], {"type": "function", "function": {"name": "x" * 2000}}, "tool_choice"),
+        ([tool()], {"type": "function", "function": {"name": "sub"}}, "tool_choice.function.name"),
+        ([tool(), tool("b", parameters={"type": "string"})], "required", "tools[1].function.parameters.type"),
     ],
 )
 def test_errors_name_the_field(tools: list[Any], choice: Any, field: str) -> None:
@@ -62,6 +66,40 @@ def test_no_tools_are_offered_where_none_may_be_called() -> None:
     offered = read_tools(raw([tool(parameters=deep(31))]), ABSENT, False)
     assert offered is not None
     assert (offered.names, offered.parallel) == ({"add"}, False)
+
+
+def test_calls_that_must_happen_are_a_grammar_of_what_may_be_called() -> None:
+    tools = raw([tool(), tool("sub", strict=True, parameters={"properties": {}})])
+    free = read_tools(tools, raw("auto"), None)
+    assert free is not None
+    assert free.structure("hermes") is None
+    required = read_tools(tools, raw("required"), None)
+    assert required is not None
+    assert (required.parallel, [function.name for function in required.forced]) == (True, ["add", "sub"])
+    structure = required.structure("hermes")
+    assert structure is not None
+    assert structure.field == "tools"
+    assert structure.text == call_grammar("hermes", required.forced, single=False)
+    named = read_tools(tools, raw({"type": "function", "function": {"name": "sub"}}), True)
+    assert named is not None
+    assert (named.names, named.parallel, json.loads(named.source)[0]["function"]["name"]) == ({"sub"}, False, "add")
+    structure = named.structure("json")
+    assert structure is not None
+    assert structure.field == "tools[1].function.parameters"
+    assert structure.text == call_grammar("json", named.forced, single=True)
+
+
+async def test_calls_that_must_happen_contradict_another_structure() -> None:
+    body = ChatBody(
+        model="m",
+        messages=[Message("user", "u")],
+        tools=raw([tool()]),
+        tool_choice=raw("required"),
+        response_format=raw({"type": "json_object"}),
+    )
+    with pytest.raises(InvalidRequestError, match="response_format") as caught:
+        await in_pieces(read_chat(body))
+    assert caught.value.field == "tool_choice"
 
 
 def test_earlier_calls_reach_the_template_with_their_arguments_as_objects() -> None:
