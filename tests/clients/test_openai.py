@@ -9,7 +9,7 @@ from tests.clients import conftest
 from tests.clients.serving import Served, client_environment
 
 PROGRAM = Path(__file__).with_name("use_openai.py")
-NUM_CHECKS = 22
+NUM_CHECKS = 27
 
 
 def test_everything_that_its_users_do(served: Served) -> None:

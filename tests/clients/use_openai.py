@@ -2,17 +2,20 @@
 
     python use_openai.py URL MODEL        prints `ok NAME` for each, and a traceback for each that fails
 
-The server must be idle at the start. Standard library and `openai` only.
+The server must be idle at the start. Standard library, `openai` and what it needs only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any, Literal
 
 import openai  # type: ignore[import-not-found]  # only in its own environment
+from pydantic import BaseModel, Field
 
 Check = Callable[[openai.OpenAI, str], None]
 MESSAGES = [
@@ -21,6 +24,16 @@ MESSAGES = [
 ]
 GREEDY = {"temperature": 0.0, "seed": 1}
 NUM_AT_ONCE = 32
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Rome", "Oslo"]
+    days: int = Field(ge=1, le=9)
+
+
+WEATHER = openai.pydantic_function_tool(Weather)
 
 
 def models(client: openai.OpenAI, model: str) -> None:
@@ -165,6 +178,67 @@ def echo(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].text.startswith("One, two,")
 
 
+def parse_an_answer(client: openai.OpenAI, model: str) -> None:
+    asked = {"model": model, "messages": MESSAGES, "max_tokens": 100, **GREEDY}
+    answer = client.chat.completions.parse(**asked, response_format=Weather)
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+    with client.chat.completions.stream(**asked, response_format=Weather) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def json_object(client: openai.OpenAI, model: str) -> None:
+    """Greedy, so that it either ends or not; JSON up to its end either way."""
+    asked = {"model": model, "messages": MESSAGES, "max_tokens": 60, "response_format": {"type": "json_object"}}
+    choice = client.chat.completions.create(**asked, **GREEDY).choices[0]
+    assert choice.message.content.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+def tools(client: openai.OpenAI, model: str) -> None:
+    """A call, its result, and the answer."""
+    asked: dict[str, Any] = {"model": model, "tools": [WEATHER], "max_tokens": 100, **GREEDY}
+    create = client.chat.completions.create
+    answer = create(messages=MESSAGES, tool_choice="required", parallel_tool_calls=False, **asked)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls
+    assert call.function.name == "Weather"
+    Weather.model_validate_json(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    final = create(messages=[*MESSAGES, choice.message, result], tool_choice="none", **asked)
+    assert final.choices[0].message.content
+    assert final.choices[0].message.tool_calls is None
+
+
+def tools_named(client: openai.OpenAI, model: str) -> None:
+    other = {"type": "function", "function": {"name": "now"}}
+    named = {"type": "function", "function": {"name": "now"}}
+    answer = client.chat.completions.create(
+        model=model, messages=MESSAGES, tools=[WEATHER, other], tool_choice=named, max_tokens=60, **GREEDY
+    )
+    assert [(c.function.name, c.function.arguments) for c in answer.choices[0].message.tool_calls] == [("now", "{}")]
+
+
+def tools_parsed(client: openai.OpenAI, model: str) -> None:
+    """The helpers, whole and streamed; with `auto` the model may answer in text."""
+    asked = {"model": model, "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 100, **GREEDY}
+    force = {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.chat.completions.parse(**asked, **force)
+    [call] = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with client.chat.completions.stream(**asked, **force) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.choices[0].message.tool_calls[0].function.parsed_arguments == call.function.parsed_arguments
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert message.content or message.tool_calls
+
+
 def model_not_found(client: openai.OpenAI, model: str) -> None:
     error = expect(openai.NotFoundError, lambda: client.completions.create(model="nobody", prompt="x"))
     assert error.code == "model_not_found"
@@ -282,6 +356,11 @@ CHECKS: tuple[Check, ...] = (
     logit_bias,
     stop_strings,
     echo,
+    parse_an_answer,
+    json_object,
+    tools,
+    tools_named,
+    tools_parsed,
     model_not_found,
     bad_request_names_the_parameter,
     context_too_long,
