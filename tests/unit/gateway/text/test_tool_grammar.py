@@ -35,7 +35,7 @@ def is_answer(vocabulary: LLTokenizer, tool_format: ToolFormat, text: str, singl
     grammar = {"grammars": [{"lark_grammar": call_grammar(tool_format, FUNCTIONS, single)}]}
     matcher: LLMatcher = new_matcher(vocabulary, json.dumps(grammar))
     tokens = vocabulary.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 @pytest.mark.parametrize("single", [True, False])
