@@ -247,7 +247,8 @@ class TorchModelRunner(ShardRunner):
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
         if self._masks is not None:
-            self._masks.start(sequences)
+            # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
+            self._masks.start([entry.sequence for entry in plan.entries])
         logits_SV, largest_S = self._score(arrays)
         if not sequences:
             self._wait_computed()

@@ -98,6 +98,8 @@ class Generator:
         self._mint_id = mint_id
         self._offload = offload
         self._grammars = Grammars(model)
+        if offload is not None:
+            self._grammars.prepare()
 
     async def run(
         self,
@@ -183,16 +185,19 @@ class Generator:
         grammar, field = checked.sampling.grammar, checked.structured_field
         if not grammar:
             return
-        if self._offload is None or self._grammars.is_known(grammar):
-            self._grammars.check(grammar, field)
-            return
-        await self._offload.run(
-            lambda: self._grammars.check(grammar, field),
-            tenant=call.caller.tenant,
-            num_bytes=len(grammar),
-            deadline=call.deadline,
-            is_long=True,
-        )
+        wrong = self._grammars.known(grammar)
+        if wrong is None and self._offload is None:
+            wrong = self._grammars.compiled(grammar)
+        elif wrong is None:
+            wrong = await self._offload.run(
+                lambda: self._grammars.compiled(grammar),
+                tenant=call.caller.tenant,
+                num_bytes=len(grammar),
+                deadline=call.deadline,
+                is_long=True,
+            )
+        if wrong:
+            raise InvalidRequestError(field, wrong)
 
     async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""

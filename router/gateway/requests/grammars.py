@@ -6,13 +6,16 @@ grammar costs a thread tens of milliseconds and the event loop nothing. So a thr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from disagg.proto.errors import InvalidRequestError
+import msgspec
+
 from disagg.proto.grammars import grammar_tokenizer, new_matcher
+from disagg.router.gateway.requests.alternatives import check_alternatives
 from disagg.router.gateway.text.tokenizer import ServedModel
 
 if TYPE_CHECKING:
@@ -33,29 +36,39 @@ class Grammars:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """By hash: what is wrong with it, empty for a good one."""
 
-    def is_known(self, grammar: str) -> bool:
-        """Whether `check` answers at once."""
-        return _key(grammar) in self._known
+    def prepare(self) -> None:
+        """Begin to load the vocabulary, so that the first request does not wait for it."""
+        if self._model.info.eos_token_ids:
+            threading.Thread(target=self._prepare, name="grammar-tokenizer", daemon=True).start()
 
-    def check(self, grammar: str, field: str) -> None:
-        """Raises `InvalidRequestError` naming `field` if workers could not use the grammar. Long: not for the event
-        loop unless it is known."""
+    def known(self, grammar: str) -> str | None:
+        """What is wrong with a grammar, empty for a good one; None where that is not known yet."""
         key = _key(grammar)
         with self._lock:
             wrong = self._known.get(key)
             if wrong is not None:
                 self._known.move_to_end(key)
+        return wrong
+
+    def compiled(self, grammar: str) -> str:
+        """As `known`, compiled where it has to be. Long: not for the event loop."""
+        wrong = self.known(grammar)
         if wrong is None:
             wrong = self._compile(grammar)
             with self._lock:
-                self._known[key] = wrong
+                self._known[_key(grammar)] = wrong
                 while len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
-        if wrong:
-            raise InvalidRequestError(field, wrong)
+        return wrong
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(ValueError):  # a request with a grammar is told
+            self._loaded()
 
     def _compile(self, grammar: str) -> str:
         try:
+            for each in msgspec.json.decode(grammar)["grammars"]:
+                check_alternatives(each.get("json_schema"))
             matcher = new_matcher(self._loaded(), grammar)
             matcher.compute_bitmask()
         except ValueError as error:
