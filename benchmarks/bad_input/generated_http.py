@@ -137,7 +137,7 @@ def _chat_fields(model: ModelInfo) -> dict[str, Value]:
         "logprobs": _not_bool,
         "top_logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
         "tools": _one_of(tools),
-        "response_format": _one_of({"type": "json_object"}, {"type": "json_schema"}, {"type": "x"}, 5, "x"),
+        "response_format": _one_of({"type": "json_schema"}, {"type": "x"}, 5, "x"),
     }
 
 
