@@ -6,6 +6,7 @@
     │   └── UnsamplableError       400  INVALID_ARGUMENT
     ├── AuthenticationError        401  UNAUTHENTICATED
     ├── PermissionDeniedError      403  PERMISSION_DENIED
+    │   └── ModelDeniedError       403  PERMISSION_DENIED    the caller's key is for other models
     ├── ModelNotFoundError         404  NOT_FOUND
     ├── RequestNotFoundError       404  NOT_FOUND
     ├── DeadlineError              408  DEADLINE_EXCEEDED
@@ -71,6 +72,10 @@ class PermissionDeniedError(DisaggError):
     http_status = 403
     grpc_code = "PERMISSION_DENIED"
     code = "permission_denied"
+
+
+class ModelDeniedError(PermissionDeniedError):
+    """The model is not one of those that the caller's key is for."""
 
 
 class ModelNotFoundError(DisaggError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.integration.test_security import client_context, http_get
 from tests.support.certificates import Authority
-from tests.support.gateway import FakeRouter, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.waiting import eventually
 
@@ -206,6 +207,54 @@ async def test_keys_are_read_again(folder: Path, keys: Path) -> None:
         await eventually(lambda: works(KEY_A), every_s=0.05)
         assert not await works("key-of-tenant-b-0002")
         assert router.stated == [{"b": SOLE}, {"c": SOLE}]
+
+
+async def test_a_key_that_has_expired_ends_as_a_removed_one(folder: Path, keys: Path) -> None:
+    async with running(folder, FakeRouter(answers), api_keys=str(keys), http_port=0) as server:
+        async with AsyncClient(server.address, KEY_A) as client, contextlib.aclosing(client.watch(0.1)) as states:
+            await anext(states)
+            write_keys(keys.parent, f"[{{tenant: a, key: {KEY_A}, expires: 2000-01-01}}]")
+            with pytest.raises(AuthenticationError, match=r"has expired$"):
+                await read_to_the_end(states)
+            with pytest.raises(AuthenticationError) as caught:
+                await client.generate("hello")
+        assert caught.value.code == "expired_api_key"
+        code, body = await asyncio.to_thread(http_get, server.http_address, "/v1/models", KEY_A)
+        assert (code, json.loads(body)["error"]["code"]) == (401, "expired_api_key")
+        write_keys(keys.parent, f"[{{tenant: a, key: {KEY_A}, expires: 2999-01-01}}]")
+
+        async def works() -> bool:
+            return await status(server, "/v1/models", KEY_A) == 200
+
+        await eventually(works, every_s=0.05)
+
+
+async def test_scopes_and_models_of_keys_over_grpc(folder: Path, tmp_path: Path) -> None:
+    file = write_keys(
+        tmp_path,
+        f"""
+- {{tenant: m, key: {KEY_M}, scopes: [metrics]}}
+- {{tenant: a, key: {KEY_A}, models: [other]}}
+- {{tenant: ops, key: {KEY_ADMIN}, scopes: [admin, inference], models: [{MODEL_NAME}]}}
+""",
+    )
+    async with running(folder, FakeRouter(answers), api_keys=str(file)) as server:
+        async with AsyncClient(server.address, KEY_M) as client:
+            for call in (client.generate("hello"), client.tokenize("hello")):
+                with pytest.raises(PermissionDeniedError, match=r"^this needs a key with the scope inference$"):
+                    await call
+            assert [each.name for each in await client.models()] == [MODEL_NAME]
+        async with AsyncClient(server.address, KEY_A) as client:
+            assert await client.models() == []
+            message = rf"^model: this key is not for '{MODEL_NAME}', but for other$"
+            for call in (client.generate("hello", model=MODEL_NAME), client.tokenize("hello", model=MODEL_NAME)):
+                with pytest.raises(PermissionDeniedError, match=message):
+                    await call
+            with pytest.raises(PermissionDeniedError, match=r"^this needs a key with the scope admin$"):
+                await client.requests()
+        async with AsyncClient(server.address, KEY_ADMIN) as client:
+            assert (await client.generate("hello")).reason == "length"
+            assert await client.requests() == []
 
 
 async def test_certificates_are_read_again(folder: Path, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ ADMIN_ONLY: dict[str, Operation] = {
 async def test_what_only_an_admin_may(folder: Path, keys: str, name: str) -> None:
     async with keyed(folder, keys) as (server, _):
         async with AsyncClient(server.address, KEY_A) as client:
-            with pytest.raises(PermissionDeniedError, match=r"^this needs the key of an admin$"):
+            with pytest.raises(PermissionDeniedError, match=r"^this needs a key with the scope admin$"):
                 await ADMIN_ONLY[name](client)
         async with AsyncClient(server.address, KEY_ADMIN) as client:
             try:

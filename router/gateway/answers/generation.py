@@ -27,6 +27,7 @@ from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
+from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.charge import Charge, least_tokens
@@ -116,6 +117,7 @@ class Generator:
             DisaggError: whatever is wrong with the request or happens to one of its answers.
         """
         arrival = self._clock()
+        require_model(call.caller, given.model)
         time_left_s = None if call.deadline is None else call.deadline - arrival
         if checked is None:
             checked = check_request(given, self.limits, time_left_s)

@@ -11,6 +11,12 @@
     - tenant: team-b
       certificate: b.example # the common name of a client certificate (gateway.tls.client_ca) instead of a key
 
+    - tenant: team-c
+      sha256: 77aa...
+      expires: 2027-06-30    # its last day, in UTC; or a time, such as 2027-06-30T18:00:00+02:00
+      models: [qwen3-8b]     # the only ones that it may use
+      scopes: [inference]    # of inference, metrics, admin; without it inference, and what `admin` and `metrics` add
+
 A tenant may have several keys, for instance while one is replaced. The file is read when the gateway starts, and again
 when it changes.
 
@@ -23,9 +29,10 @@ The limits of a tenant, for all its keys together, stand at any one of them:
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import yaml
@@ -42,6 +49,17 @@ _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _TENANT = Annotated[str, msgspec.Meta(pattern=TENANT)]
 _SHA256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
 
+
+MAX_MODELS = 100
+Scope = Literal["inference", "metrics", "admin"]
+_MODEL = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_TIME = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?([Zz]|[+-][0-9]{2}:[0-9]{2})"
+)
+_DAY_S = 86_400.0
+_MAX_SHOWN_CHARS = 40
+"""Of a wrong `expires`."""
 
 _COUNT = Annotated[int, msgspec.Meta(ge=1)]
 _POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -82,6 +100,13 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """May change the cluster, and see every tenant's requests."""
     metrics: bool = False
     """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
+    expires: str | None = None
+    """When it stops to be valid: a time of RFC 3339, or a date, which is its last day in UTC."""
+    models: Annotated[tuple[_MODEL, ...], msgspec.Meta(min_length=1, max_length=MAX_MODELS)] | None = None
+    """Names of the models that it may use; all without it."""
+    scopes: Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1, max_length=3)] | None = None
+    """What it may do, instead of `admin` and `metrics`: send prompts, read exact counts, change the cluster (and
+    read these). Without it `inference`, and what those two add."""
     limits: LimitsEntry | None = None
     """Of the tenant. Where several of its keys have them, they must be equal."""
 
@@ -89,8 +114,35 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
 
     def caller(self, limits: TenantLimits) -> Caller:
-        """The caller with this entry's key; `limits` are of its tenant."""
-        return Caller(self.tenant, self.admin, limits, self.metrics)
+        """The caller with this entry's key; `limits` are of its tenant. Raises `ConfigError` for a wrong `expires`, and
+        for `scopes` beside `admin` or `metrics`."""
+        if self.scopes is not None and (self.admin or self.metrics):
+            raise ConfigError("scopes stand instead of admin and metrics; give one or the other")
+        return Caller(
+            tenant=self.tenant,
+            is_admin=self.admin if self.scopes is None else "admin" in self.scopes,
+            limits=limits,
+            metrics=self.metrics if self.scopes is None else "metrics" in self.scopes,
+            infers=self.scopes is None or "inference" in self.scopes,
+            models=None if self.models is None else frozenset(self.models),
+            expires_at=None if self.expires is None else expiry_of(self.expires),
+        )
+
+
+def expiry_of(text: str) -> float:
+    """Seconds since the epoch from which on a key is not valid. Raises `ConfigError`."""
+    try:
+        if _DATE.fullmatch(text):
+            day = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.UTC)
+            return day.timestamp() + _DAY_S
+        if _TIME.fullmatch(text):
+            return datetime.datetime.fromisoformat(text.upper()).timestamp()
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        "expires must be a date, such as 2027-06-30, or a time with its offset from UTC, such as "
+        f"2027-06-30T18:00:00Z, not {text[:_MAX_SHOWN_CHARS]!r}"
+    )
 
 
 def load_keys(path: str) -> ApiKeys:
@@ -117,10 +169,14 @@ def load_keys(path: str) -> ApiKeys:
         if (first := places.setdefault(credential, index)) != index:
             kind = "certificate" if isinstance(credential, str) else "key"
             raise ConfigError(f"gateway.api_keys: {path}[{index}] is the same {kind} as [{first}]; each needs its own")
+        try:
+            caller = entry.caller(limits[entry.tenant])
+        except ConfigError as error:
+            raise ConfigError(f"gateway.api_keys: {path}[{index}].{error}") from None
         if isinstance(credential, str):
-            certificates[credential] = entry.caller(limits[entry.tenant])
+            certificates[credential] = caller
         else:
-            keys.append(ApiKey(credential, entry.caller(limits[entry.tenant])))
+            keys.append(ApiKey(credential, caller))
     return ApiKeys(keys, certificates)
 
 
@@ -133,6 +189,9 @@ def parse_entries(text: str, path: str) -> list[KeyEntry]:
         raise ConfigError(f"gateway.api_keys: {path} is not valid YAML, line {line}") from None
     except yaml.YAMLError:
         raise ConfigError(f"gateway.api_keys: {path} is not valid YAML") from None
+    for entry in raw if isinstance(raw, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("expires"), datetime.date):  # as YAML reads it
+            entry["expires"] = entry["expires"].isoformat()
     try:
         return msgspec.convert([] if raw is None else raw, list[KeyEntry])
     except msgspec.ValidationError as error:

@@ -29,6 +29,7 @@ _WORDS: Final[dict[Reason, str]] = {
     "malformed": "no `Bearer KEY`",
     "unknown": "unknown key",
     "certificate": "unknown certificate",
+    "expired": "expired key",
 }
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -25,9 +26,9 @@ from disagg.router.api import NO_LIMITS, TenantLimits
 TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Names of tenants."""
 
-Reason = Literal["missing", "malformed", "unknown", "certificate"]
+Reason = Literal["missing", "malformed", "unknown", "certificate", "expired"]
 """Why a call was refused, for the operator: no key, no `Bearer KEY`, a key that is not in the file, a certificate whose
-name is no tenant's."""
+name is no tenant's, an entry of the file that has expired."""
 
 
 class Caller(NamedTuple):
@@ -42,6 +43,13 @@ class Caller(NamedTuple):
     metrics: bool = False
     """Whether it may read exact counts of all tenants, such as `/metrics`; an admin may in any case."""
 
+    infers: bool = True
+    """Whether it may send prompts."""
+    models: frozenset[str] | None = None
+    """The only ones that it may use, by name; None for all."""
+    expires_at: float | None = None
+    """In seconds since the epoch."""
+
     @property
     def sees_counts(self) -> bool:
         """Whether exact counts over all tenants are for it."""
@@ -53,11 +61,14 @@ class Caller(NamedTuple):
 
 
 class RefusedError(AuthenticationError):
-    """What `Authenticator` raises. `reason` is for the operator: the client reads the same words in each case."""
+    """What `Authenticator` raises. `reason` is for the operator: a client without a key that is known reads the same
+    words in each case."""
 
     def __init__(self, reason: Reason) -> None:
-        super().__init__(CERTIFICATE_NEEDED if reason == "certificate" else KEY_NEEDED)
+        super().__init__(_MESSAGES.get(reason, KEY_NEEDED))
         self.reason: Reason = reason
+        if reason == "expired":
+            self.code = EXPIRED
 
 
 ANONYMOUS = Caller("", True)
@@ -79,6 +90,14 @@ KEY_NEEDED = "a valid API key is needed, as `authorization: Bearer KEY`"
 """The one answer to a missing, a malformed and an unknown key."""
 
 CERTIFICATE_NEEDED = "the common name of your certificate is no tenant's name"
+
+EXPIRED: Final = "expired_api_key"
+"""Code of the error of a key, or of the entry of a certificate, that has expired."""
+
+_MESSAGES: Final[Mapping[Reason, str]] = {
+    "certificate": CERTIFICATE_NEEDED,
+    "expired": "this API key, or the key file's entry of this certificate, has expired",
+}
 
 
 class Authenticator(Protocol):
@@ -144,10 +163,17 @@ class ApiKeys(Authenticator):
     Args:
         keys: all that are let in.
         certificates: callers by the common name of their certificate.
+        wall_clock: seconds since the epoch.
     """
 
-    def __init__(self, keys: Sequence[ApiKey], certificates: Mapping[str, Caller] | None = None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ApiKey],
+        certificates: Mapping[str, Caller] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._known = _index(keys), dict(certificates or {})
+        self._wall_clock = wall_clock
 
     def __len__(self) -> int:
         return sum(len(known) for known in self._known)
@@ -173,7 +199,7 @@ class ApiKeys(Authenticator):
         computed; the digest that was found is compared in constant time."""
         keys, certificates = self._known
         if not authorization and certificate in certificates:
-            return certificates[certificate]
+            return self._unexpired(certificates[certificate])
         scheme, _, key = (authorization or "").partition(" ")
         brought = digest_of(key.strip())
         known, caller = keys.get(brought, _NO_KEY)
@@ -184,6 +210,11 @@ class ApiKeys(Authenticator):
             raise RefusedError("malformed")
         if not is_known:
             raise RefusedError("unknown")
+        return self._unexpired(caller)
+
+    def _unexpired(self, caller: Caller) -> Caller:
+        if caller.expires_at is not None and self._wall_clock() >= caller.expires_at:
+            raise RefusedError("expired")
         return caller
 
 

@@ -1,10 +1,11 @@
-"""Authorization: who may use which part of `AdminService`, and read `/metrics`.
+"""Authorization: who may send prompts, to which models, use which part of `AdminService`, and read `/metrics`.
 
+    send prompts, tokenize               the scope `inference`, and the key's `models`
     see workers and pools                every authenticated caller
     addresses and processes of workers   an admin
-    exact counts over all tenants        keys with `metrics`, an admin
+    exact counts over all tenants        the scope `metrics`, an admin
     explain a request                    its tenant, an admin
-    change the cluster, list requests    an admin
+    change the cluster, list requests    an admin: the scope `admin`
 
 On a gateway without keys that others can reach, callers on this machine are admins.
 """
@@ -12,15 +13,18 @@ On a gateway without keys that others can reach, callers on this machine are adm
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 import grpc
 
 from disagg.proto.addresses import split_address
-from disagg.proto.errors import PermissionDeniedError
+from disagg.proto.errors import ModelDeniedError, PermissionDeniedError
 from disagg.router.gateway.auth.auth import AUTHORIZATION, CALLER, Authenticator, Caller
 from disagg.router.gateway.auth.tls import name_of_peer
+
+_MAX_SHOWN_CHARS: Final = 100
+"""Of the name of a model that a client wrote."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,7 +60,7 @@ class Rights:
                 "this gateway has no API keys and others can reach it, so it takes this from its own machine only; "
                 "set gateway.api_keys in its configuration"
             )
-        raise PermissionDeniedError("this needs the key of an admin")
+        raise PermissionDeniedError("this needs a key with the scope admin")
 
     def caller(self, context: Context) -> Caller:
         """The caller of the running call, with its rights here."""
@@ -69,7 +73,25 @@ class Rights:
 def require_counts(caller: Caller) -> None:
     """Raises `PermissionDeniedError` for a caller who may not see exact counts over all tenants."""
     if not caller.sees_counts:
-        raise PermissionDeniedError("this needs a key with `metrics: true`, or the key of an admin")
+        raise PermissionDeniedError("this needs a key with the scope metrics or admin")
+
+
+def require_inference(caller: Caller) -> None:
+    """Raises `PermissionDeniedError` for a caller who may send no prompts."""
+    if not caller.infers:
+        raise PermissionDeniedError("this needs a key with the scope inference")
+
+
+def may_use(caller: Caller, model: str) -> bool:
+    """Whether the caller's key is for a model."""
+    return caller.models is None or model in caller.models
+
+
+def require_model(caller: Caller, name: str) -> None:
+    """Raises `ModelDeniedError` for a model that the caller's key is not for."""
+    if caller.models is not None and not may_use(caller, name):
+        allowed = ", ".join(sorted(caller.models))
+        raise ModelDeniedError(f"model: this key is not for {name[:_MAX_SHOWN_CHARS]!r}, but for {allowed}")
 
 
 def is_local_peer(peer: str) -> bool:

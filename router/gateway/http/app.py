@@ -17,6 +17,7 @@ from disagg.proto.errors import DisaggError, InternalError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
+from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
@@ -102,7 +103,10 @@ class HttpApp:
             if scope["path"] not in _PROBED_PATHS:
                 self._sites.check(exchange.headers.get("host"), exchange.headers.get("origin"))
             self._authenticate(exchange)
-            await self._find(scope)(exchange, request_id)
+            handler = self._find(scope)
+            if _is_inference(scope["method"], scope["path"]):
+                require_inference(CALLER.get())
+            await handler(exchange, request_id)
         except DisaggError as error:
             await _fail(exchange, error)
         except asyncio.CancelledError:
@@ -179,6 +183,11 @@ def _page_routes(page: Page | None) -> Sequence[Route]:
         Route("/ui/state", page.state, methods=["GET"]),
         Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
     )
+
+
+def _is_inference(method: str, path: str) -> bool:
+    """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
+    return method not in ("GET", "HEAD") or (path.startswith("/v1/") and not path.startswith("/v1/models"))
 
 
 async def _fail(exchange: Exchange, error: DisaggError) -> None:

@@ -19,6 +19,7 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
@@ -117,6 +118,7 @@ class Completions:
             call = self._call(exchange, request_id)
             exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
             parsed = self._with_forced_calls(await self._limits.read(exchange, kind.read))
+            require_model(call.caller, parsed.inputs[0].model)  # before an error tells which are served
             position = self._position(exchange, parsed)
             if position is not None:
                 given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)

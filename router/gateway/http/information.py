@@ -12,7 +12,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.auth.rights import require_counts
+from disagg.router.gateway.auth.rights import may_use, require_counts, require_model
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.exchange import JSON, BodyLimits, Exchange
 from disagg.router.gateway.http.logprobs import token_text
@@ -62,11 +62,12 @@ class Information:
 
     async def models(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models`."""
-        await _send(exchange, {"object": "list", "data": [self._model()]})
+        name = self._generator.model.info.name
+        await _send(exchange, {"object": "list", "data": [self._model()] if may_use(CALLER.get(), name) else []})
 
     async def model(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models/{model}`."""
-        check_model(exchange.path_params["model"], self._generator.limits)
+        self._check_model(exchange.path_params["model"])
         await _send(exchange, self._model())
 
     async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
@@ -143,9 +144,11 @@ class Information:
             raise _NAMES.rename(error) from None
 
     def _check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError` for another model; there is only one, so it may be omitted."""
-        if name is not None:
-            check_model(name, self._generator.limits)
+        """Raises `ModelDeniedError` for a model that is not the caller's, `ModelNotFoundError` for another one; there
+        is only one, so it may be omitted."""
+        name = self._generator.model.info.name if name is None else name
+        require_model(CALLER.get(), name)
+        check_model(name, self._generator.limits)
 
     def _model(self) -> dict[str, Any]:
         info = self._generator.model.info

@@ -17,6 +17,7 @@ from disagg.proto.errors import InvalidRequestError, RequestCancelledError, Unav
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.auth.rights import may_use, require_model
 from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.event_loop.stall import StalledError, StallWatch
 from disagg.router.gateway.event_loop.turns import in_pieces
@@ -105,12 +106,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         info = self._generator.model.info
         model = pb.Model(name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-        return pb.ListModelsResponse(models=[model])
+        return pb.ListModelsResponse(models=[model] if may_use(CALLER.get(), info.name) else [])
 
     @override
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with abort_on_error(context):
             limits = self._generator.limits
+            require_model(CALLER.get(), request.model)
             check_model(request.model, limits)
             kind = request.WhichOneof("input")
             if kind is None:
@@ -126,6 +128,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with abort_on_error(context):
             limits = self._generator.limits
+            require_model(CALLER.get(), request.model)
             check_model(request.model, limits)
             check_length(len(request.token_ids), "token_ids", self._generator.max_listed_ids)
             token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,8 +18,9 @@ from rich.console import Console
 
 from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
+from disagg.router.api import NO_LIMITS
 from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries
-from disagg.router.gateway.auth.auth import digest_of
+from disagg.router.gateway.auth.auth import TENANT, digest_of
 
 PREFIX: Final = "disagg_"
 """By which people and secret scanners recognize a key."""
@@ -24,43 +28,64 @@ _KEY_BYTES: Final = 32
 _MODE: Final = 0o600
 
 
-def run_key_new(tenant: str, admin: bool, file: Path | None, console: Console, *, metrics: bool = False) -> int:
+@dataclass(frozen=True, kw_only=True)
+class KeyRights:
+    """What a key may do, and how long; see `KeyEntry`."""
+
+    admin: bool = False
+    metrics: bool = False
+    scopes: Sequence[str] = ()
+    models: Sequence[str] = ()
+    expires: str | None = None
+
+    def fields(self) -> dict[str, object]:
+        """Of the key's entry in the file: those that are set."""
+        every = {
+            "admin": self.admin,
+            "metrics": self.metrics,
+            "scopes": [*self.scopes],
+            "models": [*self.models],
+            "expires": self.expires,
+        }
+        return {name: value for name, value in every.items() if value}
+
+
+def run_key_new(tenant: str, rights: KeyRights, file: Path | None, console: Console) -> int:
     """Make a key for a tenant; returns the exit status. Only the key goes to standard output.
 
     Args:
         tenant: whose key it is; requests of one tenant share cached prefixes.
-        admin: whether it may change the cluster and see all requests.
+        rights: of the key.
         file: to add it to, made where it is missing; without, the entry is shown instead.
         console: for people, standard error.
-        metrics: whether it may read `/metrics`; an admin may in any case.
 
     Raises:
-        ConfigError: if the tenant's name or the file is not what it must be; nothing was changed.
+        ConfigError: if the tenant's name, the rights or the file are not what it must be; nothing was changed.
     """
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-    entry = entry_of(tenant, key, admin, metrics)
+    entry = entry_of(tenant, key, rights)
     if file is not None:
         add_entry(file, entry)
     print(key)
-    rights = "an admin's key" if admin else "a key"
+    kind = "an admin's key" if rights.admin or "admin" in rights.scopes else "a key"
     if file is not None:
-        text = f"{rights} of {tenant}, added to {file}; a gateway with gateway.api_keys: {file} takes it within seconds"
+        text = f"{kind} of {tenant}, added to {file}; a gateway with gateway.api_keys: {file} takes it within seconds"
     else:
-        text = f"{rights} of {tenant}; put this into the file that gateway.api_keys names:\n{entry}"
+        text = f"{kind} of {tenant}; put this into the file that gateway.api_keys names:\n{entry}"
     console.print(f"{text}\nIt is shown only now. Clients take it from DISAGG_API_KEY.", markup=False, highlight=False)
     return 0
 
 
-def entry_of(tenant: str, key: str, admin: bool, metrics: bool = False) -> str:
-    """The lines of the file for a key. Raises `ConfigError` for a name that is no tenant's."""
-    rights = {name: True for name, given in (("admin", admin), ("metrics", metrics)) if given}
-    entry = {"tenant": tenant, "sha256": digest_of(key).hex(), **rights}
+def entry_of(tenant: str, key: str, rights: KeyRights) -> str:
+    """The lines of the file for a key. Raises `ConfigError` for a name that is no tenant's, or rights that cannot
+    be."""
+    entry = {"tenant": tenant, "sha256": digest_of(key).hex(), **rights.fields()}
+    if not re.match(TENANT, tenant):
+        raise ConfigError(f"tenant: expected at most 64 letters, digits, dots, dashes and underscores; got {tenant!r}")
     try:
-        msgspec.convert(entry, KeyEntry)
-    except msgspec.ValidationError:
-        raise ConfigError(
-            f"tenant: expected at most 64 letters, digits, dots, dashes and underscores; got {tenant!r}"
-        ) from None
+        msgspec.convert(entry, KeyEntry).caller(NO_LIMITS)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error).replace("`", "").replace("$.", "")) from None
     return yaml.safe_dump([entry], sort_keys=False)
 
 

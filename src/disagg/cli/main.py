@@ -426,18 +426,34 @@ def trace_export(
 
 @key_app.command(
     "new",
-    epilog=examples("disagg key new team-a --file keys.yaml", "disagg key new operators --admin --file keys.yaml"),
+    epilog=examples(
+        "disagg key new team-a --file keys.yaml",
+        "disagg key new operators --admin --file keys.yaml",
+        "disagg key new batch --scope inference --model qwen3-8b --expires 2027-06-30",
+    ),
 )
 def key_new(
     tenant: Annotated[str, typer.Argument(help="Whose key it is. Prefixes are cached per tenant.")],
     admin: Annotated[bool, typer.Option("--admin", help="May change the cluster and see all requests.")] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="May read /metrics; an admin may, too.")] = False,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option("--scope", help="inference, metrics or admin; may be repeated. Instead of --admin and --metrics."),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="May use this model only; may be repeated. Default: all.")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", help="Its last day in UTC (2027-06-30), or a time (2027-06-30T18:00:00Z)."),
+    ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Add it to this file of gateway.api_keys.")] = None,
 ) -> None:
     """Make an API key. It is printed once; the file keeps its SHA-256."""
-    from disagg.cli.keys import run_key_new
+    from disagg.cli.keys import KeyRights, run_key_new
 
-    raise typer.Exit(run_key_new(tenant, admin, file, console(stderr=True), metrics=metrics))
+    rights = KeyRights(admin=admin, metrics=metrics, scopes=scope or (), models=model or (), expires=expires)
+    raise typer.Exit(run_key_new(tenant, rights, file, console(stderr=True)))
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ def error_of(error: grpc.RpcError) -> DisaggError:
     if known := _BY_REASON.get(info.reason) or _BY_CODE.get(code):
         other = known.__new__(known)
         DisaggError.__init__(other, message)  # the server's message, not one that the class would make
+        other.code = info.reason or known.code
         return other
     other = DisaggError(message)
     other.grpc_code, other.code = code, info.reason or code.lower()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cli.keys import run_key_new
+from disagg.cli.keys import KeyRights, run_key_new
 from disagg.proto.errors import ConfigError
 from disagg.router.api import NO_LIMITS
 from disagg.router.gateway.auth.api_keys import MIN_KEY_CHARS, load_keys
@@ -27,7 +27,7 @@ def said(console: Console) -> str:
 
 
 def new_key(capsys: pytest.CaptureFixture[str], console: Console, tenant: str, admin: bool, file: Path | None) -> str:
-    assert run_key_new(tenant, admin, file, console) == 0
+    assert run_key_new(tenant, KeyRights(admin=admin), file, console) == 0
     (key,) = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"disagg_[A-Za-z0-9_-]{43}", key)
     assert len(key) >= MIN_KEY_CHARS
@@ -93,25 +93,56 @@ def test_a_file_that_cannot_be_added_to_stays_as_it_is(
     file.write_text(text)
     file.chmod(mode)
     with pytest.raises(ConfigError, match=message):
-        run_key_new("b", False, file, console)
+        run_key_new("b", KeyRights(), file, console)
     assert file.read_text() == text
     assert capsys.readouterr().out == ""
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, console: Console) -> None:
     with pytest.raises(ConfigError, match=r"^--file: cannot write .*none/keys\.yaml \(No such file or directory\)$"):
-        run_key_new("a", False, tmp_path / "none" / "keys.yaml", console)
+        run_key_new("a", KeyRights(), tmp_path / "none" / "keys.yaml", console)
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "-a", "a" * 65, "ä", "a\n"])
 def test_a_name_that_is_no_tenant_s(console: Console, capsys: pytest.CaptureFixture[str], tenant: str) -> None:
     with pytest.raises(ConfigError, match=r"^tenant: expected at most 64 letters"):
-        run_key_new(tenant, False, None, console)
+        run_key_new(tenant, KeyRights(), None, console)
     assert capsys.readouterr().out == ""
 
 
 def test_a_key_that_may_read_metrics(tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.yaml"
-    assert run_key_new("monitoring", False, file, console, metrics=True) == 0
+    assert run_key_new("monitoring", KeyRights(metrics=True), file, console) == 0
     caller = load_keys(str(file)).authenticate(f"Bearer {capsys.readouterr().out.strip()}")
     assert (caller.tenant, caller.is_admin, caller.sees_counts) == ("monitoring", False, True)
+
+
+def test_a_key_with_scopes_models_and_an_end(
+    tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    rights = KeyRights(scopes=["inference"], models=["a", "b"], expires="2999-12-30")
+    assert run_key_new("team-a", rights, file, console) == 0
+    key = capsys.readouterr().out.strip()
+    caller = Caller("team-a", False, models=frozenset({"a", "b"}), expires_at=32_503_593_600.0)
+    assert load_keys(str(file)).authenticate(f"Bearer {key}")._replace(limits=NO_LIMITS) == caller
+
+
+@pytest.mark.parametrize(
+    ("rights", "message"),
+    [
+        (KeyRights(expires="soon"), "expires must be a date, "),
+        (KeyRights(scopes=["all"]), "Invalid enum value 'all' - at scopes"),
+        (KeyRights(scopes=["admin"], admin=True), "scopes stand instead of admin and metrics; "),
+        (KeyRights(models=[""]), "Expected str of length >= 1 - at models"),
+    ],
+)
+def test_rights_that_cannot_be(
+    tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str], rights: KeyRights, message: str
+) -> None:
+    file = tmp_path / "keys.yaml"
+    with pytest.raises(ConfigError) as caught:
+        run_key_new("a", rights, file, console)
+    assert str(caught.value).startswith(message)
+    assert not file.exists()
+    assert capsys.readouterr().out == ""

@@ -16,6 +16,7 @@ from disagg.proto.errors import (
     AuthenticationError,
     DisaggError,
     InvalidRequestError,
+    ModelDeniedError,
     ModelNotFoundError,
     PermissionDeniedError,
     retry_after_s,
@@ -119,4 +120,4 @@ def error_headers(error: DisaggError) -> Headers:
 def _param(error: DisaggError) -> str | None:
     if isinstance(error, InvalidRequestError):
         return error.field
-    return "model" if isinstance(error, ModelNotFoundError) else None
+    return "model" if isinstance(error, ModelNotFoundError | ModelDeniedError) else None

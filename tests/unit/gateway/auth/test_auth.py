@@ -9,7 +9,7 @@ import pytest
 
 from disagg.proto.errors import AuthenticationError, ConfigError
 from disagg.router.api import NO_LIMITS, TenantLimits
-from disagg.router.gateway.auth.api_keys import KeyEntry, load_keys
+from disagg.router.gateway.auth.api_keys import KeyEntry, expiry_of, load_keys
 from disagg.router.gateway.auth.auth import (
     ANONYMOUS,
     CALLER,
@@ -140,6 +140,21 @@ def test_without_keys_everybody_is_let_in() -> None:
     assert AnonymousAccess(UNAUTHENTICATED).authenticate("Bearer x") == Caller("", False)
 
 
+def test_a_key_ends_at_its_time_and_its_client_is_told() -> None:
+    now = 99.9
+    caller = Caller("a", False, expires_at=100.0)
+    keys = ApiKeys([ApiKey(digest_of(KEY_A), caller)], {"a.example": caller}, wall_clock=lambda: now)
+    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(None, "a.example") == caller
+    now = 100.0
+    for header, certificate in ((f"Bearer {KEY_A}", ""), (None, "a.example")):
+        with pytest.raises(RefusedError, match=r"has expired$") as caught:
+            keys.authenticate(header, certificate)
+        assert (caught.value.reason, caught.value.code) == ("expired", "expired_api_key")
+    with pytest.raises(RefusedError) as caught:
+        keys.authenticate("Bearer unknown")
+    assert caught.value.code == "authentication_error"
+
+
 # ---------------------------------------------------------------- the file
 
 
@@ -170,6 +185,69 @@ def test_rights_and_certificates_of_entries(tmp_path: Path) -> None:
     assert keys.authenticate("", "c.example")._replace(limits=NO_LIMITS) == Caller("c", False)
     twice = write(tmp_path, "[{tenant: a, certificate: x}, {tenant: b, certificate: x}]")
     assert refusal(twice) == f"gateway.api_keys: {twice}[1] is the same certificate as [0]; each needs its own"
+
+
+@pytest.mark.parametrize(
+    ("text", "expires_at"),
+    [
+        ("1970-01-02", 2 * 86_400.0),  # through its last day
+        ("1970-01-01T00:00:10Z", 10.0),
+        ("1970-01-01t00:00:10.5z", 10.5),
+        ("1970-01-01T02:00:10+02:00", 10.0),
+        ('"1970-01-01 00:00:10Z"', 10.0),
+    ],
+)
+def test_when_a_key_expires(tmp_path: Path, text: str, expires_at: float) -> None:
+    """As YAML reads it, and as a string."""
+    for written in (text, '"' + text.strip('"') + '"'):
+        keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}, expires: {written}}}]"))
+        with pytest.raises(RefusedError, match=r"expired"):
+            keys.authenticate(f"Bearer {KEY_A}")
+    assert expiry_of(text.strip('"')) == expires_at
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "2027-02-30", "2027-06-30T18:00:00", "20270630", "9999-12-31T23:59:59", "2027-06-30T25:00:00Z"]
+)
+def test_other_times_are_refused(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}, expires: '{text}'}}]")
+    assert refusal(file) == (
+        f"gateway.api_keys: {file}[0].expires must be a date, such as 2027-06-30, or a time with its offset from UTC, "
+        f"such as 2027-06-30T18:00:00Z, not {text!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "caller"),
+    [
+        ("scopes: [inference]", Caller("a", False)),
+        ("scopes: [metrics]", Caller("a", False, metrics=True, infers=False)),
+        ("scopes: [admin]", Caller("a", True, infers=False)),
+        ("scopes: [admin, inference, metrics]", Caller("a", True, metrics=True)),
+        ("admin: true", Caller("a", True)),
+        ("models: [m, n]", Caller("a", False, models=frozenset({"m", "n"}))),
+        ("expires: 2999-12-30", Caller("a", False, expires_at=32_503_593_600.0)),
+    ],
+)
+def test_rights_of_a_key(tmp_path: Path, fields: str, caller: Caller) -> None:
+    keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}, {fields}}}]"))
+    assert keys.authenticate(f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == caller
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("scopes: []", ": Expected array of length >= 1 - at $[0].scopes"),
+        ("scopes: [all]", ": Invalid enum value 'all' - at $[0].scopes[0]"),
+        ("models: []", ": Expected array of length >= 1 - at $[0].models"),
+        ("models: ['']", ": Expected str of length >= 1 - at $[0].models[0]"),
+        ("expires: 5", ": Expected str | null, got int - at $[0].expires"),
+        ("scopes: [admin], metrics: true", "[0].scopes stand instead of admin and metrics; give one or the other"),
+    ],
+)
+def test_rights_that_cannot_be(tmp_path: Path, fields: str, message: str) -> None:
+    file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}, {fields}}}]")
+    assert refusal(file) == f"gateway.api_keys: {file}{message}"
 
 
 def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:

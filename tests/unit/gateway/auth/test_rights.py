@@ -80,7 +80,7 @@ def test_who_is_an_admin(rights: Rights, peer: str) -> None:
 @pytest.mark.parametrize(
     ("caller", "rights", "peer", "message"),
     [
-        (Caller("a", False), Rights(), LOCAL, "this needs the key of an admin"),
+        (Caller("a", False), Rights(), LOCAL, "this needs a key with the scope admin"),
         (
             UNAUTHENTICATED,
             Rights(local_is_admin=True),
@@ -177,7 +177,7 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
 def test_who_sees_exact_counts(caller: Caller, sees: bool) -> None:
     assert caller.sees_counts is sees
     if not sees:
-        with pytest.raises(PermissionDeniedError, match=r"^this needs a key with `metrics: true`"):
+        with pytest.raises(PermissionDeniedError, match=r"^this needs a key with the scope metrics or admin$"):
             require_counts(caller)
 
 
