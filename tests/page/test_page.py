@@ -82,7 +82,7 @@ class BusyViews:
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
         done = int((time.time() - self._start) * RATE)
         for number in range(limit):
-            yield self.explain(RequestId(f"{done - number:032d}"), Caller("", True))
+            yield self.explain(RequestId(f"{done - number:012d}{0:020d}"), Caller("", True))
 
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
         option = pb.PlacementOption(prefill_worker="prefill-0", decode_worker="decode-0", cost=3.5, prefill_ms=2.0)
