@@ -317,7 +317,12 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     recording = gateway.record_events
     if recording is not None:
         recording = msgspec.structs.replace(recording, folder=absolute(recording.folder))
-    gateway = msgspec.structs.replace(gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording)
+    batches = gateway.batches
+    if batches is not None:
+        batches = msgspec.structs.replace(batches, folder=absolute(batches.folder))
+    gateway = msgspec.structs.replace(
+        gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording, batches=batches
+    )
     network = config.network
     if network.certificates is not None:
         given = {name: absolute(getattr(network.certificates, name)) for name in ("ca", "cert", "key")}

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from disagg.proto.config import Bytes, Count, Name, NonNegativeInt, Port, Seconds, check_bounds
+from disagg.proto.config import Bytes, Count, Fraction, Name, NonNegativeInt, Port, Seconds, check_bounds
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MetricsOptions, TracingOptions
+from disagg.router.gateway.batches.store import StoreLimits
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Room in a gRPC message for everything but the prompt."""
@@ -39,6 +40,20 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Its private key, without a passphrase; others must not be able to read it."""
     client_ca: str | None = None
     """Let in only clients with a certificate that this CA signed (mutual TLS)."""
+
+
+class BatchOptions(StoreLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gateway.batches`: `/v1/files` and `/v1/batches`."""
+
+    folder: Name
+    """Of the database and of the files' contents, on a local disk; gateways of one machine share it. A path in the YAML
+    is relative to its folder."""
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 34)] = 200 << 20
+    """Of one uploaded file."""
+    max_running: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)] = 256
+    """Lines that each gateway runs at a time."""
+    reserved_share: Fraction = 0.1
+    """The share of all decode places that lines leave free for interactive requests."""
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +93,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     tracing: TracingOptions | None = None
     """`{endpoint, sample, max_waiting, timeout_s}`: send the spans of requests to an OpenTelemetry collector. `null`
     sends none."""
+    batches: BatchOptions | None = None
+    """`{folder, max_file_bytes, ...}`: serve OpenAI's files and batches. `null` serves none."""
     max_keyless_watches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""

@@ -35,12 +35,16 @@ from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
+from disagg.router.gateway.batches.service import BatchService
 from disagg.router.gateway.config import GatewayConfig, is_loopback, serves_page
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
 from disagg.router.gateway.http.app import HttpApp
+from disagg.router.gateway.http.batches.batches import Batches
+from disagg.router.gateway.http.batches.files import Files
+from disagg.router.gateway.http.batches.line_answers import LineAnswers
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import BodyLimits
 from disagg.router.gateway.http.information import Information
@@ -199,6 +203,8 @@ class GatewayServer:
         self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
         watches = config.max_keyless_watches
         self._health = _Health(WatchPlaces(watches, max(1, watches // 4)))
+        self._batches: BatchService | None = None
+        self._waits_for_workers = waits_for_workers
         self._offload: Offload | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -254,6 +260,10 @@ class GatewayServer:
             Authenticate(self._security.authenticator, self._audit),
             DecodeRequests(self._decode_turns, config.max_body_values(self.model.info.max_model_len)),
         )
+        if config.batches is not None and config.http_port is not None:
+            self._batches = BatchService(
+                config.batches, config.name, _mint_id(), self._router.view, wakes_workers=not self._waits_for_workers
+            )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, generator)
         try:
@@ -272,10 +282,15 @@ class GatewayServer:
             await server.stop(None)
             await self._stop_http(0.0)
             self._offload.close()
+            if self._batches is not None:
+                self._batches.close()
             raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
         await server.start()
         self._server = server
         self._security.watch.start()
+        if self._batches is not None:
+            completions = self._make_completions(generator, self._body_limits())
+            self._batches.start(LineAnswers(completions, self._security.authenticator, _mint_id))
         await self.set_serving(serving)
 
     async def set_serving(self, serving: bool) -> None:
@@ -294,6 +309,9 @@ class GatewayServer:
         num_running = self._readiness.begin_drain()
         await self._health.enter_graceful_shutdown()
         leaving = self._leave(server, deadline) if self.config.shares_ports else None
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            await batches.stop_lines()
         if num_running:
             logger.info("draining: %d calls still run, for at most %g s", num_running, deadline - time.monotonic())
         if left := await self._readiness.wait_ended(max(0.0, deadline - time.monotonic())):
@@ -304,6 +322,8 @@ class GatewayServer:
             server.stop(rest_s) if leaving is None else self._left(leaving, rest_s), self._stop_http(rest_s)
         )
         await self._calls.ended()
+        if batches is not None:
+            batches.close()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
@@ -368,18 +388,24 @@ class GatewayServer:
             offload=offload,
         )
 
-    def _make_http(self, generator: Generator, max_connections: int) -> HttpServer:
-        config, metrics = self.config, self._metrics
-        limits = BodyLimits(
+    def _body_limits(self) -> BodyLimits:
+        config = self.config
+        return BodyLimits(
             max_bytes=config.max_message_bytes(self.model.info.max_model_len),
             timeout_s=config.read_timeout_s,
             max_values=config.max_body_values(self.model.info.max_model_len),
             turns=self._decode_turns,
             unfinished=self._unfinished,
         )
+
+    def _make_completions(self, generator: Generator, limits: BodyLimits) -> Completions:
+        return Completions(generator, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time)
+
+    def _make_http(self, generator: Generator, max_connections: int) -> HttpServer:
+        config, limits, batches = self.config, self._body_limits(), self._batches
         app = HttpApp(
-            Completions(generator, metrics, self._readiness, limits, _mint_id, time.monotonic, time.time),
-            Information(generator, self._readiness, metrics, limits, created=int(time.time())),
+            self._make_completions(generator, limits),
+            Information(generator, self._readiness, self._metrics, limits, created=int(time.time())),
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
@@ -387,6 +413,8 @@ class GatewayServer:
             _sites(config),
             self._readiness,
             self._page,
+            files=None if batches is None else Files(batches, config.read_timeout_s),
+            batches=None if batches is None else Batches(batches, limits),
         )
         tls = self._security.tls
         connections = ConnectionLimits(

@@ -226,6 +226,7 @@ class Generator:
                 block_hashes=tuple(chain_hashes(root, known)),
                 root_hash=root,
                 deadline=call.deadline,
+                priority=call.priority,
                 ttft_slo_s=call.targets.ttft_s,
                 tpot_slo_s=call.targets.tpot_s,
                 trace_parent=call.trace_parent,

@@ -120,6 +120,10 @@ class Authenticator(Protocol):
         """
         ...
 
+    def find(self, tenant: str) -> Caller | None:
+        """A caller of that tenant, for work that it ordered before; None where it is not let in any more."""
+        ...
+
 
 class AnonymousAccess(Authenticator):
     """Implements `Authenticator` where neither keys nor client certificates are configured."""
@@ -132,6 +136,10 @@ class AnonymousAccess(Authenticator):
     @override
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return self._caller
+
+    @override
+    def find(self, tenant: str) -> Caller | None:
+        return None if tenant else self._caller
 
 
 _ONE_OF_SEVERAL: Final = TenantLimits(is_sole=False, max_priority=0)
@@ -147,6 +155,10 @@ class CertificateNames(Authenticator):
         if not re.match(TENANT, certificate):
             raise RefusedError("certificate")
         return Caller(certificate, False, _ONE_OF_SEVERAL)
+
+    @override
+    def find(self, tenant: str) -> Caller | None:
+        return Caller(tenant, False, _ONE_OF_SEVERAL) if re.match(TENANT, tenant) else None
 
 
 class ApiKey(NamedTuple):
@@ -216,6 +228,11 @@ class ApiKeys(Authenticator):
         if caller.expires_at is not None and self._wall_clock() >= caller.expires_at:
             raise RefusedError("expired")
         return caller
+
+    @override
+    def find(self, tenant: str) -> Caller | None:
+        limits = self.limits().get(tenant)
+        return None if limits is None else Caller(tenant, False, limits)
 
 
 _NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), UNAUTHENTICATED)

@@ -3,15 +3,17 @@
     claim ──> index the input ──> lines, as many at a time as there is room ──> finish
                   └─> fail             └─ each turn: answers kept, lease renewed, cancelled or expired?
 
-A runner that is cancelled keeps the lease until it runs out. Lines that ran then are run again by the next owner.
+A runner that is cancelled gives its lease back. Lines that ran then are run again by the next owner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -57,7 +59,7 @@ class BatchRunner:
         answer_line: see `AnswerLine`.
         num_room: from the lines that run, how many more may start; see `num_admissible`.
         wall_clock: seconds since the epoch.
-        turn_s: how often room, lease and the batch's state are looked at.
+        turn_s: how often lease and the batch's state are looked at, and room at least.
     """
 
     def __init__(
@@ -81,6 +83,10 @@ class BatchRunner:
         batch = await asyncio.to_thread(self._store.claim, self._owner, self._clock())
         if batch is None:
             return False
+        await self._run_claimed(batch)
+        return True
+
+    async def _run_claimed(self, batch: Batch) -> None:
         path = self._store.path(batch.input_file)
         try:
             offsets = await asyncio.to_thread(lines.index, path, batch.endpoint)
@@ -88,32 +94,34 @@ class BatchRunner:
             reason = str(error) if isinstance(error, lines.InputError) else "its input file cannot be read"
             logger.info("batch %s of tenant %r failed: %s", batch.id, batch.tenant, error)
             await asyncio.to_thread(self._store.fail, batch.id, self._owner, reason, self._clock())
-            return True
+            return
         await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(offsets))
         status = await self._run(_Input(batch, path, offsets))
         if status is None:
             logger.warning("batch %s: another gateway has taken it over and goes on with it", batch.id)
         else:
             await asyncio.to_thread(self._store.finish, batch.id, self._owner, status, self._clock())
-        return True
 
     async def _run(self, given: _Input) -> str | None:
         """The state that the batch ends in; None where this runner has lost it."""
         done = await asyncio.to_thread(self._store.answered, given.batch.id)
-        left = (number for number in range(len(given.offsets)) if number not in done)
+        left = deque(number for number in range(len(given.offsets)) if number not in done)
         running: set[asyncio.Task[Answer]] = set()
+        looked = -math.inf
         try:
             while True:
                 now = self._clock()
-                batch = await asyncio.to_thread(self._store.renew, given.batch.id, self._owner, now)
-                if batch is None:
-                    return None
-                if batch.status == "cancelling":
-                    return "cancelled"
-                if batch.expires <= now:
-                    return "expired"
+                if not looked <= now < looked + self._turn_s:
+                    batch = await asyncio.to_thread(self._store.renew, given.batch.id, self._owner, now)
+                    if batch is None:
+                        return None
+                    if batch.status == "cancelling":
+                        return "cancelled"
+                    if batch.expires <= now:
+                        return "expired"
+                    looked = now
                 self._start(given, left, running)
-                if not running and await self._is_complete(given):
+                if not running and not left:
                     return "completed"
                 if not await self._keep(given.batch.id, running):
                     return None
@@ -122,15 +130,10 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _start(self, given: _Input, left: Iterator[int], running: set[asyncio.Task[Answer]]) -> None:
-        for _ in range(self._num_room(len(running))):
-            number = next(left, None)
-            if number is None:
-                return
+    def _start(self, given: _Input, left: deque[int], running: set[asyncio.Task[Answer]]) -> None:
+        for _ in range(min(len(left), self._num_room(len(running)))):
+            number = left.popleft()
             running.add(asyncio.create_task(self._answer(given, number), name=f"batch-{given.batch.id}-{number}"))
-
-    async def _is_complete(self, given: _Input) -> bool:
-        return len(await asyncio.to_thread(self._store.answered, given.batch.id)) == len(given.offsets)
 
     async def _keep(self, batch_id: str, running: set[asyncio.Task[Answer]]) -> bool:
         """Wait a turn, then keep what was answered. False where the batch is lost."""

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
 
 LEASE_S: Final = 15.0
@@ -42,7 +43,7 @@ CREATE TABLE IF NOT EXISTS batches(
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, endpoint TEXT NOT NULL, input_file TEXT NOT NULL, status TEXT NOT NULL,
     created REAL NOT NULL, expires REAL NOT NULL, ended REAL, total INTEGER NOT NULL DEFAULT 0,
     output_file TEXT, error_file TEXT, error TEXT, owner TEXT, lease_until REAL NOT NULL DEFAULT 0,
-    num_completed INTEGER, num_failed INTEGER);
+    num_completed INTEGER, num_failed INTEGER, metadata TEXT);
 CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
@@ -52,12 +53,12 @@ CREATE TABLE IF NOT EXISTS answers(
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what clients can store."""
 
-    max_files: int = 100
-    """Of a tenant, files of answers among them."""
-    max_total_bytes: int = 4 << 30
-    """Contents of all files of all tenants."""
-    max_batches: int = 100
-    """Of a tenant, that have not ended; and of those that have, the latest that are remembered."""
+    max_files: Count = 100
+    """Files of a tenant, those of answers among them; one more is refused."""
+    max_total_bytes: Bytes = 4 << 30
+    """Contents of all files of all tenants; an upload that exceeds it is refused."""
+    max_batches: Count = 100
+    """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
 
 
 class File(NamedTuple):
@@ -91,6 +92,8 @@ class Batch(NamedTuple):
     """Why it failed."""
     num_completed: int
     num_failed: int
+    metadata: str | None
+    """The client's own notes, JSON."""
 
 
 class Answer(NamedTuple):
@@ -105,7 +108,7 @@ class Answer(NamedTuple):
 _BATCH: Final = """SELECT id, tenant, endpoint, input_file, status, created, expires, ended, total, output_file,
     error_file, error,
     coalesce(num_completed, (SELECT count(*) FROM answers WHERE batch = id AND ok)),
-    coalesce(num_failed, (SELECT count(*) FROM answers WHERE batch = id AND NOT ok))
+    coalesce(num_failed, (SELECT count(*) FROM answers WHERE batch = id AND NOT ok)), metadata
     FROM batches """
 
 
@@ -181,7 +184,16 @@ class BatchStore:
         self.path(file_id).unlink(missing_ok=True)
         return True
 
-    def create(self, batch_id: str, tenant: str, endpoint: str, input_file: str, now: float, window_s: float) -> Batch:
+    def create(
+        self,
+        batch_id: str,
+        tenant: str,
+        endpoint: str,
+        input_file: str,
+        now: float,
+        window_s: float,
+        metadata: str | None = None,
+    ) -> Batch:
         """Add a batch, `validating`. Raises `InvalidRequestError` without such a file, `LimitError` for too many."""
         with self._transaction() as db:
             if self.file(tenant, input_file) is None:
@@ -191,9 +203,9 @@ class BatchStore:
             if count >= self._limits.max_batches:
                 raise LimitError(tenant, "batches", f"{count} have not ended", None)
             db.execute(
-                "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires) "
-                "VALUES (?, ?, ?, ?, 'validating', ?, ?)",
-                (batch_id, tenant, endpoint, input_file, now, now + window_s),
+                "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires, metadata) "
+                "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?)",
+                (batch_id, tenant, endpoint, input_file, now, now + window_s, metadata),
             )
             db.execute(
                 "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE tenant = ? AND ended IS NOT NULL "
@@ -236,6 +248,11 @@ class BatchStore:
             "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?", (now + LEASE_S, batch_id, owner)
         )
         return self._get(batch_id) if renewed.rowcount else None
+
+    def release(self, owners: str) -> None:
+        """Give up what owners hold whose names begin so: on a graceful stop one's own batch, and at a start those of
+        this gateway's former lives. They can be claimed at once."""
+        self._db.execute("UPDATE batches SET lease_until = 0 WHERE substr(owner, 1, ?) = ?", (len(owners), owners))
 
     def begin(self, batch_id: str, owner: str, total: int) -> None:
         """The input is valid and has so many lines. A batch that is being cancelled stays so."""

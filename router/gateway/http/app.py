@@ -19,6 +19,8 @@ from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
 from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.event_loop.loop_watch import name_task
+from disagg.router.gateway.http.batches.batches import Batches
+from disagg.router.gateway.http.batches.files import Files
 from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
@@ -64,6 +66,7 @@ class HttpApp:
         sites: which web sites' pages may call.
         readiness: whether new requests are taken; once they are not, connections close with their answer.
         page: for operators; `None` serves none.
+        files, batches: answer OpenAI's files and batches; None where none are served.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class HttpApp:
         sites: Sites,
         readiness: Readiness,
         page: Page | None = None,
+        files: Files | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self._open_paths = frozenset((*_OPEN_PATHS, *(page.paths if page is not None else ())))
         self._audit = audit
@@ -87,7 +92,11 @@ class HttpApp:
         self._authenticator = authenticator
         self._mint_id = mint_id
         self._mint_trace_bits = mint_trace_bits
-        self._routes = (*_routes(completions, information), *_page_routes(page))
+        self._routes = (
+            *_routes(completions, information),
+            *_page_routes(page),
+            *_batch_routes(files, batches),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request; every error, also one of our own code, is answered as OpenAI's API does."""
@@ -188,6 +197,23 @@ def _page_routes(page: Page | None) -> Sequence[Route]:
 def _is_inference(method: str, path: str) -> bool:
     """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
     return method not in ("GET", "HEAD") or (path.startswith("/v1/") and not path.startswith("/v1/models"))
+
+
+def _batch_routes(files: Files | None, batches: Batches | None) -> Sequence[Route]:
+    if files is None or batches is None:
+        return ()
+    get, post = ["GET"], ["POST"]
+    return (
+        Route("/v1/files", files.list, methods=get),
+        Route("/v1/files", files.upload, methods=post),
+        Route("/v1/files/{file}", files.one, methods=get),
+        Route("/v1/files/{file}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file}/content", files.content, methods=get),
+        Route("/v1/batches", batches.list, methods=get),
+        Route("/v1/batches", batches.create, methods=post),
+        Route("/v1/batches/{batch}", batches.one, methods=get),
+        Route("/v1/batches/{batch}/cancel", batches.cancel, methods=post),
+    )
 
 
 async def _fail(exchange: Exchange, error: DisaggError) -> None:

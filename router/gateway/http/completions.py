@@ -113,6 +113,19 @@ class Completions:
         """`POST /v1/completions`."""
         await self._answer(exchange, request_id, _KINDS["text"])
 
+    async def line(self, endpoint: str, body: bytes, call: Call) -> bytes:
+        """The answer to a line of a batch: the body that a request to `endpoint` would get. Raises as that."""
+        kind = _KINDS["chat" if endpoint == "/v1/chat/completions" else "text"]
+        if len(body) > self._limits.max_bytes:
+            raise InvalidRequestError("body", f"must have at most {self._limits.max_bytes} bytes")
+        parsed = await self._limits.decode(body, kind.read)
+        if parsed.stream:
+            raise InvalidRequestError("stream", "a line of a batch is answered whole")
+        checked = await in_pieces(self._check(parsed))
+        with self._charged(parsed, call) as charge:
+            async with aclosing(self._run(parsed, call, charge, checked)) as events:
+                return await self._whole(parsed, call, kind, events)
+
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
@@ -163,6 +176,24 @@ class Completions:
         events: Events,
         position: Position | None,
     ) -> None:
+        if not parsed.stream:
+            await exchange.respond(200, await self._whole(parsed, call, kind, events))
+            return
+        style, choices, usage, echoes = await self._form(parsed, call, kind)
+        most = parsed.inputs[0].max_tokens
+        await _stream(exchange, events, StreamWriter(style, choices, usage, most, echoes, position))
+
+    async def _whole(self, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> bytes:
+        """A complete answer as JSON."""
+        answer = AnswerWriter(*await self._form(parsed, call, kind))
+        async for event in events:
+            answer.add(event)
+        return answer.encode()
+
+    async def _form(
+        self, parsed: ParsedCall, call: Call, kind: _Kind
+    ) -> tuple[Style, Choices, UsageCount, tuple[str, ...]]:
+        """How an answer is written, and the texts of the prompts before it."""
         echoes = await self._echoes(parsed)
         given, tokenizer = parsed.inputs[0], self._generator.model.tokenizer
         style = Style(
@@ -177,14 +208,7 @@ class Completions:
         choices = kind.choices(tokenizer)
         if parsed.tools is not None:
             choices = ToolChoices(tokenizer, parsed.tools, call.request_id)
-        usage = UsageCount(max(1, parsed.answers_each))
-        if parsed.stream:
-            await _stream(exchange, events, StreamWriter(style, choices, usage, given.max_tokens, echoes, position))
-        else:
-            answer = AnswerWriter(style, choices, usage, echoes)
-            async for event in events:
-                answer.add(event)
-            await exchange.respond(200, answer.encode())
+        return style, choices, UsageCount(max(1, parsed.answers_each)), echoes
 
     def _call(self, exchange: Exchange, request_id: RequestId) -> Call:
         """The call's settings from its headers. Raises `InvalidRequestError`."""

@@ -122,6 +122,25 @@ class Exchange:
         except TimeoutError:
             raise SlowBodyError(f"the body did not arrive within {timeout_s:g} s") from None
 
+    async def body_parts(self, timeout_s: float) -> AsyncGenerator[bytes, None]:
+        """The body as it comes, for one that is not kept in memory; whoever reads bounds it.
+
+        Raises:
+            SlowBodyError: if nothing more of it arrives for `timeout_s`.
+            RequestCancelledError: if the client leaves before its end.
+        """
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise SlowBodyError(f"nothing more of the body arrived within {timeout_s:g} s") from None
+            if message["type"] == "http.disconnect":
+                raise RequestCancelledError("the client is gone")
+            more = message.get("more_body", False)
+            yield message.get("body", b"")
+
     @asynccontextmanager
     async def until_disconnect(self) -> AsyncGenerator[None, None]:
         """Cancels what runs inside when the client leaves.
@@ -165,6 +184,10 @@ class Exchange:
             end = begin + _SLICE_BYTES
             self.ended = end >= len(body)
             await self._write(body[begin:end], more=end < len(body))
+
+    async def start_download(self, num_bytes: int, content_type: bytes) -> None:
+        """Begin a response of that size; `write` its parts, then `end` it. An error can only cut it off."""
+        await self._start(200, [(b"content-type", content_type), (b"content-length", b"%d" % num_bytes)])
 
     async def start_stream(self) -> None:
         """Begin a stream of server-sent events."""
@@ -239,7 +262,10 @@ class BodyLimits:
             DisaggError: whatever `Exchange.read_body` and `decode` raise.
         """
         check_content_type(exchange.headers.get("content-type"))
-        body = await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished)
+        return await self.decode(await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished), decode)
+
+    async def decode(self, body: bytes, decode: Callable[[bytes], Pieces[T]]) -> T:
+        """What `decode` makes of a complete body, as `read` does it. Raises as that."""
         if len(body) <= SMALL_BYTES:
             return await in_pieces(decode(body))
         async with self.turns.of(CALLER.get().tenant, len(body)):

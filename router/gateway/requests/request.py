@@ -125,6 +125,8 @@ class Call:
     """On the gateway's monotonic clock; the request fails when it passes, in whatever phase."""
     targets: Targets = NO_TARGETS
     caller: Caller = ANONYMOUS
+    priority: int = 0
+    """In the router's queue, within the limit of the tenant; lines of batches are below 0."""
     trace_parent: str = ""
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""

@@ -1,0 +1,162 @@
+"""The batches of one gateway: the store as its calls use it, the runner in the background, and the room for lines.
+
+Two connections to the database: one of a thread that serves the calls one after the other, one of the runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from disagg.proto.errors import ConfigError, OverloadedError
+from disagg.router.api import ClusterView
+from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner, num_admissible
+from disagg.router.gateway.batches.store import BatchStore
+from disagg.router.gateway.config import BatchOptions
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_IDLE_S: Final = 1.0
+"""Between two looks for a batch, where no call of this gateway made one."""
+_AFTER_FAULT_S: Final = 5.0
+_MAX_UPLOADS, _MAX_TENANT_UPLOADS = 8, 4
+"""At a time. Their contents are on the disk, and only whole ones count in `max_total_bytes`."""
+_STALE_UPLOAD_S: Final = 86_400.0
+_RETRY_S: Final = 2.0
+
+
+class BatchService:
+    """Owner of the folder's connections, the runner's task and the places of uploads.
+
+    Args:
+        options: see there.
+        name: of this gateway, the same in each of its lives.
+        life: of this process; another one each time.
+        view: the cluster now.
+        wakes_workers: whether a request makes a worker start where there is none.
+
+    Raises:
+        ConfigError: if the folder cannot be used.
+    """
+
+    def __init__(
+        self, options: BatchOptions, name: str, life: str, view: Callable[[], ClusterView], *, wakes_workers: bool
+    ) -> None:
+        self.options = options
+        self._former, self._owner = f"{name}/", f"{name}/{life}"
+        self._view = view
+        self._wakes_workers = wakes_workers
+        folder = Path(options.folder)
+        try:
+            self._store, self._runners_store = BatchStore(folder, options), BatchStore(folder, options)
+            self.uploads = folder / "uploads"
+            self.uploads.mkdir(mode=0o700, exist_ok=True)
+            _remove_stale(self.uploads)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"gateway.batches.folder: {folder} cannot be used: {error}") from error
+        self._thread = ThreadPoolExecutor(1, "batch-store")
+        self._uploading: dict[str, int] = {}
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, answer_line: AnswerLine) -> None:
+        """Run batches from now on, at first those that a former life of this gateway left."""
+        runner = BatchRunner(self._runners_store, self._owner, answer_line, self._num_room, time.time)
+        self._task = asyncio.create_task(self._run(runner), name="batches")
+
+    async def stop_lines(self) -> None:
+        """End the lines that run, and let another gateway, or this one's next life, go on at once."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        with contextlib.suppress(sqlite3.Error):  # then the lease runs out
+            await self.call(lambda store: store.release(self._owner))
+
+    def close(self) -> None:
+        """Close the database, once no call runs."""
+        self._thread.shutdown()
+        self._store.close()
+        self._runners_store.close()
+
+    async def call(self, work: Callable[[BatchStore], T]) -> T:
+        """What `work` does with the store, on its thread. Raises what it raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._woken.set()
+
+    @contextmanager
+    def uploading(self, tenant: str) -> Iterator[None]:
+        """While inside, a file of `tenant` arrives. Raises `OverloadedError` where too many do."""
+        own = self._uploading.get(tenant, 0)
+        if own >= _MAX_TENANT_UPLOADS or sum(self._uploading.values()) >= _MAX_UPLOADS:
+            raise OverloadedError("too many files are uploaded now", _RETRY_S)
+        self._uploading[tenant] = own + 1
+        try:
+            yield
+        finally:
+            self._uploading[tenant] -= 1
+            if not self._uploading[tenant]:
+                del self._uploading[tenant]
+
+    async def _run(self, runner: BatchRunner) -> None:
+        is_first = True
+        while True:
+            try:
+                if is_first:
+                    await asyncio.to_thread(self._runners_store.release, self._former)
+                    is_first = False
+                while await runner.run_one():
+                    pass
+                wait_s = _IDLE_S
+            except (OSError, sqlite3.Error):
+                logger.exception(
+                    "batches: the folder %s failed; the next try is in %g s", self.options.folder, _AFTER_FAULT_S
+                )
+                wait_s = _AFTER_FAULT_S
+            self._woken.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), wait_s)
+
+    def _num_room(self, num_running: int) -> int:
+        view, options = self._view(), self.options
+        return num_startable(view, num_running, options.reserved_share, options.max_running, self._wakes_workers)
+
+
+def num_startable(view: ClusterView, num_lines: int, reserved_share: float, most: int, wakes_workers: bool) -> int:
+    """How many more lines may start now. (pure) Without a decode worker it is one, where a request makes one start.
+
+    Args:
+        view: the cluster now. What this router has placed may be missing in a worker's report, and what others have
+            placed is missing in this router's count: the larger one counts.
+        num_lines: that run.
+        reserved_share, most: see `BatchOptions`.
+        wakes_workers: whether a request makes a worker start where there is none.
+    """
+    workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
+    if not workers:
+        return int(wakes_workers and not num_lines)
+    places = sum(worker.info.max_num_seqs for worker in workers)
+    reported = sum(worker.load.num_running + worker.load.num_waiting + worker.load.num_suspended for worker in workers)
+    reserve = math.ceil(places * reserved_share)
+    return num_admissible(places - max(reported, view.num_running), view.num_queued, reserve, num_lines, most)
+
+
+def _remove_stale(uploads: Path) -> None:
+    """What arrived in part when its gateway was killed; another gateway may be receiving younger ones."""
+    for path in uploads.iterdir():
+        if path.stat().st_mtime < time.time() - _STALE_UPLOAD_S:
+            path.unlink(missing_ok=True)

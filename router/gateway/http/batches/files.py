@@ -1,0 +1,119 @@
+"""`/v1/files`: inputs of batches, and their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from disagg.proto.errors import DisaggError, InvalidRequestError
+from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.batches.service import BatchService
+from disagg.router.gateway.batches.store import File
+from disagg.router.gateway.http.batches.pages import page_of
+from disagg.router.gateway.http.batches.upload import FormWriter, receive_file
+from disagg.router.gateway.http.exchange import Exchange
+from disagg.router.gateway.http.transport.errors import SlowBodyError
+
+PURPOSE: Final = "batch"
+_UPLOAD_TIMEOUT_S: Final = 600.0
+"""For one file, however steadily it comes: its place is needed by others."""
+_SLICE_BYTES: Final = 256 << 10
+_MAX_LIMIT: Final = 10_000
+
+
+class NotFoundError(DisaggError):
+    """The caller's tenant has no such file or batch; another one may."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "not_found"
+
+
+class Files:
+    """Handlers. A tenant sees its own files only.
+
+    Args:
+        batches: where they are kept.
+        read_timeout_s: how long an upload may be silent.
+    """
+
+    def __init__(self, batches: BatchService, read_timeout_s: float) -> None:
+        self._batches = batches
+        self._read_timeout_s = read_timeout_s
+
+    async def upload(self, exchange: Exchange, request_id: str) -> None:
+        """`POST /v1/files`: a form with `file` and `purpose`, which must be `batch`."""
+        tenant = CALLER.get().tenant
+        form = FormWriter(exchange.headers.get("content-type"), self._batches.options.max_file_bytes)
+        path = self._batches.uploads / request_id
+        with self._batches.uploading(tenant), contextlib.ExitStack() as stack:
+            try:
+                async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+                    name = await receive_file(form, exchange.body_parts(self._read_timeout_s), path)
+            except TimeoutError:
+                raise SlowBodyError(f"the file did not arrive within {_UPLOAD_TIMEOUT_S:g} s") from None
+            stack.callback(path.unlink, missing_ok=True)
+            if form.fields.get("purpose") != PURPOSE.encode():
+                raise InvalidRequestError("purpose", f"must be {PURPOSE}")
+            file = File(f"file-{uuid.uuid4().hex}", tenant, name, PURPOSE, form.num_bytes, time.time())
+            await self._batches.call(lambda store: store.add_file(file, path))
+        await _send(exchange, _shown(file))
+
+    async def list(self, exchange: Exchange, request_id: str) -> None:
+        """`GET /v1/files`, the latest first: `limit`, `after`, `purpose`."""
+        tenant = CALLER.get().tenant
+        found: Sequence[File] = await self._batches.call(lambda store: store.files(tenant))
+        await _send(exchange, page_of(exchange, [_shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
+
+    async def one(self, exchange: Exchange, request_id: str) -> None:
+        """`GET /v1/files/{file}`."""
+        await _send(exchange, _shown(await self._find(exchange)))
+
+    async def content(self, exchange: Exchange, request_id: str) -> None:
+        """`GET /v1/files/{file}/content`, read from the disk as the client reads it."""
+        file = await self._find(exchange)
+        source: BinaryIO = await self._batches.call(lambda store: store.path(file.id).open("rb"))
+        try:
+            async with exchange.until_disconnect():
+                await exchange.start_download(file.num_bytes, b"application/octet-stream")
+                while part := await asyncio.to_thread(source.read, _SLICE_BYTES):
+                    await exchange.write(part)
+                await exchange.end(b"")
+        finally:
+            source.close()
+
+    async def delete(self, exchange: Exchange, request_id: str) -> None:
+        """`DELETE /v1/files/{file}`."""
+        tenant, file_id = CALLER.get().tenant, exchange.path_params["file"]
+        if not await self._batches.call(lambda store: store.delete_file(tenant, file_id)):
+            raise NotFoundError("there is no such file")
+        await _send(exchange, {"id": file_id, "object": "file", "deleted": True})
+
+    async def _find(self, exchange: Exchange) -> File:
+        tenant, file_id = CALLER.get().tenant, exchange.path_params["file"]
+        file = await self._batches.call(lambda store: store.file(tenant, file_id))
+        if file is None:
+            raise NotFoundError("there is no such file")
+        return file
+
+
+def _shown(file: File) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created),
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+async def _send(exchange: Exchange, body: Any) -> None:
+    await exchange.respond(200, msgspec.json.encode(body))

@@ -1,0 +1,68 @@
+"""A line of a batch as a request of its tenant: behind all interactive ones, tried again until there is a verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from disagg.proto.errors import AuthenticationError, DisaggError, InternalError, UnavailableError, retry_after_s
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.auth.auth import CALLER, Authenticator
+from disagg.router.gateway.batches.lines import Line
+from disagg.router.gateway.batches.store import Batch
+from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.transport.errors import error_json
+from disagg.router.gateway.requests.request import Call, Targets
+
+logger = logging.getLogger(__name__)
+
+PRIORITY: Final = -1
+_TARGETS: Final = Targets(ttft_s=86_400.0, tpot_s=3600.0)
+"""That a line cannot miss: the configured ones are for people who wait."""
+_MAX_LOST: Final = 5
+"""Attempts that ended with a lost worker, each of which the router had tried again by itself: the line may be why."""
+_MAX_RETRY_S: Final = 30.0
+
+
+class LineAnswers:
+    """Answers lines, see `runner.AnswerLine`.
+
+    Args:
+        completions: what answers HTTP requests too.
+        authenticator: knows the limits of tenants.
+        mint_id: a request id that was never used.
+    """
+
+    def __init__(
+        self, completions: Completions, authenticator: Authenticator, mint_id: Callable[[], RequestId]
+    ) -> None:
+        self._completions = completions
+        self._authenticator = authenticator
+        self._mint_id = mint_id
+
+    async def __call__(self, batch: Batch, line: Line) -> tuple[int, bytes]:
+        """Status and body."""
+        num_lost = num_tries = 0
+        while True:
+            try:
+                return 200, await self._run(batch, line)
+            except DisaggError as error:
+                num_tries += 1
+                num_lost += isinstance(error, UnavailableError) and not error.code.startswith("no_")
+                wait_s = retry_after_s(error)
+                if wait_s is None or num_lost >= _MAX_LOST:
+                    return error.http_status, error_json(error)
+            except Exception:
+                logger.exception("batch %s: line %r failed by a bug", batch.id, line.custom_id)
+                return 500, error_json(InternalError("the gateway failed; its log has the reason"))
+            await asyncio.sleep(min(_MAX_RETRY_S, max(wait_s, 0.05 * 2 ** min(num_tries, 10))))
+
+    async def _run(self, batch: Batch, line: Line) -> bytes:
+        caller = self._authenticator.find(batch.tenant)
+        if caller is None:
+            raise AuthenticationError("the tenant of this batch has no key any more")
+        CALLER.set(caller)  # of this line's task
+        call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY)
+        return await self._completions.line(batch.endpoint, bytes(line.body), call)
