@@ -18,6 +18,7 @@ import typer
 
 from disagg import __version__
 from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
+from disagg.cli.batch import batch_app
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
@@ -43,6 +44,7 @@ trace_app = typer.Typer(help="Timelines of the latest requests.", no_args_is_hel
 app.add_typer(cluster_app, name="cluster", rich_help_panel=OPERATE)
 app.add_typer(trace_app, name="trace", rich_help_panel=OPERATE)
 app.add_typer(load_app, name="load", rich_help_panel=MEASURE)
+app.add_typer(batch_app, name="batch", rich_help_panel=OPERATE)
 app.add_typer(key_app, name="key", rich_help_panel=OPERATE)
 app.add_typer(model_app, name="model", rich_help_panel=MODELS)
 
