@@ -1,0 +1,1 @@
+"""What becomes of a batch whose gateway is killed."""
