@@ -128,4 +128,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the batch did not get on")
         time.sleep(0.05)
-
