@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-MAX_COMBINATIONS: Final = 256
+MAX_COMBINATIONS: Final = 64
 """Of branches that hold together."""
 _MAX_REFERENCES: Final = 64
 """That lead one into another."""

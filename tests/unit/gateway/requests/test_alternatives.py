@@ -22,7 +22,7 @@ def optional(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [any_of(16), any_of(16)]},
+        {"allOf": [any_of(8), any_of(8)]},
         any_of(MAX_COMBINATIONS + 1),
         {"properties": {f"p{i}": any_of(9) for i in range(9)}},
         optional(20),
@@ -38,7 +38,7 @@ def test_what_adds_up_is_taken(schema: Any) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"allOf": [any_of(16), any_of(17)]},
+        {"allOf": [any_of(8), any_of(9)]},
         {"anyOf": any_of(16)["anyOf"], "oneOf": any_of(17)["anyOf"]},
         {"allOf": [{"properties": {"a": any_of(16)}}, {"properties": {"a": any_of(17)}}]},
         {"$defs": {"a/b": any_of(17)}, "allOf": [{"$ref": "#/$defs/a~1b"}, any_of(16)]},
