@@ -107,18 +107,6 @@ def test_an_answer_is_a_call_whole_and_streamed_and_its_result_is_the_next_turn(
     assert "tool_calls" not in last["message"]
 
 
-def test_sampled_answers_have_calls_by_their_schemas_only(cluster: ProcessCluster) -> None:
-    answers = ask(cluster, "required", temperature=1.0, seed=3, n=4, max_tokens=200).json()["choices"]
-    ended = [answer for answer in answers if answer["finish_reason"] == "tool_calls"]
-    assert ended
-    for answer in ended:
-        assert answer["message"]["content"] is None
-        for call in answer["message"]["tool_calls"]:
-            check(call)
-    ids = [call["id"] for answer in ended for call in answer["message"]["tool_calls"]]
-    assert len(set(ids)) == len(ids)
-
-
 def test_a_schema_that_no_grammar_can_be_made_of_is_refused_by_name(cluster: ProcessCluster) -> None:
     function = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {"type": "string"}}}
     refused = ask(cluster, "required", tools=[{"type": "function", "function": function}])
