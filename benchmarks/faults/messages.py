@@ -57,7 +57,7 @@ async def worst_messages(up: Up, model: Model) -> Row:
     await up.settled()
     gateway, workers = up.gateway_pid(), [worker.pid for worker in (await up.state()).values()]
     served = Served(
-        model.name, GatewayConfig(model_name="x", model_path="fake", fingerprint="").max_message_bytes(MAX_MODEL_LEN)
+        model.name, GatewayConfig(model_name="x", model_path="fake", prefix_root="").max_message_bytes(MAX_MODEL_LEN)
     )
     answers: list[Answer] = []
     with_messages: list[tuple[float, float]] = []

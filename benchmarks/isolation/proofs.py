@@ -60,7 +60,7 @@ class Attacker:
         self._up, self._model = up, model.name
         self._metadata = (("authorization", f"Bearer {KEYS['attacker']}"),)
         self.codes: Codes = Counter()
-        config = GatewayConfig(model_name="x", model_path="fake", fingerprint="")
+        config = GatewayConfig(model_name="x", model_path="fake", prefix_root="")
         self._room = config.max_message_bytes(MAX_MODEL_LEN) - 1024
 
     async def _grpc(self, path: str, body: bytes) -> None:

@@ -405,7 +405,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         roles=("prefill", "decode"),
         address="10.0.0.1:7",
         pid=42,
-        prefix_root=FINGERPRINT,
+        fingerprint=FINGERPRINT,
         kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
         num_blocks=100,
         block_size=16,
@@ -429,7 +429,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         kv_blocks_active=40,
         kv_blocks_cached=7,
         kv_blocks_reserved=5,
-        prefix_root=FINGERPRINT,
+        fingerprint=FINGERPRINT,
     )
     assert state == pb.GetClusterStateResponse(workers=[worker], queued_requests=11, running_requests=5)
 

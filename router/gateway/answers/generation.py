@@ -187,11 +187,11 @@ class Generator:
         grammar, field = checked.sampling.grammar, checked.structured_field
         if not grammar:
             return
-        wrong = self._grammars.known(grammar)
-        if wrong is None and self._offload is None:
+        wrong, offload = self._grammars.known(grammar), self._offload
+        if wrong is None and offload is None:
             wrong = self._grammars.compiled(grammar)
-        elif wrong is None:
-            wrong = await self._offload.run(
+        elif wrong is None and offload is not None:
+            wrong = await offload.run(
                 lambda: self._grammars.compiled(grammar),
                 tenant=call.caller.tenant,
                 num_bytes=len(grammar),

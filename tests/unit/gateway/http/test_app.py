@@ -34,6 +34,9 @@ class OneKey:
             raise RefusedError("unknown")
         return Caller("tenant", False)
 
+    def find(self, tenant: str) -> Caller | None:
+        return Caller("tenant", False) if tenant == "tenant" else None
+
 
 @pytest.fixture
 def app(model: ServedModel) -> TestApp:

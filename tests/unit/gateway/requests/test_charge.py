@@ -28,6 +28,9 @@ class Keyed:
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return CALLER
 
+    def find(self, tenant: str) -> Caller | None:
+        return CALLER
+
 
 class Refusing(FakeRouter):
     """Takes two requests."""
