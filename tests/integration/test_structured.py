@@ -105,9 +105,9 @@ async def test_tokens_are_the_same_wherever_they_are_chosen(kind: str, tmp_path:
             assert [[answer.tokens[i] for i in sorted(answer.tokens)] for answer in again] == [e[5:] for e in expected]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    folder = make_checkpoint("llama3_rope", tmp_path_factory.mktemp("models") / "tiny")
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ProcessCluster]:
+    folder = make_checkpoint("llama3_rope", tmp_path / "tiny")
     config = {
         "model": {"path": str(folder), "name": "tiny", "dtype": "float32"},
         "gateway": {"port": 0, "http_port": 0},
