@@ -1,0 +1,1 @@
+"""Structured output: whether answers follow their schemas, and what that costs."""
