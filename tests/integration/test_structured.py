@@ -26,6 +26,8 @@ from tests.support.tiny_models import END_OF_TEXT_ID, make_checkpoint
 from tests.support.waiting import LONG_WAIT_S
 from tests.support.workers import open_gateway, running_workers, wait_until_workers_idle
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["small", "large"]
 DENSE = {"whitespace_flexible": False}
 """The tiny model draws white space without end where it may."""
