@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -62,11 +61,7 @@ def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses
     assert somebody_elses_ray.poll() is None
 
 
-Change = Callable[[dict[str, Any], dict[str, Any]], None]
-"""Changes what is served, and the cluster file."""
-
-
-def write_files(launch: Launch, change: Change = lambda served, cluster: None) -> int:
+def write_files(launch: Launch) -> int:
     """The files of deploy/ray with folder and ports of ours, and the model that needs no import; the gateway's port."""
     head_port, _, gateway_port = free_ports(3)
     served = read_deploy("disagg-loopback.yaml")
@@ -75,10 +70,8 @@ def write_files(launch: Launch, change: Change = lambda served, cluster: None) -
     served["gateway"]["port"] = gateway_port
     cluster = read_deploy("loopback.yaml")
     cluster["provider"] |= {"head_port": head_port, "dir": str(launch.folder / "c")}
-    cluster["file_mounts"]["~/disagg.yaml"] = str(launch.folder / "disagg.yaml")
+    cluster["file_mounts"]["~/disagg.yaml"] = str(launch.write("disagg.yaml", served))
     cluster["setup_commands"] = []
-    change(served, cluster)
-    launch.write("disagg.yaml", served)
     launch.write("cluster.yaml", cluster)
     return gateway_port
 
