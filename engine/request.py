@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from disagg.engine.text_counts import TextCounts
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
-
-if TYPE_CHECKING:
-    from disagg.engine.runner.token_masks import GrammarState
 
 
 class SequenceState(enum.Enum):
@@ -72,8 +69,8 @@ class Sequence:
     """Of its last token, where requested."""
     text_counts: TextCounts | None = None
     """Of its ids, where they are penalized and one was sampled here."""
-    grammar_state: GrammarState | None = None
-    """Of its grammar, where it has one and a token was chosen here. Owner: the runner's `TokenMasks`."""
+    grammar_state: Any = None
+    """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
     key: AttemptKey = field(init=False)

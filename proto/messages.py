@@ -60,7 +60,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     logprobs: int = -1
     """How many of the likeliest tokens come with each output token; 0: only its own probability; -1: none at all."""
     grammar: str = ""
-    """What the output must be, as `proto/grammars.py` says; empty for any text."""
+    """What the output must be, as `proto/structured_output/grammars.py` says; empty for any text."""
 
 
 class Targets(msgspec.Struct, frozen=True, array_like=True):

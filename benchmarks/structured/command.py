@@ -139,7 +139,3 @@ def main() -> None:
     if options.json:
         rows = [*found.get("valid", []), *step_rows, *found.get("delays", []), *found.get("hostile", [[]])[0]]
         write_json(options.json, report(rows, summary))
-
-
-if __name__ == "__main__":
-    main()

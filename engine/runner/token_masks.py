@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.engine.request import Sequence
-from disagg.proto.grammars import grammar_tokenizer, new_matcher
+from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

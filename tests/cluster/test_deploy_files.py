@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]  # it comes with Ray
+import jsonschema
 import pytest
 import ray.autoscaler
 import typer

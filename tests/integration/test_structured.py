@@ -40,7 +40,9 @@ SCHEMA = {
 }
 LONG = {"x-guidance": DENSE, "type": "array", "items": {"enum": KINDS}, "minItems": 60, "maxItems": 60}
 MAX_TOKENS = 900
-PRODUCT = {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]}
+PRODUCT: dict[str, Any] = {
+    "allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(12)]
+}
 
 
 def worker(name: str, roles: tuple[RoleName, ...], folder: Path) -> WorkerConfig:
@@ -73,7 +75,7 @@ async def test_tokens_are_the_same_wherever_they_are_chosen(kind: str, tmp_path:
     folder = make_checkpoint(kind, tmp_path / kind) if is_tiny else resolve_model(kind)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = (END_OF_TEXT_ID,) if is_tiny else (0, 2)
-    drawn = [{"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6}]
+    drawn: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6}]
     hows = [
         Sampling(grammar=grammar(SCHEMA), max_tokens=64, stop_token_ids=ends, **how)
         for how in ({"temperature": 0.0, "logprobs": 2}, *drawn)

@@ -25,13 +25,13 @@ from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
+from disagg.router.gateway.answers.grammars import Grammars
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.charge import Charge, least_tokens
-from disagg.router.gateway.requests.grammars import Grammars
 from disagg.router.gateway.requests.request import (
     BYTES_PER_ID,
     Call,

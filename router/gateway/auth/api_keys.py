@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -177,7 +178,7 @@ def load_keys(path: str) -> ApiKeys:
             certificates[credential] = caller
         else:
             keys.append(ApiKey(credential, caller))
-    return ApiKeys(keys, certificates)
+    return ApiKeys(keys, certificates, time.time)
 
 
 def parse_entries(text: str, path: str) -> list[KeyEntry]:

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
 from disagg.router.gateway.http.schema import GenerationBody, decode_field
 from disagg.router.gateway.requests.structured import Kind, StructuredOutput
 
@@ -28,14 +28,14 @@ class _NamedSchema(msgspec.Struct, frozen=True):
 
 
 class _ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`."""
+    """OpenAI's way to ask for JSON."""
 
     type: str
     json_schema: _NamedSchema | None = None
 
 
 class _StructuredOutputs(msgspec.Struct, frozen=True):
-    """`structured_outputs`."""
+    """vLLM's way to constrain an answer; one of them is set."""
 
     json: msgspec.Raw = msgspec.Raw(_NULL)
     regex: str | None = None

@@ -8,16 +8,13 @@ Only what is cheap is checked here: sizes, nesting and conflicts. `Grammars` (`g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
 from disagg.router.gateway.requests.values import check_length, check_unicode
-
-if TYPE_CHECKING:
-    from disagg.router.gateway.requests.request import GenerationInput
 
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and arrays of a schema."""
@@ -40,7 +37,23 @@ class StructuredOutput:
     """What errors name: the client's field."""
 
 
-def check_structured(given: GenerationInput) -> str:
+class Constrained(Protocol):
+    """The part of a `GenerationInput` that structured output depends on."""
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """What the answer must be; None for any text."""
+
+    @property
+    def min_tokens(self) -> int | None:
+        """Output tokens before which no stop id is sampled."""
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether an end-of-sequence token ends nothing."""
+
+
+def check_structured(given: Constrained) -> str:
     """The grammar of `given.structured`, not compiled yet; empty for none. Raises `InvalidRequestError` for what is too
     large, is no JSON, or contradicts another field."""
     wanted = given.structured

@@ -48,7 +48,7 @@ def _good_fields(limits: Limits) -> dict[str, st.SearchStrategy[Any]]:
     model = limits.model
     token_ids = st.integers(0, model.vocab_size - 1)
     text = st.text(min_size=1, max_size=8)
-    turns = st.builds(ChatTurn, st.sampled_from(["user", "assistant"]), st.text(max_size=6))
+    turns = st.builds(ChatTurn, st.sampled_from(["user", "assistant"]), st.text(max_size=6), st.just(""))
     return {
         "model": st.just(model.name),
         "prompt": st.one_of(
@@ -80,7 +80,8 @@ def _wild_fields(limits: Limits) -> dict[str, st.SearchStrategy[Any]]:
     model = limits.model
     token_ids = st.one_of(st.integers(-1, model.vocab_size), ANY_INT)
     long_text = st.integers(1, limits.max_prompt_bytes + 2).map("x".__mul__)
-    turns = st.builds(ChatTurn, st.one_of(st.sampled_from(["system", "user", "tool"]), ANY_TEXT), ANY_TEXT)
+    roles = st.one_of(st.sampled_from(["system", "user", "tool"]), ANY_TEXT)
+    turns = st.builds(ChatTurn, roles, ANY_TEXT, st.just(""))
     numbers = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     counts = ("top_k", "seed", "logprobs", "max_tokens", "min_tokens", "n")
     return {

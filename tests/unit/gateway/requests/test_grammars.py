@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg.router.gateway.requests import grammars
-from disagg.router.gateway.requests.grammars import Grammars
+from disagg.router.gateway.answers import grammars
+from disagg.router.gateway.answers.grammars import Grammars
 from disagg.router.gateway.text.tokenizer import ServedModel
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
 from disagg.router.gateway.requests.request import GenerationInput
 from disagg.router.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput, check_structured
 

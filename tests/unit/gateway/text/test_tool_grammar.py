@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from disagg.proto.grammars import new_matcher
+from disagg.proto.structured_output.grammars import new_matcher
 from disagg.router.gateway.text.tool_calls import ToolCall, ToolFormat, tool_parser
 from disagg.router.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
 

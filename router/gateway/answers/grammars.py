@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from disagg.proto.grammars import grammar_tokenizer, new_matcher
+from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
 from disagg.router.gateway.requests.alternatives import check_alternatives
 from disagg.router.gateway.text.tokenizer import ServedModel
 

@@ -1,0 +1,1 @@
+"""What constrains the text of an answer."""
