@@ -129,14 +129,15 @@ def _chat_fields(model: ModelInfo) -> dict[str, Value]:
     messages = [[{"role": "user", "content": content}] for content in contents]
     roles = ["robot", "", 5, None, "User", "tool", "function"]
     messages += [[{"role": role, "content": "x"}] for role in roles]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    functions: tuple[object, ...] = ({}, {"name": "f g"}, {"name": 5}, {"name": "f", "parameters": 5}, 5, None)
+    tools = [*([{"type": "function", "function": function}] for function in functions), [{"type": "x"}], [5]]
     return {
         **_generation_fields(model),
         "messages": _one_of("x", 5, {}, [], [5], ["x"], [{}], [[]], None, [{"content": "x"}], *messages),
         "max_completion_tokens": _either(_not_int, _one_of(0, -1, model.max_model_len + 1, 2**64, _HUGE)),
         "logprobs": _not_bool,
         "top_logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
-        "tools": _one_of(tools),
+        "tools": _one_of(5, "x", {"a": 1}, *tools),
         "response_format": _one_of({"type": "json_schema"}, {"type": "x"}, 5, "x"),
     }
 
