@@ -73,8 +73,11 @@ class TestApp:
             mint_seed=lambda: 7,
             mint_id=self._mint_id,
         )
+        self.completions = Completions(
+            generator, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW
+        )
         self.app = HttpApp(
-            Completions(generator, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW),
+            self.completions,
             Information(generator, self.readiness, self.metrics, limits, CREATED),
             authenticator or AnonymousAccess(),
             self._mint_id,

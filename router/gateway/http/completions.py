@@ -118,7 +118,7 @@ class Completions:
         kind = _KINDS["chat" if endpoint == "/v1/chat/completions" else "text"]
         if len(body) > self._limits.max_bytes:
             raise InvalidRequestError("body", f"must have at most {self._limits.max_bytes} bytes")
-        parsed = await self._limits.decode(body, kind.read)
+        parsed = self._accepted(await self._limits.decode(body, kind.read), call)
         if parsed.stream:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
         checked = await in_pieces(self._check(parsed))
@@ -130,8 +130,7 @@ class Completions:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
             exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
-            parsed = self._with_forced_calls(await self._limits.read(exchange, kind.read))
-            require_model(call.caller, parsed.inputs[0].model)  # before an error tells which are served
+            parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
             position = self._position(exchange, parsed)
             if position is not None:
                 given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
@@ -144,8 +143,10 @@ class Completions:
                 async with exchange.until_disconnect(), aclosing(run) as events:
                     await self._write(exchange, parsed, call, kind, events, position)
 
-    def _with_forced_calls(self, parsed: ParsedCall) -> ParsedCall:
-        """With the grammar of calls where there must be some: the model's format is known here."""
+    def _accepted(self, parsed: ParsedCall, call: Call) -> ParsedCall:
+        """The call of somebody who may use the model; with the grammar of tool calls where there must be some: the
+        model's format is known here. Raises `ModelDeniedError`."""
+        require_model(call.caller, parsed.inputs[0].model)  # before an error tells which are served
         tokenizer = self._generator.model.tokenizer
         structure = None if parsed.tools is None else parsed.tools.structure(tokenizer.tool_format)
         if structure is None:

@@ -7,14 +7,19 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+from disagg.router.gateway.answers.grammars import Grammars
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
 from disagg.router.gateway.http.to_input import read_chat
 from disagg.router.gateway.http.tool_choices import ToolChoices
 from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
+from disagg.router.gateway.requests.request import Call
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
-from disagg.router.gateway.text.tokenizer import fake_model
+from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
 from disagg.router.gateway.text.tool_grammar import call_grammar
+from tests.support.gateway import FakeRouter
+from tests.support.http_app import CHAT, TestApp
 
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 SHOWN = {"id": "call_r_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
@@ -155,3 +160,17 @@ async def test_a_body_with_tools_is_read() -> None:
     parsed = await in_pieces(read_chat(body))
     assert parsed.tools is not None
     assert json.loads(parsed.inputs[0].prompt.tools)[0]["function"]["name"] == "add"  # type: ignore[union-attr]
+
+
+async def test_a_line_of_a_batch_must_be_calls_as_a_request_must(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grammars, "known", lambda self, grammar: "")
+    monkeypatch.setattr(model.tokenizer, "encode_chat", lambda turns, most, tools: [5, 6])  # it would be too long
+    app = TestApp(model, FakeRouter([[5], [5]]))
+    body = {**CHAT, "tools": [tool()], "tool_choice": "required", "max_tokens": 1}
+    assert (await app.client.post("/v1/chat/completions", json=body)).status_code == 200
+    line = msgspec.json.encode(body)
+    await app.completions.line("/v1/chat/completions", line, Call(request_id=RequestId("line")))
+    grammars = [routed.sampling.grammar for routed, _ in app.router.submitted]
+    assert grammars[0] == grammars[1] != ""
