@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any, Final, TypeVar
 
+import msgspec
 from starlette.datastructures import Headers as RequestHeaders
 
 from disagg.proto.addresses import join_address
@@ -171,6 +172,10 @@ class Exchange:
             inside = False
             watcher.cancel()
             await asyncio.wait([watcher])
+
+    async def respond_json(self, body: Any) -> None:
+        """Send a complete response with `body` as JSON."""
+        await self.respond(200, msgspec.json.encode(body))
 
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None

@@ -14,7 +14,7 @@ from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.auth.rights import may_use, require_counts, require_model
 from disagg.router.gateway.event_loop.turns import in_pieces
-from disagg.router.gateway.http.exchange import JSON, BodyLimits, Exchange
+from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.logprobs import token_text
 from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
@@ -63,16 +63,16 @@ class Information:
     async def models(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models`."""
         name = self._generator.model.info.name
-        await _send(exchange, {"object": "list", "data": [self._model()] if may_use(CALLER.get(), name) else []})
+        await exchange.respond_json({"object": "list", "data": [self._model()] if may_use(CALLER.get(), name) else []})
 
     async def model(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models/{model}`."""
         self._check_model(exchange.path_params["model"])
-        await _send(exchange, self._model())
+        await exchange.respond_json(self._model())
 
     async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /livez`: the process answers."""
-        await _send(exchange, {"status": "alive"})
+        await exchange.respond_json({"status": "alive"})
 
     async def health(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /health`: some worker can serve, 200; or none, or the gateway drains, 503."""
@@ -94,7 +94,7 @@ class Information:
 
     async def version(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /version`."""
-        await _send(exchange, {"version": __version__})
+        await exchange.respond_json({"version": __version__})
 
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
@@ -109,7 +109,7 @@ class Information:
         if body.return_token_strs:
             texts = await self._token_texts(token_ids)
             answer["token_strs"] = msgspec.Raw(await in_pieces(_list_json(texts)))
-        await _send(exchange, answer)
+        await exchange.respond_json(answer)
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /detokenize`."""
@@ -117,7 +117,7 @@ class Information:
         self._check_model(body.model)
         check_length(len(body.tokens), "tokens", self._generator.max_listed_ids)
         token_ids = check_ids(body.tokens, "tokens", self._generator.model.info.vocab_size)
-        await _send(exchange, {"prompt": await self._generator.detokenize(token_ids)})
+        await exchange.respond_json({"prompt": await self._generator.detokenize(token_ids)})
 
     async def _encode(self, body: TokenizeBody) -> tuple[int, ...]:
         generator = self._generator
@@ -176,7 +176,3 @@ def _list_json(values: Sequence[int] | Sequence[str]) -> Pieces[bytes]:
             yield
         parts.append(msgspec.json.encode(values[begin : begin + _VALUES_A_PIECE])[1:-1])
     return b"[%b]" % b",".join(parts)
-
-
-async def _send(exchange: Exchange, body: Any) -> None:
-    await exchange.respond(200, msgspec.json.encode(body), JSON)

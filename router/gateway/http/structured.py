@@ -11,10 +11,8 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
-from disagg.router.gateway.http.schema import GenerationBody, decode_field
+from disagg.router.gateway.http.schema import ABSENT, GenerationBody, decode_field
 from disagg.router.gateway.requests.structured import Kind, StructuredOutput
-
-_NULL: Final = b"null"
 
 
 class _NamedSchema(msgspec.Struct, frozen=True):
@@ -22,7 +20,7 @@ class _NamedSchema(msgspec.Struct, frozen=True):
 
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.Raw(_NULL)
+    schema: msgspec.Raw = ABSENT
     strict: bool | None = None
     """Answers follow the schema either way."""
 
@@ -37,12 +35,12 @@ class _ResponseFormat(msgspec.Struct, frozen=True):
 class _StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's way to constrain an answer; one of them is set."""
 
-    json: msgspec.Raw = msgspec.Raw(_NULL)
+    json: msgspec.Raw = ABSENT
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: msgspec.Raw = msgspec.Raw(_NULL)
+    structural_tag: msgspec.Raw = ABSENT
 
 
 _FORMAT: Final = msgspec.json.Decoder(_ResponseFormat | None)
@@ -133,4 +131,4 @@ def _schema_text(raw: msgspec.Raw, field: str) -> str | None:
 def _text(raw: msgspec.Raw) -> str | None:
     """The JSON itself; `None` for null."""
     text = bytes(raw).strip()
-    return None if text == _NULL else text.decode("utf-8", "replace")
+    return None if text == bytes(ABSENT) else text.decode("utf-8", "replace")

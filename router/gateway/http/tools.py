@@ -15,6 +15,7 @@ import msgspec
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.schema import ABSENT, Message, decode_field
 from disagg.router.gateway.requests.structured import StructuredOutput
+from disagg.router.gateway.requests.values import is_deeper
 from disagg.router.gateway.text.tool_calls import ToolFormat
 from disagg.router.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
 
@@ -186,12 +187,9 @@ def _checked(tool: _Tool, place: str) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _check_depth(value: Any, place: str, depth: int = 1) -> None:
-    if depth > MAX_SCHEMA_DEPTH:
+def _check_depth(value: Any, place: str) -> None:
+    if is_deeper(value, MAX_SCHEMA_DEPTH):
         raise InvalidRequestError(place, f"must not be nested more than {MAX_SCHEMA_DEPTH} deep")
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, dict | list):
-            _check_depth(item, place, depth + 1)
 
 
 def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:

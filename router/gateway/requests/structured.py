@@ -14,7 +14,7 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
-from disagg.router.gateway.requests.values import check_length, check_unicode
+from disagg.router.gateway.requests.values import check_length, check_unicode, is_deeper
 
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and arrays of a schema."""
@@ -93,34 +93,16 @@ def _grammar(wanted: StructuredOutput) -> dict[str, Any]:
 
 
 def _decoded(text: str, field: str) -> Any:
-    if depth_of_json(text) > MAX_SCHEMA_DEPTH:
-        raise InvalidRequestError(field, f"at most {MAX_SCHEMA_DEPTH} levels of objects and arrays")
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        value = msgspec.json.decode(text)
+        is_deep = is_deeper(value, MAX_SCHEMA_DEPTH)
+    except msgspec.DecodeError as error:
         raise InvalidRequestError(field, f"is no JSON: {error}") from None
-
-
-def depth_of_json(text: str) -> int:
-    """The most brackets that are open at one place outside strings, without building anything of the text."""
-    depth = most = 0
-    in_string = escaped = False
-    for char in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            depth += 1
-            most = max(most, depth)
-        elif char in "]}":
-            depth -= 1
-    return most
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise InvalidRequestError(field, f"at most {MAX_SCHEMA_DEPTH} levels of objects and arrays")
+    return value
 
 
 def _choice(choices: Any, field: str) -> str:

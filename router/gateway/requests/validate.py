@@ -66,8 +66,9 @@ class CheckedRequest:
     """What an error of the grammar names."""
     cache_salt: str
     resumed: tuple[int, ...] = ()
-    model_version: str = ""
     """Token ids of the answer that the client has."""
+    model_version: str = ""
+    """Of the model that made these; empty is any."""
 
 
 def check_request(given: GenerationInput, limits: Limits, time_left_s: float | None = None) -> CheckedRequest:

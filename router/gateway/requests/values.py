@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disagg.proto.errors import InvalidRequestError
 
@@ -98,3 +98,11 @@ def shown(value: float | str) -> str:
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"a number of {value.bit_length()} bits"
     return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether objects and arrays of a decoded JSON value are in each other more than `most` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return most < 1 or any(is_deeper(item, most - 1) for item in items)

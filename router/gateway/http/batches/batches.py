@@ -75,13 +75,13 @@ class Batches:
             )
         )
         self._batches.wake()
-        await _send(exchange, shown(batch))
+        await exchange.respond_json(shown(batch))
 
     async def list(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/batches`, the latest first: `limit`, `after`."""
         tenant, most = CALLER.get().tenant, 2 * self._batches.options.max_batches
         found = await self._batches.call(lambda store: store.batches(tenant, most))
-        await _send(exchange, page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, _MAX_LIMIT))
+        await exchange.respond_json(page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, _MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/batches/{batch}`."""
@@ -96,7 +96,7 @@ class Batches:
     async def _send_found(self, exchange: Exchange, batch: Batch | None) -> None:
         if batch is None:
             raise NotFoundError("there is no such batch")
-        await _send(exchange, shown(batch))
+        await exchange.respond_json(shown(batch))
 
 
 def shown(batch: Batch) -> dict[str, Any]:
@@ -128,7 +128,3 @@ def shown(batch: Batch) -> dict[str, Any]:
 def _as_it_is(body: BatchBody) -> Pieces[BatchBody]:
     yield from ()
     return body
-
-
-async def _send(exchange: Exchange, body: Any) -> None:
-    await exchange.respond(200, msgspec.json.encode(body))

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Final
 
-import msgspec
-
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.batches.service import BatchService
@@ -63,17 +61,17 @@ class Files:
                 raise InvalidRequestError("purpose", f"must be {PURPOSE}")
             file = File(f"file-{uuid.uuid4().hex}", tenant, name, PURPOSE, form.num_bytes, time.time())
             await self._batches.call(lambda store: store.add_file(file, path))
-        await _send(exchange, _shown(file))
+        await exchange.respond_json(_shown(file))
 
     async def list(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files`, the latest first: `limit`, `after`, `purpose`."""
         tenant = CALLER.get().tenant
         found: Sequence[File] = await self._batches.call(lambda store: store.files(tenant))
-        await _send(exchange, page_of(exchange, [_shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
+        await exchange.respond_json(page_of(exchange, [_shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files/{file}`."""
-        await _send(exchange, _shown(await self._find(exchange)))
+        await exchange.respond_json(_shown(await self._find(exchange)))
 
     async def content(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files/{file}/content`, read from the disk as the client reads it."""
@@ -93,7 +91,7 @@ class Files:
         tenant, file_id = CALLER.get().tenant, exchange.path_params["file"]
         if not await self._batches.call(lambda store: store.delete_file(tenant, file_id)):
             raise NotFoundError("there is no such file")
-        await _send(exchange, {"id": file_id, "object": "file", "deleted": True})
+        await exchange.respond_json({"id": file_id, "object": "file", "deleted": True})
 
     async def _find(self, exchange: Exchange) -> File:
         tenant, file_id = CALLER.get().tenant, exchange.path_params["file"]
@@ -113,7 +111,3 @@ def _shown(file: File) -> dict[str, Any]:
         "purpose": file.purpose,
         "status": "processed",
     }
-
-
-async def _send(exchange: Exchange, body: Any) -> None:
-    await exchange.respond(200, msgspec.json.encode(body))
