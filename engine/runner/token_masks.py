@@ -160,7 +160,8 @@ class TokenMasks:
 
 
 def _on_a_thread(work: Callable[[], T]) -> Future[T]:
-    """What `work` gives, on a thread that ends with it: nobody has to close it, and to start it takes some 50 us."""
+    """What `work` gives, on a thread that ends with it: nobody has to close it, and to start it takes some 50 us. The
+    interpreter waits for it at its end: native code that returns to one that is gone would crash."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -169,5 +170,5 @@ def _on_a_thread(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # for who waits
             result.set_exception(error)
 
-    threading.Thread(target=run, name="token-masks", daemon=True).start()
+    threading.Thread(target=run, name="token-masks").start()
     return result

@@ -39,7 +39,8 @@ class Grammars:
     def prepare(self) -> None:
         """Begin to load the vocabulary, so that the first request does not wait for it."""
         if self._model.info.eos_token_ids:
-            threading.Thread(target=self._prepare, name="grammar-tokenizer", daemon=True).start()
+            # No daemon: native code that returns to an interpreter that is gone would crash.
+            threading.Thread(target=self._prepare, name="grammar-tokenizer").start()
 
     def known(self, grammar: str) -> str | None:
         """What is wrong with a grammar, empty for a good one; None where that is not known yet."""

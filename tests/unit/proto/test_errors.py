@@ -17,6 +17,7 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
      "sampling: nothing left"),
     (errors.AuthenticationError("no key"), 401, "UNAUTHENTICATED", "authentication_error", "no key"),
     (errors.PermissionDeniedError("no"), 403, "PERMISSION_DENIED", "permission_denied", "no"),
+    (errors.ModelDeniedError("not yours"), 403, "PERMISSION_DENIED", "permission_denied", "not yours"),
     (errors.ModelNotFoundError("gpt", ["a", "b"]), 404, "NOT_FOUND", "model_not_found",
      "model: 'gpt' is not served here; there is a, b"),
     (errors.DeadlineError("too late"), 408, "DEADLINE_EXCEEDED", "timeout", "too late"),

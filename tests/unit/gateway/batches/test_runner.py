@@ -98,6 +98,7 @@ async def test_a_batch_that_ends_early_keeps_its_answers(tmp_path: Path, status:
     await bench.kept.wait()
     if status == "cancelled":
         bench.store.cancel("a", "b")
+        bench.now = 1.0  # the next look at the batch's state
     else:
         bench.now = 100.0
     assert await running

@@ -88,11 +88,14 @@ def run_batch(address: str, file: Path, output: Path, console: Console) -> int:
     """The exit status: 0 where each line has an answer.
 
     Raises:
-        ConfigError: for an empty file, and whatever the gateway refused.
+        ConfigError: for a file that cannot be read or is empty, and whatever the gateway refused.
         LaunchError: if there is no gateway at the address.
     """
-    with file.open("rb") as source:
-        first = source.readline(1 << 20)
+    try:
+        with file.open("rb") as source:
+            first = source.readline(1 << 20)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
     try:
         endpoint = json.loads(first)["url"]
     except (ValueError, KeyError, TypeError):
