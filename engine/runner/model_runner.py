@@ -132,9 +132,7 @@ class TorchModelRunner(ShardRunner):
         file = Path(self._config.model_path) / "tokenizer.json"
         if not self.model_config.eos_token_ids or not file.is_file():
             return None
-        masks = TokenMasks(file, self.vocab_size, self.model_config.eos_token_ids)
-        masks.prepare()
-        return masks
+        return TokenMasks(file, self.vocab_size, self.model_config.eos_token_ids)
 
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config

@@ -67,7 +67,8 @@ class TokenMasks:
     """Masks for one model. Owner: the engine thread; one more thread works between `start` and `wait`.
 
     Args:
-        tokenizer_file: of the model; read on the first use, or after `prepare`.
+        tokenizer_file: of the model; read on the first use, which takes most of a second: at the start of every worker
+            it made all of them wait longer, for what few requests need.
         vocab_size: columns of the logits that are tokens.
         eos_token_ids: what ends an answer, which is allowed where the grammar is complete.
     """
@@ -81,16 +82,12 @@ class TokenMasks:
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._pending: Future[None] | None = None
 
-    def prepare(self) -> None:
-        """Begin to load the tokenizer, so that the first request does not wait for it."""
-        if self._tokenizer is None:
-            self._tokenizer = _on_a_thread(self._load)
-
     def start(self, sequences: Seq[Sequence]) -> None:
         """Begin to compute the masks of the next tokens of those with a grammar."""
         rows = [sequence for sequence in sequences if sequence.spec.sampling.grammar]
         if rows:
-            self.prepare()
+            if self._tokenizer is None:
+                self._tokenizer = _on_a_thread(self._load)
             self.wait()  # a step that failed left its masks behind
             self._pending = _on_a_thread(lambda: self._fill(rows))
 
