@@ -158,7 +158,7 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
 
 
 class NotingLauncher(ProcessLauncher):
-    """Notes when a gateway is to be killed, and kills nothing. A busy machine may also keep a worker silent for long."""
+    """Notes when a gateway is to be killed, and kills nothing. A worker may be silent too, on a busy machine."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SECRET)
