@@ -4,6 +4,7 @@
 // A tile of up to 12 rows by one panel of 32 columns stays in registers, so up to 12 rows read the weight once, in order.
 // More rows are several tiles on each panel; of an int8 panel the first tile leaves the widened panel to the others, in the
 // cache. Each output is one chain of fp32 sums along K, in order: a row's result does not depend on the rows beside it.
+// Where the processor has matrix tiles (AMX), they multiply any number of rows (`tiles.h`), in blocks of up to 32.
 // Threads take panels. Rows of x that would share few cache sets are copied further apart first. Subnormal numbers count as
 // zero. Strides in elements, rows of x contiguous, the output contiguous.
 //
@@ -22,6 +23,7 @@
 
 #include "panels.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace disagg {
 namespace {
@@ -174,6 +176,82 @@ void panel_of_int8(const Linear& args, int64_t column, const int8_t* panel, int6
 
 #endif
 
+#ifdef __AMX_BF16__
+
+constexpr int64_t WIDENED_AHEAD = 2 * TILE_DEPTH;
+
+template <int TILES, class Prepare>
+void multiply(const BlockRows& rows, const bf16* panel, const char* ahead, int64_t lines, BlockSums& sums, Prepare prepare) {
+    PREFETCH_INTO_L2 ? multiply_block<TILES, 2>(rows, panel, ahead, lines, sums, prepare)
+                     : multiply_block<TILES, 1>(rows, panel, ahead, lines, sums, prepare);
+}
+
+// `prepare(k)` makes the pairs of inputs k to k + 32 of `panel`, for the first block; the others find them there. The only block
+// prefetches its own panel, which is `panel_bytes` from `start` on, a little ahead; several share the next one.
+template <class Prepare>
+void panel_by_tiles(const Linear& args, const TiledRows& tiled, int64_t column, const bf16* panel, const char* start,
+                    int64_t panel_bytes, Prepare prepare) {
+    alignas(64) BlockSums sums;
+    const int64_t num_blocks = (tiled.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+    const int64_t steps = std::max<int64_t>(args.depth / TILE_DEPTH, 1);
+    const int64_t lines = (panel_bytes + LINE * steps * num_blocks - 1) / (LINE * steps * num_blocks);
+    const char* ahead = start + (num_blocks > 1 ? panel_bytes : STREAM_AHEAD);
+    for (int64_t t = 0; t < tiled.num_tiles; t += BLOCK_TILES, ahead += lines * steps * LINE) {
+        const int64_t num_tiles = std::min(BLOCK_TILES, tiled.num_tiles - t);
+        const int64_t firsts[BLOCK_TILES] = {tiled.first(t), tiled.first(t + num_tiles - 1)};
+        const BlockRows rows = {{args.x + firsts[0] * args.x_stride, args.x + firsts[1] * args.x_stride},
+                                args.x_stride,
+                                tiled.size,
+                                args.depth};
+        for (int64_t b = 0; b < num_tiles; ++b) prefetch_outputs(args, {firsts[b], tiled.size}, column);
+        const auto ready = [](int64_t) {};
+        if (t == 0)
+            num_tiles == 2 ? multiply<2>(rows, panel, ahead, lines, sums, prepare) : multiply<1>(rows, panel, ahead, lines, sums, prepare);
+        else
+            num_tiles == 2 ? multiply<2>(rows, panel, ahead, lines, sums, ready) : multiply<1>(rows, panel, ahead, lines, sums, ready);
+        for (int64_t b = 0; b < num_tiles; ++b)
+            for (int64_t r = 0; r < tiled.size; ++r) {
+                vf acc[1][VECS];
+                for (int v = 0; v < VECS; ++v) acc[0][v] = load(sums[b][r] + v * LANES);
+                finish<1>(args, firsts[b] + r, column, acc);
+            }
+    }
+}
+
+void panels_by_tiles(const Linear& args, int64_t first, int64_t end) {
+    if (args.num_rows == 0) return;
+    const TiledRows tiled(args.num_rows);
+    const TileRegisters registers(tiled.size);
+    const int64_t panel_size = (args.depth + 1) / 2 * PAIR;
+    for (int64_t p = first; p < end; ++p) {
+#ifdef __AVX512VBMI__
+        if (args.scales) {
+            static thread_local std::vector<bf16> memory;
+            bf16* widened = at_least(memory, panel_size);
+            const int8_t* panel = static_cast<const int8_t*>(args.packed) + p * panel_size;
+            KeepingSource source(panel, widened);
+            int64_t made = 0;
+            const auto widen = [&](int64_t k) {  // WIDENED_AHEAD: what was stored just now cannot be read yet without waiting
+                const int64_t end = std::min(k + WIDENED_AHEAD + TILE_DEPTH, args.depth);
+                KeepingSource pairs = source;
+                vu weights[VECS];
+                for (int64_t at = made; at < end; at += 2) pairs.next(weights);
+                source = pairs;
+                made = end + end % 2;
+                memory_fence_of_compiler();
+            };
+            panel_by_tiles(args, tiled, p * COLUMNS, widened, reinterpret_cast<const char*>(panel), panel_size, widen);
+            continue;
+        }
+#endif
+        const bf16* panel = static_cast<const bf16*>(args.packed) + p * panel_size;
+        const int64_t bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
+        panel_by_tiles(args, tiled, p * COLUMNS, panel, reinterpret_cast<const char*>(panel), bytes, [](int64_t) {});
+    }
+}
+
+#endif
+
 template <class Element, class Panel>
 void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
     const int64_t panel_size = (args.depth + 1) / 2 * PAIR;
@@ -186,6 +264,9 @@ void panels(const Linear& args, int64_t first, int64_t end, Panel panel_of) {
 void panels_in_runs(const Linear& args) {
     const int64_t num_panels = (args.num_columns + COLUMNS - 1) / COLUMNS;
     parallel_for_dynamic(num_panels, PANELS_A_RUN, [&](int64_t first, int64_t end) {
+#ifdef __AMX_BF16__
+        if (tiles_are_usable()) return panels_by_tiles(args, first, end);
+#endif
 #ifdef __AVX512VBMI__
         if (args.scales) return panels<int8_t>(args, first, end, panel_of_int8);
 #endif
@@ -237,14 +318,9 @@ struct LinearAddRmsNorm {
 
 extern "C" {
 
-// Which weights to pack for this file: 1 for bf16, plus 2 for int8. Where there are AMX tiles, bf16 is left to oneDNN, which
-// knows how to use them.
+// Which weights to pack for this file: 1 for bf16, plus 2 for int8.
 int64_t disagg_linear_formats() {
-#ifdef __AMX_BF16__
-    constexpr int64_t BF16 = 0;
-#else
     constexpr int64_t BF16 = 1;
-#endif
 #ifdef __AVX512VBMI__
     constexpr int64_t INT8 = 2;
 #else

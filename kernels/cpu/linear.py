@@ -53,7 +53,7 @@ class NativeLinear:
 
     @property
     def packs_bf16(self) -> bool:
-        """Whether `pack` takes bf16 weights; elsewhere oneDNN is the better choice."""
+        """Whether `pack` takes bf16 weights; elsewhere oneDNN packs them."""
         return bool(self.formats & _BF16)
 
     def packs(self, quantization: Quantization) -> bool:
