@@ -90,6 +90,12 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_unfinished_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 64 << 20
     """Of HTTP bodies that have not arrived whole. Over it, the tenant that holds the most loses the body that has made
     no progress for longest: it is refused as overload. One body of the largest size always fits."""
+    tool_parser: Literal["auto", "hermes", "json"] = "auto"
+    """How calls of tools are read in answers. `hermes`: between `<tool_call>` tags (Hermes, Qwen). `json`: answers that
+    are nothing but calls (Llama 3, Mistral). `auto`: as the chat template tells."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """`think`: the text of chats that begins with `<think>`, up to `</think>`, is `reasoning_content` and not content.
+    `auto`: where the chat template has these tags. `none`: tags are text."""
     tracing: TracingOptions | None = None
     """`{endpoint, sample, max_waiting, timeout_s}`: send the spans of requests to an OpenTelemetry collector. `null`
     sends none."""

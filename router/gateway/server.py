@@ -174,6 +174,8 @@ class GatewayServer:
             config.max_model_len,
             special_tokens_in_chat=config.special_tokens_in_chat,
             nonce=secrets.token_hex(8),
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self._router = router
         self._control = control

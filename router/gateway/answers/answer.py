@@ -32,6 +32,10 @@ class Delta:
     """Of the prompt that is answered."""
     model_version: str = field(default="", compare=False)
     """Of the model that makes the answer; with the first one only."""
+    reasoning: str = ""
+    """What became final of the text between think tags, where it is asked for; comes before `text`."""
+    num_reasoning_tokens: int = field(default=0, compare=False)
+    """Of the answer so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Finish:
     num_cached_tokens: int
     num_output_tokens: int
     answer_index: int = 0
+    num_reasoning_tokens: int = 0
+    """Of the output tokens those up to the close tag."""
 
 
 class Answer:
@@ -100,15 +106,33 @@ class Answer:
                 logprobs = self._logprobs(batch, len(piece.token_ids))
                 version = self._trace.model_version if tells_version and self._trace is not None else ""
                 tells_version = False
-                yield Delta(first_index, piece.token_ids, piece.text, logprobs, self._index, num_prompt_tokens, version)
+                yield Delta(
+                    first_index=first_index,
+                    token_ids=piece.token_ids,
+                    text=piece.text,
+                    logprobs=logprobs,
+                    answer_index=self._index,
+                    num_prompt_tokens=num_prompt_tokens,
+                    model_version=version,
+                    reasoning=piece.reasoning,
+                    num_reasoning_tokens=text.num_reasoning_tokens,
+                )
                 if piece.stopped:
                     self._handle.num_answered = text.num_tokens
                     self.cancel()
                     yield self._finish(stopped=True)
                     return
             tail = text.finish()
-            if tail.text:
-                yield Delta(text.num_tokens, (), tail.text, (), self._index, num_prompt_tokens)
+            if tail.text or tail.reasoning:
+                yield Delta(
+                    first_index=text.num_tokens,
+                    token_ids=(),
+                    text=tail.text,
+                    answer_index=self._index,
+                    num_prompt_tokens=num_prompt_tokens,
+                    reasoning=tail.reasoning,
+                    num_reasoning_tokens=text.num_reasoning_tokens,
+                )
             yield self._finish(tail.stopped)
         finally:
             self.cancel()
@@ -157,6 +181,7 @@ class Answer:
             num_cached_tokens=self._traced_cached_tokens() if completion is None else completion.cached_tokens,
             num_output_tokens=self._text.num_tokens,
             answer_index=self._index,
+            num_reasoning_tokens=self._text.num_reasoning_tokens,
         )
 
     def _traced_cached_tokens(self) -> int:

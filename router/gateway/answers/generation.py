@@ -22,7 +22,7 @@ import msgspec
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.proto.token_ids import PackedTokenIds, pack_token_ids
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids, unpack_token_ids
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.grammars import Grammars
@@ -52,6 +52,7 @@ from disagg.router.gateway.requests.validate import (
 )
 from disagg.router.gateway.requests.values import check_length
 from disagg.router.gateway.text.detokenizer import TextStream
+from disagg.router.gateway.text.reasoning import Phase, first_phase
 from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
 
 __all__ = ["Delta", "Finish", "Generator"]
@@ -60,6 +61,8 @@ T = TypeVar("T")
 
 MAX_LISTED_IDS: Final = 65_536
 """Of one call that takes or gives ids only, where the context is not longer."""
+_MAX_TAG_IDS: Final = 16
+"""Of a tag at the end of a prompt, with white space."""
 _IDS_A_TURN: Final = 512
 """Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
 
@@ -207,14 +210,14 @@ class Generator:
         waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
         came = self._clock() if waits else 0.0
         max_tokens = self.limits.model.max_model_len - 1
-        if isinstance(checked.prompt, TextPrompt):
+        if isinstance(checked.prompt, TextPrompt) and checked.max_prompt_tokens is None:
             self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
         if waits:
             self._router.check_queue_capacity()
 
         def prepare() -> RoutedRequest:
             queue_s = self._clock() - came if waits else 0.0
-            token_ids = _encode(checked.prompt, self.model.tokenizer, max_tokens)
+            token_ids = _prompt_ids(checked, self.model.tokenizer, max_tokens)
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
             known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
@@ -266,7 +269,9 @@ class Generator:
 
     def _text_stream(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream:
         sampling = routed.sampling
-        return TextStream(self.model.tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens)
+        tokenizer = self.model.tokenizer
+        phase = _first_phase(checked, routed, tokenizer)
+        return TextStream(tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens, phase)
 
     async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream | None:
         """The text of an answer that is resumed, as it was after the tokens that the client has; None for a new one.
@@ -307,16 +312,47 @@ def _rest_of(routed: RoutedRequest, text: TextStream, reason: Literal["stop", "l
     if not text.stopped:
         tail = text.finish()
         reason = "stop" if tail.stopped else reason
-        if tail.text:
-            yield Delta(text.num_tokens, (), tail.text, num_prompt_tokens=routed.num_prompt_tokens)
-    yield Finish(routed.request_id, reason, routed.num_prompt_tokens, 0, text.num_tokens)
+        if tail.text or tail.reasoning:
+            num_prompt_tokens = routed.num_prompt_tokens
+            yield Delta(text.num_tokens, (), tail.text, num_prompt_tokens=num_prompt_tokens, reasoning=tail.reasoning)
+    yield Finish(
+        request_id=routed.request_id,
+        reason=reason,
+        num_prompt_tokens=routed.num_prompt_tokens,
+        num_cached_tokens=0,
+        num_output_tokens=text.num_tokens,
+        num_reasoning_tokens=text.num_reasoning_tokens,
+    )
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int, special: bool = True) -> tuple[int, ...]:
+def _first_phase(checked: CheckedRequest, routed: RoutedRequest, tokenizer: Tokenizer) -> Phase | None:
+    """Where an answer begins of which the reasoning is separated; `None` for others."""
+    prompt = checked.prompt
+    is_separated = checked.splits_reasoning and tokenizer.reasoning_format != "none" and not checked.sampling.grammar
+    if not is_separated or not isinstance(prompt, ChatPrompt):
+        return None
+    first = max(0, routed.num_prompt_tokens - _MAX_TAG_IDS)
+    last_ids = unpack_token_ids(slice_token_ids(routed.prompt_token_ids, first))
+    prompt_end = b"".join(map(tokenizer.token_bytes, last_ids)).decode("utf-8", "replace")
+    return first_phase(prompt_end, prompt.turns[-1].content if prompt.options.continues else None)
+
+
+def _prompt_ids(checked: CheckedRequest, tokenizer: Tokenizer, max_tokens: int) -> tuple[int, ...]:
+    """The prompt, without what is cut off at its beginning: of a text not the special tokens that stand there."""
+    most = checked.max_prompt_tokens
+    ids = _encode(checked.prompt, tokenizer, max_tokens if most is None else None)
+    if most is None or len(ids) <= most:
+        return ids
+    first = tokenizer.first_ids if isinstance(checked.prompt, TextPrompt) else ()
+    kept = first if len(first) < most else ()
+    return (*kept, *ids[len(ids) - most + len(kept) :])
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None, special: bool = True) -> tuple[int, ...]:
     match prompt:
         case TextPrompt(text):
             return tuple(tokenizer.encode_text(text, special, max_tokens))
         case IdsPrompt(token_ids):
             return token_ids
-        case ChatPrompt(turns, tools):
-            return tuple(tokenizer.encode_chat(turns, max_tokens, tools))
+        case ChatPrompt(turns, tools, options):
+            return tuple(tokenizer.encode_chat(turns, max_tokens, tools, options))

@@ -179,6 +179,7 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
         Route("/readyz", information.ready, methods=get),
         Route("/metrics", information.metrics, methods=get),
         Route("/version", information.version, methods=get),
+        Route("/v1/embeddings", information.embeddings, methods=post),
         Route("/tokenize", information.tokenize, methods=post),
         Route("/detokenize", information.detokenize, methods=post),
     )

@@ -6,6 +6,7 @@ once. What is written for a token is bytes put together, in the form that each o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -13,7 +14,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.router.gateway.answers.generation import Delta, Finish
-from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
+from disagg.router.gateway.http.logprobs import LEAST_LOGPROB, CompletionLogprobs, chat_logprobs
 from disagg.router.gateway.http.resume import Position
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
@@ -38,6 +39,11 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def reasoning_field(reasoning: str) -> bytes:
+    """A further field of a message; nothing where there is no reasoning."""
+    return b',"reasoning_content":' + encode_text(reasoning) if reasoning else b""
+
+
 @dataclass(slots=True)
 class UsageCount:
     """Tokens of a call, as its answers bring them.
@@ -52,11 +58,15 @@ class UsageCount:
     cached_tokens: dict[int, int] = field(default_factory=dict)
     output_tokens: dict[int, int] = field(default_factory=dict)
     """By answer."""
+    reasoning_tokens: dict[int, int] | None = None
+    """Of the output tokens; `None` where the model's reasoning is not told from its answers."""
 
     def add(self, delta: Delta) -> None:
         """Count what a delta brings."""
         self.prompt_tokens[delta.answer_index // self.answers_each] = delta.num_prompt_tokens
         self.output_tokens[delta.answer_index] = delta.first_index + len(delta.token_ids)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens[delta.answer_index] = delta.num_reasoning_tokens
 
     def end(self, finish: Finish) -> None:
         """Count an answer that ended."""
@@ -65,16 +75,22 @@ class UsageCount:
         cached = self.cached_tokens.get(prompt_index, finish.num_cached_tokens)
         self.cached_tokens[prompt_index] = min(cached, finish.num_cached_tokens)
         self.output_tokens[finish.answer_index] = finish.num_output_tokens
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens[finish.answer_index] = finish.num_reasoning_tokens
 
     def encode(self) -> bytes:
         """The JSON of `usage`. Of the answers to one prompt, the one that found the least cached counts: the others
         find what it computed."""
         prompt, output = sum(self.prompt_tokens.values()), sum(self.output_tokens.values())
-        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":%b}' % (
+        details = b""
+        if self.reasoning_tokens is not None:
+            details = b',"completion_tokens_details":{"reasoning_tokens":%d}' % sum(self.reasoning_tokens.values())
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":%b%b}' % (
             prompt,
             output,
             prompt + output,
             b'{"cached_tokens":%d}' % sum(self.cached_tokens.values()),
+            details,
         )
 
 
@@ -91,10 +107,15 @@ class Style:
     with_logprobs: bool
     include_usage: bool = False
     continuous_usage: bool = False
+    shows_reasoning: bool = True
+    tier: str = ""
+    """In which the call is served; empty where that was not asked for."""
 
     def head(self, kind: str) -> bytes:
         """The first fields of an answer or chunk, up to `choices`."""
         fields = {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
+        if self.tier:
+            fields["service_tier"] = self.tier
         return _JSON.encode(fields)[:-1] + b',"choices":['
 
 
@@ -104,15 +125,15 @@ class Choices(Protocol):
     chunk_kind: str
     answer_kind: str
 
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
-        """A choice of a chunk. `logprobs` and `reason` are JSON."""
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+        """A choice of a chunk. `logprobs` and `reason` are JSON; `reasoning` comes before `text`."""
         ...
 
     def last_chunk(self, index: int, reason: bytes) -> bytes:
         """A choice that brings nothing but the end."""
         ...
 
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         """A choice of a complete answer."""
         ...
 
@@ -132,15 +153,21 @@ class ChatChoices(Choices):
         self._begun: set[int] = set()
 
     @override
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         role = b""
         if index not in self._begun:
             self._begun.add(index)
             role = b'"role":"assistant",'
-        return b'{"index":%d,"delta":{%b"content":%b},"logprobs":%b,"finish_reason":%b}' % (
+        if reasoning:
+            content = b'"reasoning_content":' + encode_text(reasoning)
+            if text:
+                content += b',"content":' + encode_text(text)
+        else:
+            content = b'"content":' + encode_text(text)
+        return b'{"index":%d,"delta":{%b%b},"logprobs":%b,"finish_reason":%b}' % (
             index,
             role,
-            encode_text(text),
+            content,
             logprobs,
             reason,
         )
@@ -150,10 +177,11 @@ class ChatChoices(Choices):
         return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, reason)
 
     @override
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+        content = encode_text(text) if text or not reasoning else _NULL
         return (
-            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":%b,"finish_reason":%b}'
-            % (index, encode_text(text), logprobs, reason)
+            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b},"logprobs":%b,"finish_reason":%b}'
+            % (index, content, reasoning_field(reasoning), logprobs, reason)
         )
 
     @override
@@ -172,7 +200,7 @@ class TextChoices(Choices):
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     @override
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, encode_text(text), logprobs, reason)
 
     @override
@@ -180,7 +208,7 @@ class TextChoices(Choices):
         return self.chunk(index, "", _NULL, reason)
 
     @override
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         return self.chunk(index, text, logprobs, reason)
 
     @override
@@ -267,7 +295,8 @@ class StreamWriter:
         text = self._echo(delta) + delta.text if self._echoes else delta.text
         if self._count_always:
             self._usage.add(delta)
-        chunk = self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason) + self._end()
+        reasoning = delta.reasoning if self._style.shows_reasoning else ""
+        chunk = self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason, reasoning) + self._end()
         return chunk if self._position is None else self._position.add(delta) + chunk
 
     def _echo(self, delta: Delta) -> str:
@@ -280,6 +309,7 @@ class StreamWriter:
 @dataclass(slots=True)
 class _Whole:
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     reason: bytes = _NULL
@@ -288,7 +318,15 @@ class _Whole:
 class AnswerWriter:
     """One complete answer, gathered from the events of a call."""
 
-    def __init__(self, style: Style, choices: Choices, usage: UsageCount, echoes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        style: Style,
+        choices: Choices,
+        usage: UsageCount,
+        echoes: tuple[str, ...] = (),
+        num_shown: int | None = None,
+    ) -> None:
+        self._num_shown = usage.answers_each if num_shown is None else num_shown
         self._style = style
         self._choices = choices
         self._usage = usage
@@ -303,20 +341,35 @@ class AnswerWriter:
             answer.reason = _REASONS[event.reason]
             return
         answer.texts.append(event.text)
+        answer.reasoning.append(event.reasoning)
         answer.token_ids.extend(event.token_ids)
         answer.logprobs.extend(event.logprobs)
 
     def encode(self) -> bytes:
         """The body, when all answers have ended."""
-        choices = b",".join(self._choice(index, answer) for index, answer in sorted(self._answers.items()))
+        choices = b",".join(self._choice(index, answer) for index, answer in enumerate(self._shown()))
         return self._style.head(self._choices.answer_kind) + choices + b'],"usage":' + self._usage.encode() + b"}"
 
     def _choice(self, index: int, answer: _Whole) -> bytes:
         text = "".join(answer.texts)
         if self._echoes:
-            text = self._echoes[index // self._usage.answers_each] + text
+            text = self._echoes[index // self._num_shown] + text
         logprobs = _NULL
         if self._style.with_logprobs:
             whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index)
             logprobs = self._choices.logprobs(whole)
-        return self._choices.answer(index, text, logprobs, answer.reason)
+        reasoning = "".join(answer.reasoning) if self._style.shows_reasoning else ""
+        return self._choices.answer(index, text, logprobs, answer.reason, reasoning)
+
+    def _shown(self) -> list[_Whole]:
+        """Of the answers to each prompt those of the largest mean logprob, where not all are shown."""
+        made, each = [answer for _, answer in sorted(self._answers.items())], self._usage.answers_each
+        if self._num_shown == each:
+            return made
+        groups = (made[begin : begin + each] for begin in range(0, len(made), each))
+        return [answer for group in groups for answer in sorted(group, key=_unlikelihood)[: self._num_shown]]
+
+
+def _unlikelihood(answer: _Whole) -> float:
+    """The negated mean logprob of the tokens."""
+    return -math.fsum(max(one.logprob, LEAST_LOGPROB) for one in answer.logprobs) / max(1, len(answer.logprobs))

@@ -18,7 +18,7 @@ from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.answers.merge import merge
-from disagg.router.gateway.auth.auth import CALLER
+from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.chunks import (
@@ -31,6 +31,7 @@ from disagg.router.gateway.http.chunks import (
     UsageCount,
 )
 from disagg.router.gateway.http.exchange import BodyLimits, Exchange
+from disagg.router.gateway.http.options.order import tier_of
 from disagg.router.gateway.http.resume import BEGINNING, HEADER, Position, read_position, rest_after
 from disagg.router.gateway.http.schema import ChatBody, CompletionBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
@@ -121,6 +122,7 @@ class Completions:
         parsed = self._accepted(await self._limits.decode(body, kind.read), call)
         if parsed.stream:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
+        call = replace(call, priority=min(call.priority, parsed.priority))
         checked = await in_pieces(self._check(parsed))
         with self._charged(parsed, call) as charge:
             async with aclosing(self._run(parsed, call, charge, checked)) as events:
@@ -131,6 +133,7 @@ class Completions:
             call = self._call(exchange, request_id)
             exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
             parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
+            call = replace(call, priority=_within(call.caller, parsed.priority))
             position = self._position(exchange, parsed)
             if position is not None:
                 given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
@@ -186,7 +189,7 @@ class Completions:
 
     async def _whole(self, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> bytes:
         """A complete answer as JSON."""
-        answer = AnswerWriter(*await self._form(parsed, call, kind))
+        answer = AnswerWriter(*await self._form(parsed, call, kind), parsed.num_shown)
         async for event in events:
             answer.add(event)
         return answer.encode()
@@ -202,14 +205,19 @@ class Completions:
             created=int(self._wall_clock()),
             model=given.model,
             tokenizer=tokenizer,
-            with_logprobs=given.logprobs is not None,
+            with_logprobs=parsed.shows_logprobs,
+            shows_reasoning=parsed.shows_reasoning,
+            tier=tier_of(call.priority) if parsed.shows_tier else "",
             include_usage=parsed.include_usage,
             continuous_usage=parsed.continuous_usage,
         )
         choices = kind.choices(tokenizer)
         if parsed.tools is not None:
             choices = ToolChoices(tokenizer, parsed.tools, call.request_id)
-        return style, choices, UsageCount(max(1, parsed.answers_each)), echoes
+        usage = UsageCount(max(1, parsed.answers_each))
+        if given.split_reasoning and tokenizer.reasoning_format != "none":
+            usage.reasoning_tokens = {}
+        return style, choices, usage, echoes
 
     def _call(self, exchange: Exchange, request_id: RequestId) -> Call:
         """The call's settings from its headers. Raises `InvalidRequestError`."""
@@ -279,6 +287,12 @@ class Completions:
             return given.prompt.text
         assert isinstance(given.prompt, IdsPrompt)
         return await self._generator.detokenize(given.prompt.token_ids)
+
+
+def _within(caller: Caller, priority: int) -> int:
+    """A priority that the caller's key allows, as the router would make it."""
+    limit = caller.limits.max_priority
+    return priority if limit is None else min(priority, limit)
 
 
 async def _stream(exchange: Exchange, events: Events, writer: StreamWriter) -> None:

@@ -16,8 +16,10 @@ from disagg.router.gateway.auth.rights import may_use, require_counts, require_m
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.logprobs import token_text
-from disagg.router.gateway.http.schema import DetokenizeBody, TokenizeBody, decoded
+from disagg.router.gateway.http.options.template_options import read_template_options
+from disagg.router.gateway.http.schema import ABSENT, DetokenizeBody, TokenizeBody, decoded
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
+from disagg.router.gateway.http.tools import read_tools
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.request import BYTES_PER_ID, ChatPrompt
@@ -96,6 +98,11 @@ class Information:
         """`GET /version`."""
         await exchange.respond_json({"version": __version__})
 
+    async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
+        name = self._generator.model.info.name
+        raise InvalidRequestError("model", f"{name} generates text and was not trained to make embeddings")
+
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _TOKENIZE, _as_it_is))
@@ -124,7 +131,10 @@ class Information:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", "one of prompt and messages must be set")
         if body.messages is not None:
-            return await self._encode_chat(ChatPrompt(await in_pieces(read_turns(body.messages))))
+            turns = await in_pieces(read_turns(body.messages))
+            tools = read_tools(body.tools, ABSENT, None)
+            options = read_template_options(body, turns)
+            return await self._encode_chat(ChatPrompt(turns, tools.source if tools else "", options))
         prompt = check_text(body.prompt or "", "prompt", generator.limits)
         try:
             return await generator.tokenize(prompt, special=body.add_special_tokens is not False)
@@ -139,7 +149,8 @@ class Information:
 
     async def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
         try:
-            return await self._generator.tokenize(check_chat(prompt.turns, self._generator.limits))
+            checked = check_chat(prompt.turns, self._generator.limits, prompt.tools, prompt.options)
+            return await self._generator.tokenize(checked)
         except InvalidRequestError as error:
             raise _NAMES.rename(error) from None
 

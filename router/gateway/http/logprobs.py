@@ -8,7 +8,7 @@ from typing import Any, Final
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
-_LEAST_LOGPROB: Final = -9999.0
+LEAST_LOGPROB: Final = -9999.0
 """JSON has no infinity; clients of this API get this value instead."""
 
 
@@ -68,4 +68,4 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, LEAST_LOGPROB)

@@ -44,7 +44,7 @@ class Position:
     def add(self, delta: Delta) -> bytes:
         """The line of the event that brings `delta`, the next one of the answer."""
         self.num_tokens = delta.first_index + len(delta.token_ids)
-        self.num_chars += len(delta.text)
+        self.num_chars += len(delta.reasoning) + len(delta.text)
         self.model_version = delta.model_version or self.model_version
         return b"id: %x.%d.%d.%s\n" % (self.seed, self.num_tokens, self.num_chars, self.model_version.encode())
 
@@ -84,9 +84,12 @@ async def rest_after(events: Events, had: Position) -> Events:
                 yield event
                 continue
             known_tokens = min(len(event.token_ids), max(0, num_tokens - event.first_index))
-            known_chars = min(len(event.text), max(0, num_chars - seen_chars))
-            seen_chars += len(event.text)
-            token_ids, text = event.token_ids[known_tokens:], event.text[known_chars:]
+            known_chars = max(0, num_chars - seen_chars)
+            seen_chars += len(event.reasoning) + len(event.text)
+            reasoning = event.reasoning[known_chars:]
+            text = event.text[max(0, known_chars - len(event.reasoning)) :]
+            token_ids = event.token_ids[known_tokens:]
             has_all = seen_chars >= num_chars  # else the id is none of this answer, which its end will show
-            if has_all and (token_ids or (text and not event.token_ids)):
-                yield replace(event, first_index=event.first_index + known_tokens, token_ids=token_ids, text=text)
+            if has_all and (token_ids or ((text or reasoning) and not event.token_ids)):
+                first_index = event.first_index + known_tokens
+                yield replace(event, first_index=first_index, token_ids=token_ids, text=text, reasoning=reasoning)

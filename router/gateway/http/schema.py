@@ -45,6 +45,9 @@ class Message(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     name: str | None = None
     function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of it."""
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +73,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: msgspec.Raw = ABSENT
     """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    service_tier: str | None = None
+    priority: int | None = None
 
     # Read by `structured`, which looks at their sizes first.
     response_format: msgspec.Raw = ABSENT
@@ -87,7 +93,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     use_beam_search: msgspec.Raw = ABSENT
     allowed_token_ids: msgspec.Raw = ABSENT
     bad_words: msgspec.Raw = ABSENT
-    truncate_prompt_tokens: msgspec.Raw = ABSENT
     include_stop_str_in_output: msgspec.Raw = ABSENT
     skip_special_tokens: msgspec.Raw = ABSENT
 
@@ -100,6 +105,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    """Read by `template_options`, which looks at its size first."""
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
@@ -109,9 +121,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     audio: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT
     chat_template: msgspec.Raw = ABSENT
-    add_generation_prompt: msgspec.Raw = ABSENT
-    continue_final_message: msgspec.Raw = ABSENT
-    chat_template_kwargs: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
 
 
@@ -137,6 +146,10 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     """Of a text, true by default; a conversation's template writes its own."""
+    tools: msgspec.Raw = ABSENT
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
     return_token_strs: bool | None = None
 
 

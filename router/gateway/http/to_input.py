@@ -13,6 +13,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.http.options.order import read_priority
+from disagg.router.gateway.http.options.template_options import read_template_options
 from disagg.router.gateway.http.schema import (
     ABSENT,
     ChatBody,
@@ -24,11 +26,12 @@ from disagg.router.gateway.http.schema import (
     decode_field,
 )
 from disagg.router.gateway.http.structured import read_structured
-from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
+from disagg.router.gateway.http.tools import OfferedTools, has_extra, read_extra, read_tools
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
-from disagg.router.gateway.requests.values import check_length
+from disagg.router.gateway.requests.validate import MAX_ANSWERS as MAX_ANSWERS_EACH
+from disagg.router.gateway.requests.values import check_int, check_length, shown
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 MAX_PROMPTS: Final = 64
@@ -57,19 +60,15 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (None, False),
     "allowed_token_ids": _NEVER,
     "bad_words": (None, []),
-    "truncate_prompt_tokens": _NEVER,
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "add_special_tokens": (None, True),
-    "chat_template_kwargs": (None, {}),
     "documents": (None, []),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": _NEVER,
     "chat_template": _NEVER,
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
     "suffix": (None, ""),
     "prompt_embeds": _NEVER,
 }
@@ -123,6 +122,13 @@ class ParsedCall:
     tools: OfferedTools | None = None
     echo: bool = False
     """Each answer's text begins with its prompt."""
+    num_shown: int = 1
+    """Of the answers to each prompt those that are shown, the likeliest ones first where they are not all."""
+    shows_logprobs: bool = False
+    priority: int = 0
+    """In the router's queue."""
+    shows_tier: bool = False
+    shows_reasoning: bool = True
 
 
 def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
@@ -135,13 +141,15 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
     completion_tokens = body.max_completion_tokens
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     turns = yield from read_turns(body.messages)
+    options = read_template_options(body, turns, body.reasoning_effort)
     parsed = _wanted(
         body,
-        [ChatPrompt(turns, tools.source if tools else "")],
+        [ChatPrompt(turns, tools.source if tools else "", options)],
         [_names(body, "messages", "top_logprobs", "max_tokens" if completion_tokens is None else _NEW_MAX_TOKENS)],
         logprobs=logprobs,
         max_tokens=body.max_tokens if completion_tokens is None else completion_tokens,
         tools=tools,
+        shows_reasoning=body.include_reasoning is not False,
     )
     structured = parsed.inputs[0].structured
     if tools is not None and tools.forced and structured is not None:
@@ -154,8 +162,9 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
 def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
     """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
-    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise InvalidRequestError("best_of", "must be n: the best of more answers is not supported")
+    best_of = _read_best_of(body)
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError("echo", "with truncate_prompt_tokens is not supported")
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo", "with logprobs is not supported: prompts have no logprobs here")
     prompts, fields = _read_prompts(body.prompt)
@@ -167,7 +176,20 @@ def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
         logprobs=body.logprobs,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         echo=bool(body.echo),
+        best_of=best_of,
     )
+
+
+def _read_best_of(body: CompletionBody) -> int | None:
+    """How many answers are made for each prompt, where not all of them are shown."""
+    num_answers = 1 if body.n is None else body.n
+    if body.best_of is None or body.best_of == num_answers:
+        return None
+    if body.best_of < num_answers:
+        raise InvalidRequestError("best_of", f"must be at least n {shown(num_answers)}, not {shown(body.best_of)}")
+    if body.stream:
+        raise InvalidRequestError("best_of", "cannot be streamed: which answers are best is known at their end")
+    return check_int(body.best_of, "best_of", 1, MAX_ANSWERS_EACH)
 
 
 def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
@@ -178,8 +200,8 @@ def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
         if len(turns) % TURNS_A_PIECE == TURNS_A_PIECE - 1:
             yield
         role, content = _read_role(message, len(turns)), message.content
-        extra = read_extra(message, len(turns)) if message.tool_calls or role == "tool" else ""
-        if content is None and message.tool_calls:
+        extra = read_extra(message, len(turns)) if has_extra(message) else ""
+        if content is None and extra and role == "assistant":
             content = ""
         if not isinstance(content, str):
             content = yield from _read_parts(content, len(turns))
@@ -242,18 +264,26 @@ def _wanted(
     max_tokens: int | None,
     echo: bool = False,
     tools: OfferedTools | None = None,
+    best_of: int | None = None,
+    shows_reasoning: bool = True,
 ) -> ParsedCall:
     if not body.model:
         raise InvalidRequestError("model", "must be set")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "needs stream to be true")
-    answers_each = 1 if body.n is None else body.n
+    num_shown = 1 if body.n is None else body.n
+    answers_each, count = (num_shown, "n") if best_of is None else (best_of, "best_of")
     if len(prompts) * answers_each > MAX_ANSWERS:
-        raise InvalidRequestError("n", f"prompts times n must be at most {MAX_ANSWERS}")
+        raise InvalidRequestError(count, f"prompts times {count} must be at most {MAX_ANSWERS}")
     options = body.stream_options or StreamOptions()
     shared: dict[str, Any] = {
         name: getattr(body, name) for name in _AS_THEY_ARE if getattr(body, name) is not None
     } | _translated(body)
+    if isinstance(body, ChatBody):
+        shared["split_reasoning"] = True
+    if best_of is not None:
+        shared["n"] = best_of
+    given_logprobs, logprobs = logprobs, 0 if logprobs is None and best_of is not None else logprobs
     inputs = tuple(
         GenerationInput(prompt=prompt, logprobs=logprobs, max_tokens=max_tokens, **shared) for prompt in prompts
     )
@@ -265,6 +295,11 @@ def _wanted(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
+        num_shown=num_shown,
+        shows_logprobs=given_logprobs is not None,
+        priority=read_priority(body.service_tier, body.priority),
+        shows_tier=body.service_tier is not None,
+        shows_reasoning=shows_reasoning,
         tools=tools,
     )
 
@@ -282,6 +317,7 @@ _AS_THEY_ARE: Final = (
     "frequency_penalty",
     "repetition_penalty",
     "cache_salt",
+    "truncate_prompt_tokens",
 )
 """Fields that the generator calls the same."""
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 from typing_extensions import override
 
-from disagg.router.gateway.http.chunks import ChatChoices, encode_text
+from disagg.router.gateway.http.chunks import ChatChoices, encode_text, reasoning_field
 from disagg.router.gateway.http.tools import OfferedTools
 from disagg.router.gateway.text.tokenizer import Tokenizer
 from disagg.router.gateway.text.tool_calls import Part, ToolCall, ToolParser, tool_parser
@@ -32,13 +32,15 @@ class ToolChoices(ChatChoices):
         self._num_calls: dict[int, int] = {}
 
     @override
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         content, calls = self._parts(index, text, reason != _NULL)
         delta = {} if index in self._begun else {"role": "assistant"}
         self._begun.add(index)
         fields = msgspec.json.encode(delta)[1:-1]
         pieces = [fields] if fields else []
-        if content or not calls:
+        if reasoning:
+            pieces.append(reasoning_field(reasoning)[1:])
+        if content or not (calls or reasoning):
             pieces.append(b'"content":' + encode_text(content))
         if calls:
             pieces.append(b'"tool_calls":[' + b",".join(_call(call, with_index=True) for call in calls) + b"]")
@@ -54,14 +56,15 @@ class ToolChoices(ChatChoices):
         return self.chunk(index, "", _NULL, reason)
 
     @override
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes) -> bytes:
+    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
         content, calls = self._parts(index, text, True)
         shown = b"" if not calls else b',"tool_calls":[' + b",".join(_call(call) for call in calls) + b"]"
         return (
-            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b},"logprobs":%b,"finish_reason":%b}'
+            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b%b},"logprobs":%b,"finish_reason":%b}'
             % (
                 index,
-                encode_text(content) if content or not calls else _NULL,
+                encode_text(content) if content or not (calls or reasoning) else _NULL,
+                reasoning_field(reasoning),
                 shown,
                 logprobs,
                 self._reason(index, reason),

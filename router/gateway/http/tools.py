@@ -149,6 +149,11 @@ def _forced(function: _Function, place: str) -> Function:
     return Function(function.name, schema, bool(function.strict))
 
 
+def has_extra(message: Message) -> bool:
+    """Whether a turn has more than role and content."""
+    return bool(message.tool_calls or message.role == "tool" or message.reasoning_content or message.reasoning)
+
+
 def read_extra(message: Message, index: int) -> str:
     """What a turn has beside role and content, as JSON for the chat template; empty without. Raises
     `InvalidRequestError`."""
@@ -158,6 +163,11 @@ def read_extra(message: Message, index: int) -> str:
         if message.role != "assistant":
             raise InvalidRequestError(place, "only the assistant calls tools")
         extra["tool_calls"] = _calls(message.tool_calls, place)
+    if reasoning := message.reasoning_content or message.reasoning:
+        if message.role != "assistant":
+            field = "reasoning_content" if message.reasoning_content else "reasoning"
+            raise InvalidRequestError(f"messages[{index}].{field}", "only the assistant reasons")
+        extra["reasoning_content"] = reasoning
     if message.role == "tool":
         if message.tool_call_id is None:
             raise InvalidRequestError(f"messages[{index}].tool_call_id", "must be set")

@@ -50,4 +50,6 @@ class Charge:
 def least_tokens(given: GenerationInput) -> int:
     """Tokens that one answer is charged at least, as far as it can be seen before the prompt is tokenized."""
     num_prompt_tokens = len(given.prompt.token_ids) if isinstance(given.prompt, IdsPrompt) else 1
+    if given.truncate_prompt_tokens is not None:
+        num_prompt_tokens = max(1, min(num_prompt_tokens, given.truncate_prompt_tokens))
     return num_prompt_tokens + (1 if given.max_tokens is None else given.max_tokens)

@@ -19,7 +19,7 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 
 BYTES_PER_ID = 1
 """Size of an id, to distinguish small work from large: no more work than a byte of text."""
@@ -65,12 +65,14 @@ class ChatPrompt:
     turns: tuple[ChatTurn, ...]
     tools: str = ""
     """JSON of the tools that the model may call, for the chat template; empty without."""
+    options: TemplateOptions = NO_OPTIONS
     field = "chat.messages"
 
     @cached_property
     def num_bytes(self) -> int:
         """Size, to distinguish small prompts from large ones. Raises `UnicodeEncodeError` for a lone surrogate."""
-        return len("".join(chain.from_iterable(self.turns)).encode()) + len(self.tools.encode())
+        given = (*chain.from_iterable(self.turns), self.tools, self.options.variables)
+        return len("".join(given).encode())
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -106,6 +108,10 @@ class GenerationInput:
     """Answers to this prompt; each has its own id, seed and end."""
     cache_salt: str = ""
     """Cached prefixes are shared with requests of the same tenant and salt only."""
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of the prompt, the last ones; -1 as many as leave room for the answer; `None` all."""
+    split_reasoning: bool = False
+    """Of a chat, separate the text between think tags from the answer, where the model has such tags."""
     structured: StructuredOutput | None = None
     """What the answer must be; `None` for any text."""
     resumed: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ from disagg.proto.messages import Sampling
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
 from disagg.router.gateway.requests.sampling import check_sampling, check_stop_strings
 from disagg.router.gateway.requests.values import check_ids, check_int, check_length, check_unicode, shown
-from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 from disagg.router.gateway.text.tokenizer import ModelInfo
 
 MAX_CHAT_MESSAGES = 4096
@@ -65,6 +65,9 @@ class CheckedRequest:
     structured_field: str
     """What an error of the grammar names."""
     cache_salt: str
+    splits_reasoning: bool = False
+    max_prompt_tokens: int | None = None
+    """The prompt loses what it has more at its beginning; `None` for one that must fit as it is."""
     resumed: tuple[int, ...] = ()
     """Token ids of the answer that the client has."""
     model_version: str = ""
@@ -88,8 +91,9 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
     check_deadline(time_left_s)
     check_model(given.model, limits)
     sampling = check_sampling(given, limits.model)
+    max_prompt_tokens = _check_truncation(given, limits.model)
     return CheckedRequest(
-        prompt=_check_prompt(given.prompt, limits),
+        prompt=_check_prompt(given.prompt, limits, max_prompt_tokens),
         sampling=sampling,
         max_tokens=given.max_tokens,
         seed=given.seed,
@@ -97,6 +101,8 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
         structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
+        splits_reasoning=given.split_reasoning,
+        max_prompt_tokens=max_prompt_tokens,
         model_version=_check_version(given.model_version),
         resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),
     )
@@ -104,7 +110,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
 
 def check_other_prompt(checked: CheckedRequest, given: GenerationInput, limits: Limits) -> CheckedRequest:
     """Check `given`, which is alike but for its prompt to what `checked` was made of. Raises as `check_request`."""
-    return replace(checked, prompt=_check_prompt(given.prompt, limits))
+    return replace(checked, prompt=_check_prompt(given.prompt, limits, checked.max_prompt_tokens))
 
 
 def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: Limits, minted_seed: int) -> Sampling:
@@ -178,13 +184,15 @@ def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
     return prompt
 
 
-def check_chat(turns: Sequence[ChatTurn], limits: Limits, tools: str = "") -> ChatPrompt:
+def check_chat(
+    turns: Sequence[ChatTurn], limits: Limits, tools: str = "", options: TemplateOptions = NO_OPTIONS
+) -> ChatPrompt:
     """Turns with known roles, of a possible size. Raises `InvalidRequestError` naming `chat.messages`."""
     field = ChatPrompt.field
     if not turns:
         raise InvalidRequestError(field, "must not be empty")
     check_num_turns(len(turns))
-    prompt = ChatPrompt(tuple(turns), tools)
+    prompt = ChatPrompt(tuple(turns), tools, options)
     try:
         num_bytes = prompt.num_bytes
     except UnicodeEncodeError:
@@ -229,23 +237,36 @@ def check_millis(field: str, value: str | bytes) -> float:
     return millis
 
 
-def _check_prompt(prompt: Prompt | None, limits: Limits) -> Prompt:
+def _check_truncation(given: GenerationInput, model: ModelInfo) -> int | None:
+    """The most tokens that the prompt keeps."""
+    most = given.truncate_prompt_tokens
+    if most is None:
+        return None
+    room = model.max_model_len - (given.max_tokens or 1)
+    if most == -1 and room >= 1:
+        return room
+    return check_int(most, "truncate_prompt_tokens", 1, model.max_model_len - 1)
+
+
+def _check_prompt(prompt: Prompt | None, limits: Limits, max_tokens: int | None) -> Prompt:
     match prompt:
         case TextPrompt(text):
             return check_text(text, TextPrompt.field, limits)
         case IdsPrompt(token_ids):
-            return _check_prompt_ids(token_ids, limits.model)
-        case ChatPrompt(turns, tools):
-            return check_chat(turns, limits, tools)
+            return _check_prompt_ids(token_ids, limits.model, max_tokens)
+        case ChatPrompt(turns, tools, options):
+            return check_chat(turns, limits, tools, options)
     raise InvalidRequestError("prompt", "one of text, token_ids and chat must be set")
 
 
-def _check_prompt_ids(token_ids: Sequence[int], model: ModelInfo) -> IdsPrompt:
+def _check_prompt_ids(token_ids: Sequence[int], model: ModelInfo, max_tokens: int | None) -> IdsPrompt:
     field = IdsPrompt.field
     if not token_ids:
         raise InvalidRequestError(field, "must not be empty")
-    check_num_ids(len(token_ids), field, model)
-    return IdsPrompt(check_ids(token_ids, field, model.vocab_size))
+    if max_tokens is None:
+        check_num_ids(len(token_ids), field, model)
+    ids = check_ids(token_ids, field, model.vocab_size)
+    return IdsPrompt(ids if max_tokens is None else ids[-max_tokens:])
 
 
 def _check_num_bytes(num_bytes: int, field: str, limits: Limits) -> None:

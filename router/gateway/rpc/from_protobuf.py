@@ -62,6 +62,8 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
         structured=_read_structured(request),
         resumed=tuple(request.resume.token_ids) if request.HasField("resume") else None,
         model_version=request.resume.model_version,
+        truncate_prompt_tokens=_optional(request, "truncate_prompt_tokens"),
+        split_reasoning=request.split_reasoning,
     )
 
 

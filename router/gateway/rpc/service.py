@@ -191,6 +191,7 @@ def _firsts(context: Context, *keys: str) -> dict[str, str]:
 async def _gather(events: AsyncGenerator[Delta | Finish, None], answer: pb.GenerateOnceResponse) -> None:
     """Read the events of one answer into `answer`."""
     texts: list[str] = []
+    reasoning: list[str] = []
     async for event in events:
         if isinstance(event, Finish):
             answer.finished.CopyFrom(write_finish(event))
@@ -198,7 +199,9 @@ async def _gather(events: AsyncGenerator[Delta | Finish, None], answer: pb.Gener
             answer.token_ids.extend(event.token_ids)
             answer.logprobs.extend(write_logprobs(event.logprobs))
             texts.append(event.text)
+            reasoning.append(event.reasoning)
     answer.text = "".join(texts)
+    answer.reasoning = "".join(reasoning)
 
 
 def _response(event: Delta | Finish) -> pb.GenerateResponse:

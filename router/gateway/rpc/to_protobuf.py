@@ -20,6 +20,7 @@ def write_delta(delta: Delta) -> pb.TokenDelta:
         logprobs=write_logprobs(delta.logprobs),
         answer_index=delta.answer_index,
         model_version=delta.model_version,
+        reasoning=delta.reasoning,
     )
 
 
@@ -43,6 +44,7 @@ def write_finish(finish: Finish) -> pb.Finished:
         prompt_tokens=finish.num_prompt_tokens,
         cached_tokens=finish.num_cached_tokens,
         completion_tokens=finish.num_output_tokens,
+        reasoning_tokens=finish.num_reasoning_tokens,
     )
     return pb.Finished(
         reason=_REASONS[finish.reason], usage=usage, request_id=finish.request_id, answer_index=finish.answer_index

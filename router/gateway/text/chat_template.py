@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -17,9 +17,21 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from disagg.proto.errors import ConfigError, InvalidRequestError
+from disagg.router.gateway.text.reasoning import ReasoningFormat, reasoning_format_of
 from disagg.router.gateway.text.template_limits import BoundedEnvironment, render
 from disagg.router.gateway.text.tool_calls import ToolFormat, format_of
 
+RESERVED: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        *(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")),
+    }
+)
+"""Variables that a request cannot set as one of `chat_template_kwargs`."""
 _MAX_TIME_CHARS = 256
 """Of the form that a time is written in."""
 _TOOLS_TEXT = (
@@ -37,6 +49,22 @@ class ChatTurn(NamedTuple):
     """A JSON object of further fields for the template, such as `tool_calls`; empty without."""
 
 
+class TemplateOptions(NamedTuple):
+    """What a request may choose of the rendering."""
+
+    variables: str = ""
+    """A JSON object of variables for the template; empty without."""
+    begins_answer: bool = True
+    """The prompt ends with the beginning of the assistant's turn (`add_generation_prompt`)."""
+    continues: bool = False
+    """The last turn is not ended: the answer continues it (`continue_final_message`)."""
+
+
+NO_OPTIONS: Final = TemplateOptions()
+_CUT: Final = "\U000f0003"
+"""Of private use: where a turn that is continued ends."""
+
+
 class ChatTemplate:
     """A compiled template. Stateless, so it may render on several threads at once."""
 
@@ -52,17 +80,19 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: _time(now(), form)
         self._special_tokens = dict(special_tokens)
         self.tool_format: ToolFormat = format_of(source)
+        self.reasoning_format: ReasoningFormat = reasoning_format_of(source)
         try:
             self._template = environment.bounded_template(source)
             self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, turns: Sequence[ChatTurn], tools: str = "") -> str:
-        """The text of the conversation up to the beginning of the assistant's turn.
+    def render(self, turns: Sequence[ChatTurn], tools: str = "", options: TemplateOptions = NO_OPTIONS) -> str:
+        """The text of the conversation up to the beginning of the assistant's turn, or as `options` say.
 
         Args:
             tools: JSON of a list; empty without. A template that has no place for tools gets them as text.
+            options: the names of variables must not be those that `RESERVED` has.
 
         Raises:
             InvalidRequestError: if the template refuses these turns, for example their order, fails on them, or does
@@ -70,23 +100,37 @@ class ChatTemplate:
         """
         if not self._knows_tools:
             turns, tools = turns_without_tools(turns, tools), ""
+        if options.continues:
+            turns = [*turns[:-1], turns[-1]._replace(content=turns[-1].content + _CUT)]
         messages = [_message(turn) for turn in turns]
         try:
-            return render(
+            text = render(
                 self._template,
                 len(turns),
-                sum(len(turn.content) + len(turn.extra) for turn in turns) + len(tools),
-                messages=messages,
-                tools=json.loads(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+                sum(len(turn.content) + len(turn.extra) for turn in turns) + len(tools) + len(options.variables),
+                {
+                    "messages": messages,
+                    "tools": json.loads(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": options.begins_answer,
+                    **self._special_tokens,
+                    **(json.loads(options.variables) if options.variables else {}),
+                },
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError("chat.messages", f"the model's chat template refuses them: {error}") from error
         except Exception as error:  # a template is a program, and fails like one: ZeroDivisionError, RecursionError
             why = f"{type(error).__name__}: {error}"
             raise InvalidRequestError("chat.messages", f"the model's chat template fails on them: {why}") from error
+        return _cut(text) if options.continues else text
+
+
+def _cut(text: str) -> str:
+    """Rendered text up to the end of the turn that is continued."""
+    end = text.rfind(_CUT)
+    if end < 0:
+        raise InvalidRequestError("chat.continue_final_message", "the model's chat template leaves the message out")
+    return text[:end]
 
 
 def turns_without_tools(turns: Sequence[ChatTurn], tools: str) -> list[ChatTurn]:

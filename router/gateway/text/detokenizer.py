@@ -1,10 +1,11 @@
 """Output ids to output text, piece by piece: incremental detokenizing, then stop strings.
 
     ids ──> IncrementalDecoder ──> text of complete characters ──> StopMatcher ──> text that is final
+                                                                     (ReasoningSplitter ──> reasoning, text)
 
 Each stage holds back what the next token may still change: a character that is cut between tokens, the beginning of a
-stop string. Both held parts are bounded, and `finish` lets them go. What comes out is the same however the ids were
-cut into batches.
+stop string or of a tag. The held parts are bounded, but for white space next to tags, and `finish` lets them go. What
+comes out is the same however the ids were cut into batches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
 
+from disagg.router.gateway.text.reasoning import Parts, Phase, ReasoningSplitter
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 MAX_PENDING_TOKENS = 16
@@ -122,6 +124,8 @@ class Piece:
     """The text that is final now."""
     stopped: bool
     """A stop string ended the text."""
+    reasoning: str = ""
+    """Of a text with think tags what is between them, and comes before `text`."""
 
 
 class TextStream:
@@ -132,11 +136,20 @@ class TextStream:
         stop: strings that end the text and are not part of it.
         stop_token_ids: ids that end the output; they have no text.
         min_tokens: no stop string ends the text before this many ids.
+        phase: where a text with think tags begins; `None` for one that is not separated.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], stop_token_ids: Sequence[int] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        phase: Phase | None = None,
     ) -> None:
+        self._splitter = None if phase is None else ReasoningSplitter(phase)
+        self.num_reasoning_tokens = 0
+        """Ids up to the one that completed the close tag, or so far."""
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -149,18 +162,34 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the next ids, at most up to the one that completes a stop string."""
         texts: list[str] = []
+        reasoning: list[str] = []
         for i, token_id in enumerate(token_ids):
             text, stopped = self._push_one(token_id)
+            if self._splitter is not None:
+                thought, text = self._split(self._splitter, text, stopped)
+                reasoning.append(thought)
             texts.append(text)
             if stopped:
                 self.stopped = True
-                return Piece(tuple(token_ids[: i + 1]), "".join(texts), stopped=True)
-        return Piece(tuple(token_ids), "".join(texts), stopped=False)
+                return Piece(tuple(token_ids[: i + 1]), "".join(texts), True, "".join(reasoning))
+        return Piece(tuple(token_ids), "".join(texts), False, "".join(reasoning))
 
     def finish(self) -> Piece:
         """No more ids come: the text that was held back, which may still end at a stop string."""
         text, stopped = self._matcher.push(self._decoder.finish(), self._may_stop)
-        return Piece((), text if stopped else text + self._matcher.finish(), stopped)
+        text = text if stopped else text + self._matcher.finish()
+        parts = Parts("", text) if self._splitter is None else self._split(self._splitter, text, ended=True)
+        return Piece((), parts.content, stopped, parts.reasoning)
+
+    def _split(self, splitter: ReasoningSplitter, text: str, ended: bool) -> Parts:
+        was_after = splitter.phase is Phase.AFTER
+        parts = splitter.feed(text)
+        if splitter.has_reasoned and not was_after:
+            self.num_reasoning_tokens = self.num_tokens
+        if not ended:
+            return parts
+        rest = splitter.finish()
+        return Parts(parts.reasoning + rest.reasoning, parts.content + rest.content)
 
     @property
     def _may_stop(self) -> bool:

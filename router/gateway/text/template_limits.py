@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -270,7 +270,7 @@ _WORK: ContextVar[_Work] = ContextVar("template_work")
 """Of the present rendering. There is none while a template is compiled, so that nothing is computed then."""
 
 
-def render(template: jinja2.Template, num_turns: int, num_chars: int, **variables: Any) -> str:
+def render(template: jinja2.Template, num_turns: int, num_chars: int, variables: Mapping[str, Any]) -> str:
     """The text, for a conversation of this size. Raises `SecurityError` above its limits, and what the template
     raises."""
     max_chars = _BASE_CHARS + num_turns * _CHARS_PER_TURN + num_chars * _OUTPUT_PER_CHAR
@@ -278,7 +278,7 @@ def render(template: jinja2.Template, num_turns: int, num_chars: int, **variable
     token = _WORK.set(_Work(max_steps, _BASE_WORK + max_chars * _WORK_PER_OUTPUT))
     try:
         pieces: list[str] = []
-        for piece in template.generate(**variables):
+        for piece in template.generate(variables):
             pieces.append(piece)
             max_chars -= len(piece)
             if max_chars < 0:

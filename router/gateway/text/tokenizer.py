@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from disagg.proto.errors import ConfigError, ContextLengthError, InvalidRequestError
 from disagg.router.gateway.text import checkpoint
-from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.text.chat_template import NO_OPTIONS, ChatTemplate, ChatTurn, TemplateOptions
 from disagg.router.gateway.text.literal_text import LiteralText
+from disagg.router.gateway.text.reasoning import TAGS, ReasoningFormat
 from disagg.router.gateway.text.token_pieces import TokenPieces, byte_alphabet
 from disagg.router.gateway.text.tool_calls import ToolFormat
 
+ToolParserName = Literal["auto"] | ToolFormat
+ReasoningParserName = Literal["auto"] | ReasoningFormat
 FAKE_MODEL_PATH = "fake"
 FAKE_VOCAB_SIZE = 32_000
 FAKE_MAX_MODEL_LEN = 8192
@@ -49,6 +53,8 @@ class Tokenizer:
         *,
         special_tokens_in_chat: bool = False,
         nonce: str = "",
+        tool_parser: ToolParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training run.
         backend.no_truncation()
@@ -60,8 +66,21 @@ class Tokenizer:
         self._template = template
         self.tool_format: ToolFormat = "hermes" if template is None else template.tool_format
         """How the model writes calls of tools."""
+        if tool_parser != "auto":
+            self.tool_format = tool_parser
+        self.reasoning_format: ReasoningFormat = "none" if template is None else template.reasoning_format
+        """How the model separates its reasoning from its answer."""
+        if reasoning_parser != "auto":
+            self.reasoning_format = reasoning_parser
+        if self.reasoning_format == "think" and any(backend.token_to_id(tag) in self.special_token_ids for tag in TAGS):
+            if reasoning_parser == "think":
+                raise ConfigError("gateway.reasoning_parser: think: <think> is a special token, which no text shows")
+            self.reasoning_format = "none"
         is_literal = template is not None and self.special_token_ids and not special_tokens_in_chat
         self._literal = LiteralText(backend, nonce) if is_literal else None
+        mask = backend.encode("a").special_tokens_mask
+        self.first_ids = tuple(backend.encode("a").ids[: mask.index(0) if 0 in mask else 0])
+        """What the post-processor puts before a text."""
         self._pieces = TokenPieces(backend)
         self.max_bytes_per_token = self._pieces.max_bytes_per_token()
         """No token stands for more bytes of text; `None` where the tokenizer sets no such limit."""
@@ -76,7 +95,13 @@ class Tokenizer:
         self._check_length("prompt.text", text, max_tokens)
         return self._encode(text, special, "prompt.text", max_tokens)
 
-    def encode_chat(self, turns: Sequence[ChatTurn], max_tokens: int | None = None, tools: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        turns: Sequence[ChatTurn],
+        max_tokens: int | None = None,
+        tools: str = "",
+        options: TemplateOptions = NO_OPTIONS,
+    ) -> list[int]:
         """Ids of a rendered conversation. The template writes its special tokens itself, so none are added. Special
         tokens that are spelled out in a content stay text, unless the tokenizer was made to read them.
 
@@ -86,9 +111,10 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("chat", "this model has no chat template; send text or token ids")
-        marked = None if self._literal is None else self._literal.protect([*turns, ChatTurn("system", tools)])
-        *marked_turns, offered = marked or [*turns, ChatTurn("system", tools)]
-        text = self._template.render(marked_turns, offered.content)
+        given = [*turns, ChatTurn("system", tools, options.variables)]
+        marked = None if self._literal is None else self._literal.protect(given)
+        *marked_turns, others = marked or given
+        text = self._template.render(marked_turns, others.content, options._replace(variables=others.extra))
         if self._literal is None or marked is None:
             self._check_length("chat.messages", text, max_tokens)
             return self._encode(text, False, "chat.messages", max_tokens)
@@ -153,7 +179,14 @@ class ServedModel:
 
 
 def load_model(
-    path: str, name: str, max_model_len: int | None = None, *, special_tokens_in_chat: bool = False, nonce: str = ""
+    path: str,
+    name: str,
+    max_model_len: int | None = None,
+    *,
+    special_tokens_in_chat: bool = False,
+    nonce: str = "",
+    tool_parser: ToolParserName = "auto",
+    reasoning_parser: ReasoningParserName = "auto",
 ) -> ServedModel:
     """Read a checkpoint folder.
 
@@ -163,6 +196,7 @@ def load_model(
         max_model_len: a limit in tokens below the checkpoint's own.
         special_tokens_in_chat: read special tokens that are spelled out in the contents of a chat.
         nonce: must not be guessable for authors of messages; see `LiteralText`.
+        tool_parser, reasoning_parser: how answers are read, instead of what the chat template tells.
 
     Raises:
         ConfigError: if a file is missing or broken, or the limit exceeds the checkpoint's.
@@ -179,8 +213,15 @@ def load_model(
     )
     source = checkpoint.chat_template_source(folder)
     template = None if source is None else ChatTemplate(source, checkpoint.special_tokens(folder))
-    backend = _read_backend(folder / "tokenizer.json")
-    return ServedModel(info, Tokenizer(backend, template, special_tokens_in_chat=special_tokens_in_chat, nonce=nonce))
+    tokenizer = Tokenizer(
+        _read_backend(folder / "tokenizer.json"),
+        template,
+        special_tokens_in_chat=special_tokens_in_chat,
+        nonce=nonce,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    return ServedModel(info, tokenizer)
 
 
 def fake_model(name: str, max_model_len: int) -> ServedModel:

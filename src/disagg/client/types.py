@@ -67,6 +67,10 @@ class Options(TypedDict, total=False):
     """Answers to this prompt. A stream brings them mixed, see `Delta.answer_index`; `generate` gives one only."""
     cache_salt: str
     """Cached prefixes are shared with requests of the same salt only."""
+    truncate_prompt_tokens: int
+    """Keep so many tokens of the prompt, the last ones; -1: as many as leave room for the answer."""
+    split_reasoning: bool
+    """Of a chat, give the text between think tags as `reasoning`, where the model has such tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,8 @@ class Usage:
     cached_tokens: int
     """Prompt tokens that no worker had to compute."""
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """Of these the ones up to the end of the reasoning, where that was separated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class Delta:
     """One for each of `token_ids`, where they were requested."""
     answer_index: int = 0
     """Which answer this is a part of."""
+    reasoning: str = ""
+    """What is new of the text between think tags, where it was asked for; comes before `text`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +143,5 @@ class Answer:
     """For `explain`."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids`, where they were requested."""
+    reasoning: str = ""
+    """The text between think tags, where it was asked for."""

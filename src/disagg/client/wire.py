@@ -95,7 +95,8 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
     if response.HasField("finished"):
         return Delta("", (), _finished(response.finished), (), response.finished.answer_index)
     delta = response.delta
-    return Delta(delta.text, tuple(delta.token_ids), None, _logprobs(delta.logprobs), delta.answer_index)
+    logprobs = _logprobs(delta.logprobs)
+    return Delta(delta.text, tuple(delta.token_ids), None, logprobs, delta.answer_index, delta.reasoning)
 
 
 def state_of(response: pb.WatchClusterStateResponse) -> ClusterState:
@@ -107,7 +108,8 @@ def answer_of(response: pb.GenerateOnceResponse) -> Answer:
     """A whole answer."""
     end = _finished(response.finished)
     logprobs = _logprobs(response.logprobs)
-    return Answer(response.text, tuple(response.token_ids), end.reason, end.usage, end.request_id, logprobs)
+    ids, reasoning = tuple(response.token_ids), response.reasoning
+    return Answer(response.text, ids, end.reason, end.usage, end.request_id, logprobs, reasoning)
 
 
 def _logprobs(logprobs: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
@@ -118,6 +120,6 @@ def _finished(finished: pb.Finished) -> Finished:
     usage = finished.usage
     return Finished(
         "stop" if finished.reason == pb.FINISH_REASON_STOP else "length",
-        Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens),
         finished.request_id,
     )

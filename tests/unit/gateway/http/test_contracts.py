@@ -202,7 +202,7 @@ async def test_the_openai_package(app: TestApp) -> None:
     events = await send(app, OPENAI_CHAT)
     assert events[-1] == "[DONE]"
     for event in events[:-1]:
-        assert event.keys() == {"id", "object", "created", "model", "choices"}
+        assert event.keys() == {"id", "object", "created", "model", "service_tier", "choices"}
         assert event["object"] == "chat.completion.chunk"
         assert event["id"] == events[0]["id"]
         assert event["choices"][0].keys() == {"index", "delta", "logprobs", "finish_reason"}

@@ -39,7 +39,8 @@ def refusal(read: Any, **fields: Any) -> str:
 
 def test_the_least_of_a_chat() -> None:
     wanted = chat()
-    assert wanted.inputs == (GenerationInput(model="m", prompt=ChatPrompt((ChatTurn("user", "hi"),))),)
+    prompt = ChatPrompt((ChatTurn("user", "hi"),))
+    assert wanted.inputs == (GenerationInput(model="m", prompt=prompt, split_reasoning=True),)
     assert (wanted.stream, wanted.include_usage, wanted.continuous_usage, wanted.echo) == (False,) * 4
 
 
@@ -57,6 +58,7 @@ def test_every_field_of_a_chat() -> None:
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
         "cache_salt": "s",
+        "truncate_prompt_tokens": 7,
     }
     wanted = chat(
         **fields,
@@ -79,6 +81,7 @@ def test_every_field_of_a_chat() -> None:
             logit_bias={5: -100.0},
             logprobs=3,
             max_tokens=6,
+            split_reasoning=True,
             **fields,
         ),
     )
@@ -123,7 +126,8 @@ HARMLESS: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": "none", "functions": [], "function_call": None},
     {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
     {"response_format": {"type": "text"}, "modalities": ["text"], "audio": None},
-    {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "user": "u", "logprobs": False},
+    {"store": False, "metadata": {"a": "b"}, "service_tier": None, "user": "u", "logprobs": False},
+    {"priority": 0, "include_reasoning": True, "reasoning_effort": None, "truncate_prompt_tokens": None},
     {"add_generation_prompt": True, "continue_final_message": False, "echo": False, "use_beam_search": False},
     {"bad_words": [], "skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {}},
     {"stream": False, "stream_options": None, "stop": None, "stop_token_ids": None, "logit_bias": None},
@@ -153,10 +157,8 @@ def test_harmless_fields_change_nothing(fields: dict[str, Any]) -> None:
         ("use_beam_search", True),
         ("allowed_token_ids", [1]),
         ("bad_words", ["x"]),
-        ("truncate_prompt_tokens", 5),
         ("include_stop_str_in_output", True),
         ("skip_special_tokens", False),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("documents", [{}]),
     ],
 )
@@ -190,8 +192,12 @@ def test_prompts_of_a_completion(prompt: Any, prompts: list[Any]) -> None:
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": ["a"] * 43, "n": 3}, "n"),
         ({"n": 129}, "n"),
-        ({"best_of": 2}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 17}, "best_of"),
+        ({"best_of": 10**30}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 43, "best_of": 3}, "best_of"),
+        ({"echo": True, "truncate_prompt_tokens": 5}, "echo"),
         ({"echo": True, "logprobs": 0}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"add_special_tokens": False}, "add_special_tokens"),

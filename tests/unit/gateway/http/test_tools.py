@@ -166,7 +166,7 @@ async def test_a_line_of_a_batch_must_be_calls_as_a_request_must(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Grammars, "known", lambda self, grammar: "")
-    monkeypatch.setattr(model.tokenizer, "encode_chat", lambda turns, most, tools: [5, 6])  # it would be too long
+    monkeypatch.setattr(model.tokenizer, "encode_chat", lambda *_: [5, 6])  # it would be too long
     app = TestApp(model, FakeRouter([[5], [5]]))
     body = {**CHAT, "tools": [tool()], "tool_choice": "required", "max_tokens": 1}
     assert (await app.client.post("/v1/chat/completions", json=body)).status_code == 200

@@ -58,6 +58,8 @@ def test_every_field_is_read() -> None:
         cache_salt="s",
         resume=pb.Resume(token_ids=[4], model_version="v"),
         structured=pb.StructuredOutput(regex="a+"),
+        truncate_prompt_tokens=-1,
+        split_reasoning=True,
     )
     read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
@@ -83,6 +85,8 @@ def test_every_field_is_read() -> None:
         resumed=(4,),
         model_version="v",
         structured=StructuredOutput("regex", "a+", "structured.regex"),
+        truncate_prompt_tokens=-1,
+        split_reasoning=True,
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == []
@@ -91,6 +95,7 @@ def test_every_field_is_read() -> None:
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
+    names |= {"truncate_prompt_tokens", "split_reasoning"}
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)

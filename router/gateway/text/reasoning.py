@@ -1,0 +1,136 @@
+"""Reasoning before an answer: the text between think tags, separated from what follows as it comes. A pure state
+machine whose parts do not depend on how the text was cut.
+
+    UNDECIDED ── the open tag ──> INSIDE ── the close tag ──> AFTER
+        └──────── any other text ─────────────────────────────┘
+
+Held back are white space that may turn out to be around a tag, and as much of a text as a tag begins with.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Final, Literal, NamedTuple
+
+ReasoningFormat = Literal["none", "think"]
+"""`think`: `<think>` ... `</think>` at the beginning of an answer; a prompt may end with the open tag."""
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+TAGS: Final = (OPEN, CLOSE)
+_SPACE: Final = " \t\r\n"
+
+
+class Phase(Enum):
+    """Where an answer is."""
+
+    UNDECIDED = auto()
+    INSIDE = auto()
+    AFTER = auto()
+
+
+class Parts(NamedTuple):
+    """What became certain."""
+
+    reasoning: str
+    content: str
+
+
+def reasoning_format_of(template_source: str) -> ReasoningFormat:
+    """Whether a chat template is of a model that reasons between tags."""
+    return "think" if CLOSE in template_source else "none"
+
+
+def first_phase(prompt_end: str, continued: str | None = None) -> Phase:
+    """Where an answer begins.
+
+    Args:
+        prompt_end: the last characters of the prompt's text.
+        continued: what a client wrote of the answer, which goes on; `None` for a new one.
+    """
+    if continued is not None and continued.strip(_SPACE):
+        return Phase.INSIDE if continued.rfind(OPEN) > continued.rfind(CLOSE) else Phase.AFTER
+    return Phase.INSIDE if prompt_end.rstrip(_SPACE).endswith(OPEN) else Phase.UNDECIDED
+
+
+class ReasoningSplitter:
+    """Separates one answer. White space next to a tag belongs to neither part."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+        self.has_reasoned = phase is Phase.INSIDE
+        """There was an open tag."""
+        self._space: list[str] = []
+        """White space that is text only if other text follows."""
+        self._tail = ""
+        """After it: shorter than a tag, and may begin one."""
+        self._begun = phase is Phase.AFTER
+        """The present part has text: white space may be a part of it."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the answer is."""
+        return self._phase
+
+    def feed(self, text: str) -> Parts:
+        """What is certain after the next piece of text."""
+        text, self._tail = self._tail + text, ""
+        reasoning = ""
+        if self._phase is Phase.UNDECIDED:
+            text = self._decide(text)
+        if self._phase is Phase.INSIDE:
+            reasoning, text = self._inside(text)
+        return Parts(reasoning, self._content(text))
+
+    def finish(self) -> Parts:
+        """The rest, at the end of the answer."""
+        rest, self._tail = self._spaced(self._tail), ""
+        return Parts(rest, "") if self._phase is Phase.INSIDE else Parts("", rest)
+
+    def _decide(self, text: str) -> str:
+        """What is behind the open tag, or is content."""
+        start = text.lstrip(_SPACE)
+        self._space.append(text[: len(text) - len(start)])
+        if start.startswith(OPEN):
+            self._phase, self.has_reasoned = Phase.INSIDE, True
+            self._space.clear()
+            return start[len(OPEN) :]
+        if OPEN.startswith(start):
+            self._tail = start
+            return ""
+        self._phase, self._begun = Phase.AFTER, True
+        return self._spaced(start)
+
+    def _inside(self, text: str) -> tuple[str, str]:
+        """The reasoning that is certain, and the text behind its end."""
+        if not self._begun:
+            text = text.lstrip(_SPACE)
+        found = text.find(CLOSE)
+        end = found if found >= 0 else len(text) - _overlap(text, CLOSE)
+        sure = text[:end].rstrip(_SPACE)
+        reasoning = self._spaced(sure) if sure else ""
+        self._begun = self._begun or bool(sure)
+        if found < 0:
+            self._space.append(text[len(sure) : end])
+            self._tail = text[end:]
+            return reasoning, ""
+        self._phase, self._begun = Phase.AFTER, False
+        self._space.clear()
+        return reasoning, text[found + len(CLOSE) :]
+
+    def _content(self, text: str) -> str:
+        if not self._begun and self._phase is Phase.AFTER:
+            text = text.lstrip(_SPACE)
+            self._begun = bool(text)
+        return text
+
+    def _spaced(self, text: str) -> str:
+        """`text` behind the white space before it."""
+        text = "".join((*self._space, text))
+        self._space.clear()
+        return text
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`."""
+    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
