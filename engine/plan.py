@@ -18,6 +18,7 @@ import msgspec
 
 from disagg.engine.request import Sequence
 from disagg.proto.errors import InternalError
+from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
@@ -110,6 +111,8 @@ class StepResult(msgspec.Struct, frozen=True):
     is not negative)."""
     faults: Mapping[int, RowFault] = msgspec.field(default_factory=dict)
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
+    prompt_logprobs: Mapping[AttemptKey, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
+    """Of sequences that gather them (`Sequence.gathers_prompt`): of each prompt token behind one of their chunk."""
 
 
 class QueuedStep(Protocol):

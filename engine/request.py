@@ -67,6 +67,8 @@ class Sequence:
     """Held, or to be held after its current step, because it moves to another worker."""
     last_logprobs: TokenLogprobs | None = None
     """Of its last token, where requested."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Gathered until the first token: of the prompt's tokens from the second one on, as far as it is computed."""
     text_counts: TextCounts | None = None
     """Of its ids, where they are penalized and one was sampled here."""
     grammar_state: Any = None
@@ -98,6 +100,13 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens without KV; 1 for a decoding sequence."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def gathers_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and are computed here, for its first token."""
+        sampling = self.spec.sampling
+        is_wanted = sampling.prompt_logprobs >= 0 and sampling.logprobs >= 0
+        return is_wanted and not self.is_copy and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def is_decoding(self) -> bool:

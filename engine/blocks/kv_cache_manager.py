@@ -108,6 +108,8 @@ class KVCacheManager:
         """The blocks of the cached prefix. A piece of a suspended sequence is copied as a whole, so its prefix ends
         with one, unless it reaches as far as the copy."""
         cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
+        if sequence.gathers_prompt:
+            cap = min(cap, len(sequence.prompt_logprobs))
         matched, block_size = self.blocks.match_prefix(sequence.block_hashes, cap), self.blocks.block_size
         if len(matched) * block_size < sequence.swapped_tokens:
             pieces = len(matched) * block_size // piece_tokens

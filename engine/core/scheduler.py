@@ -50,6 +50,7 @@ from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
+from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
 from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
 from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
@@ -331,7 +332,8 @@ class Scheduler:
             else:
                 break
             fitting = self._num_fitting(sequence, budget, room)
-            entry = self._plan_chunk(sequence, fitting.num_tokens, first=not planned and fitting.is_exact)
+            num_tokens = chunk_budget(sequence, fitting.num_tokens, planned)
+            entry = self._plan_chunk(sequence, num_tokens, first=not planned and fitting.is_exact)
             if entry is None:
                 break
             planned.append(entry)
@@ -394,9 +396,10 @@ class Scheduler:
                 events.append(self._end_faulty(sequence, fault))
                 continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens
+            note_prompt(entry, result)
             self.kv_cache.publish(sequence, entry.start)
             if entry.samples:
-                sampled = self._append(sequence, token_id, result.logprobs.get(place))
+                sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(place)))
                 events.append(sampled)
                 events += self._end_if_finished(sequence)
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:

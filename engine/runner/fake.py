@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from disagg.engine.randomness import first_outputs
 from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvLayout, TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
@@ -119,7 +121,19 @@ class FakeModelRunner(ModelRunner):
             output_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
             if sampling.logprobs >= 0:
                 logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, output_ids[place])
-        return StepResult(output_ids, logprobs)
+        return StepResult(output_ids, logprobs, prompt_logprobs=self._prompt_logprobs(plan))
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[AttemptKey, list[TokenLogprobs]]:
+        """As of a model whose greedy token at a position is the token there."""
+        found: dict[AttemptKey, list[TokenLogprobs]] = {}
+        for entry in plan.entries:
+            sequence, num_top = entry.sequence, entry.sequence.spec.sampling.prompt_logprobs
+            if sequence.gathers_prompt:
+                ids = sequence.token_ids[entry.start : min(entry.end + 1, sequence.num_prompt_tokens)]
+                found[sequence.key] = [
+                    fake_logprobs(before, num_top, self.vocab_size, token) for before, token in pairwise(ids)
+                ]
+        return found
 
     # ------------------------------------------------------------ one rank of several
 

@@ -183,12 +183,13 @@ def sampled_logprobs(
         logits_RV = logits_SV[rows, :vocab_size].float()
         logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
         return {
-            row: _of_row(logits_RV[i], logprobs_RV[i], token_ids[row], sequences[row].spec.sampling.logprobs)
+            row: logprobs_of_row(logits_RV[i], logprobs_RV[i], token_ids[row], sequences[row].spec.sampling.logprobs)
             for i, row in enumerate(rows)
         }
 
 
-def _of_row(logits_V: Tensor, logprobs_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+def logprobs_of_row(logits_V: Tensor, logprobs_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Of a token and of the `num_top` likeliest ones of a row, both in fp32."""
     top_K = _likeliest(logits_V, num_top)
     return TokenLogprobs(
         logprob=float(logprobs_V[token_id]),

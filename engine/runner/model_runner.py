@@ -46,6 +46,7 @@ from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
+from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
@@ -248,12 +249,17 @@ class TorchModelRunner(ShardRunner):
             # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
             self._masks.start([entry.sequence for entry in plan.entries])
         logits_SV, largest_S = self._score(arrays)
+        rows = rows_of(plan)
+        prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts)
+        if rows.sampled is not None:
+            logits_SV, largest_S = logits_SV[rows.sampled], None
         if not sequences:
             self._wait_computed()
-            return StepResult([])
+            return StepResult([], prompt_logprobs=prompts)
         token_ids = self._sampler.sample(logits_SV, sequences, largest_S)
         logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
-        return StepResult(token_ids, logprobs, row_faults(logits_SV, self.vocab_size, token_ids))
+        faults = row_faults(logits_SV, self.vocab_size, token_ids)
+        return StepResult(token_ids, logprobs, faults, prompts)
 
     def _wait_computed(self) -> None:
         """Until the device has computed all that was launched: a chunk that samples nothing is waited for too, or its

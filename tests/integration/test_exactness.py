@@ -200,6 +200,30 @@ async def test_logprobs_are_those_of_transformers_and_the_same_in_both_modes(ser
         assert banned not in (await gateway.run(prompts[1], worker="colocated-0", sampling=sampling[1])).token_ids
 
 
+@pytest.mark.parametrize("served", SLOW_FOR_REAL, indirect=True)
+async def test_logprobs_of_prompts_are_those_of_transformers_whatever_is_cached(served: Served) -> None:
+    how = Sampling(temperature=0.0, max_tokens=2, logprobs=0, prompt_logprobs=5)
+    async with open_gateway(served.workers) as gateway:
+        for length in (1, 2, BLOCK + 1, 3 * CHUNK + 7):
+            prompt = served.prompt(length)
+            for worker in ("colocated-0", "prefill-0"):  # so that all of it is cached
+                peer = "decode-0" if worker == "prefill-0" else None
+                await gateway.run(prompt, worker=worker, to=peer, max_tokens=2)
+            apart = await gateway.run(prompt, worker="prefill-0", to="decode-0", sampling=how)
+            together = await gateway.run(prompt, worker="colocated-0", sampling=how)
+            found = apart.logprobs[0].prompt
+            assert len(found) == length - 1
+            assert together.logprobs[0].prompt == found
+            assert apart.logprobs[1].prompt == ()
+            assert apart.token_ids == served.reference(prompt, 2)
+            if found:
+                expected = reference.logprobs(served.folder, prompt[:1], prompt[1:])
+                _assert_close([each.logprob for each in found], expected[torch.arange(length - 1), prompt[1:]])
+                _assert_close([each.top_logprobs for each in found], expected.topk(5).values)
+                of_top_ids = expected.gather(1, torch.tensor([each.top_ids for each in found]))
+                _assert_close([each.top_logprobs for each in found], of_top_ids)
+
+
 def _assert_close(found: Sequence[object], expected: Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=0.0)
 

@@ -164,6 +164,8 @@ def _sample_rows(plan: StepPlan) -> list[int] | None:
     end = len(rows)
     for entry in plan.prefills:
         end += entry.num_tokens
-        if entry.samples:
+        if entry.sequence.gathers_prompt:
+            rows += range(end - entry.num_tokens, end)
+        elif entry.samples:
             rows.append(end - 1)
     return None if len(rows) == end else rows

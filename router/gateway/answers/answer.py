@@ -14,6 +14,7 @@ from typing import Literal
 from disagg.proto.errors import DeadlineError, InternalError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
+from disagg.proto.token_ids import PackedTokenIds
 from disagg.router.api import RoutedRequest, Router, TokenBatch
 from disagg.router.gateway.text.detokenizer import Piece, TextStream
 
@@ -36,6 +37,9 @@ class Delta:
     """What became final of the text between think tags, where it is asked for; comes before `text`."""
     num_reasoning_tokens: int = field(default=0, compare=False)
     """Of the answer so far."""
+    prompt_token_ids: PackedTokenIds = field(default=PackedTokenIds(b""), compare=False)
+    """With the first tokens of a prompt's first answer, where its log-probabilities are requested: they are in
+    `logprobs[0].prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class Answer:
                     model_version=version,
                     reasoning=piece.reasoning,
                     num_reasoning_tokens=text.num_reasoning_tokens,
+                    prompt_token_ids=self._prompt_ids(first_index),
                 )
                 if piece.stopped:
                     self._handle.num_answered = text.num_tokens
@@ -168,6 +173,10 @@ class Answer:
                 f"request {self._routed.request_id} has {len(batch.logprobs)} logprobs of {len(batch.token_ids)} tokens"
             )
         return tuple(batch.logprobs[:num_tokens])
+
+    def _prompt_ids(self, first_index: int) -> PackedTokenIds:
+        is_wanted = first_index == 0 and self._routed.sampling.prompt_logprobs >= 0
+        return self._routed.prompt_token_ids if is_wanted else PackedTokenIds(b"")
 
     def _finish(self, stopped: bool) -> Finish:
         """The end: by a stop string, or as the router saw it."""

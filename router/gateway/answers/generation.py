@@ -251,7 +251,7 @@ class Generator:
         if answer_index == 0:
             return first
         seed = answer_seed(first.sampling.seed, answer_index)
-        sampling = msgspec.structs.replace(first.sampling, seed=seed)
+        sampling = msgspec.structs.replace(first.sampling, seed=seed, prompt_logprobs=-1)  # they share the prompt
         request_id = self._mint_id()
         trace_parent = sibling_of(first.trace_parent, request_id)
         return msgspec.structs.replace(first, request_id=request_id, sampling=sampling, trace_parent=trace_parent)

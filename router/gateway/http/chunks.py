@@ -7,14 +7,23 @@ once. What is written for a token is bytes put together, in the form that each o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import msgspec
 from typing_extensions import override
 
+from disagg.proto.messages import TokenLogprobs
+from disagg.proto.token_ids import PackedTokenIds, unpack_token_ids
 from disagg.router.gateway.answers.generation import Delta, Finish
-from disagg.router.gateway.http.logprobs import LEAST_LOGPROB, CompletionLogprobs, chat_logprobs
+from disagg.router.gateway.http.logprobs import (
+    LEAST_LOGPROB,
+    CompletionLogprobs,
+    chat_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from disagg.router.gateway.http.resume import Position
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
@@ -108,6 +117,7 @@ class Style:
     include_usage: bool = False
     continuous_usage: bool = False
     shows_reasoning: bool = True
+    shows_prompt_logprobs: bool = False
     tier: str = ""
     """In which the call is served; empty where that was not asked for."""
 
@@ -137,8 +147,8 @@ class Choices(Protocol):
         """A choice of a complete answer."""
         ...
 
-    def logprobs(self, delta: Delta) -> bytes:
-        """JSON of a delta's logprobs."""
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
+        """JSON of a delta's logprobs, behind those of its prompt, where the text begins with that."""
         ...
 
 
@@ -185,7 +195,7 @@ class ChatChoices(Choices):
         )
 
     @override
-    def logprobs(self, delta: Delta) -> bytes:
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
         return _JSON.encode(chat_logprobs(delta.token_ids, delta.logprobs, self._tokenizer))
 
 
@@ -212,11 +222,14 @@ class TextChoices(Choices):
         return self.chunk(index, text, logprobs, reason)
 
     @override
-    def logprobs(self, delta: Delta) -> bytes:
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
         writer = self._logprobs.get(delta.answer_index)
         if writer is None:
             writer = self._logprobs[delta.answer_index] = CompletionLogprobs(self._tokenizer)
-        return _JSON.encode(writer.piece(delta.token_ids, delta.logprobs))
+        ids = unpack_token_ids(delta.prompt_token_ids)
+        before = writer.prompt(ids, prompt) if ids else {}
+        piece = writer.piece(delta.token_ids, delta.logprobs)
+        return _JSON.encode(joined(before, piece) if before else piece)
 
 
 _NULL: Final = b"null"
@@ -310,6 +323,7 @@ class StreamWriter:
 class _Whole:
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    prompt_token_ids: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     reason: bytes = _NULL
@@ -342,22 +356,47 @@ class AnswerWriter:
             return
         answer.texts.append(event.text)
         answer.reasoning.append(event.reasoning)
+        answer.prompt_token_ids = answer.prompt_token_ids or event.prompt_token_ids
         answer.token_ids.extend(event.token_ids)
         answer.logprobs.extend(event.logprobs)
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """Of the prompts whose log-probabilities are a part of the body."""
+        return sum(len(answer.prompt_token_ids) for answer in self._answers.values())
 
     def encode(self) -> bytes:
         """The body, when all answers have ended."""
         choices = b",".join(self._choice(index, answer) for index, answer in enumerate(self._shown()))
-        return self._style.head(self._choices.answer_kind) + choices + b'],"usage":' + self._usage.encode() + b"}"
+        end = b'],"usage":' + self._usage.encode()
+        if self._style.shows_prompt_logprobs and isinstance(self._choices, ChatChoices):
+            end += b',"prompt_logprobs":' + self._prompt_logprobs(self._answers[0])
+        return self._style.head(self._choices.answer_kind) + choices + end + b"}"
 
     def _choice(self, index: int, answer: _Whole) -> bytes:
+        first = self._answers[index // self._num_shown * self._usage.answers_each]
+        choice = self._choice_of(index, answer, first)
+        if self._style.shows_prompt_logprobs and isinstance(self._choices, TextChoices):
+            return choice[:-1] + b',"prompt_logprobs":' + self._prompt_logprobs(first) + b"}"
+        return choice
+
+    def _prompt_logprobs(self, first: _Whole) -> bytes:
+        """`first` is the answer that came with those of the prompt."""
+        ids = unpack_token_ids(PackedTokenIds(first.prompt_token_ids))
+        return _JSON.encode(prompt_logprobs(ids, first.logprobs[0].prompt, self._style.tokenizer))
+
+    def _choice_of(self, index: int, answer: _Whole, first: _Whole) -> bytes:
         text = "".join(answer.texts)
         if self._echoes:
             text = self._echoes[index // self._num_shown] + text
         logprobs = _NULL
         if self._style.with_logprobs:
             whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index)
-            logprobs = self._choices.logprobs(whole)
+            if self._echoes and first.prompt_token_ids:
+                whole = replace(whole, prompt_token_ids=PackedTokenIds(first.prompt_token_ids))
+                logprobs = self._choices.logprobs(whole, first.logprobs[0].prompt)
+            else:
+                logprobs = self._choices.logprobs(whole)
         reasoning = "".join(answer.reasoning) if self._style.shows_reasoning else ""
         return self._choices.answer(index, text, logprobs, answer.reason, reasoning)
 

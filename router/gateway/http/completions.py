@@ -192,7 +192,7 @@ class Completions:
         answer = AnswerWriter(*await self._form(parsed, call, kind), parsed.num_shown)
         async for event in events:
             answer.add(event)
-        return answer.encode()
+        return await self._generator.offload(answer.num_prompt_bytes, answer.encode)
 
     async def _form(
         self, parsed: ParsedCall, call: Call, kind: _Kind
@@ -207,6 +207,7 @@ class Completions:
             tokenizer=tokenizer,
             with_logprobs=parsed.shows_logprobs,
             shows_reasoning=parsed.shows_reasoning,
+            shows_prompt_logprobs=parsed.shows_prompt_logprobs,
             tier=tier_of(call.priority) if parsed.shows_tier else "",
             include_usage=parsed.include_usage,
             continuous_usage=parsed.continuous_usage,

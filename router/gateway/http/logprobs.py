@@ -26,12 +26,40 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], t
     return {"content": content}
 
 
+def prompt_logprobs(token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> list[Any]:
+    """vLLM's `prompt_logprobs`: of each token but the first its own and the likeliest ones, by id. The rank of one that
+    is not among these is not known."""
+    found: list[Any] = [None]
+    for token_id, one in zip(token_ids[1:], logprobs, strict=True):
+        ranked = zip(one.top_ids, one.top_logprobs, strict=True)
+        top = {str(i): _ranked(i, logprob, rank, tokenizer) for rank, (i, logprob) in enumerate(ranked, start=1)}
+        own = str(token_id)
+        found.append({own: top.pop(own, None) or _ranked(token_id, one.logprob, None, tokenizer), **top})
+    return found
+
+
+def _ranked(token_id: int, logprob: float, rank: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer.token_bytes(token_id))}
+
+
 class CompletionLogprobs:
     """`logprobs` of one text choice, which come in pieces: offsets go on from piece to piece."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
+
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """A prompt that the text repeats, before the other pieces: its first token has no logprob."""
+        text = token_text(self._tokenizer.token_bytes(token_ids[0]))
+        self._offset += len(text)
+        first: dict[str, list[Any]] = {
+            "tokens": [text],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [0],
+        }
+        return joined(first, self.piece(token_ids[1:], logprobs))
 
     def piece(self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
         """The next tokens: four lists of the same length."""
@@ -55,6 +83,11 @@ class CompletionLogprobs:
             top.setdefault(token_text(self._tokenizer.token_bytes(top_id)), _finite(logprob))
         top.setdefault(text, _finite(one.logprob))
         return top
+
+
+def joined(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Two pieces as one."""
+    return {name: values + after[name] for name, values in before.items()}
 
 
 def token_text(data: bytes) -> str:

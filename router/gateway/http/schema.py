@@ -73,6 +73,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: msgspec.Raw = ABSENT
     """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     service_tier: str | None = None
     priority: int | None = None
@@ -89,7 +90,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: msgspec.Raw = ABSENT
     regex: msgspec.Raw = ABSENT
     ebnf: msgspec.Raw = ABSENT
-    prompt_logprobs: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT
     allowed_token_ids: msgspec.Raw = ABSENT
     bad_words: msgspec.Raw = ABSENT

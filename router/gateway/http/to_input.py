@@ -7,7 +7,7 @@ else is checked once, behind both protocols; `FieldNames` turns its names of fie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import msgspec
@@ -56,7 +56,6 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "json_schema": _NEVER,
     "regex": _NEVER,
     "ebnf": _NEVER,
-    "prompt_logprobs": _NEVER,
     "use_beam_search": (None, False),
     "allowed_token_ids": _NEVER,
     "bad_words": (None, []),
@@ -86,6 +85,7 @@ class FieldNames:
     max_tokens: str = "max_tokens"
     stop: str = ""
     """`stop` where the body had one string, so that its index is not named."""
+    prompt_logprobs: str = "prompt_logprobs"
 
     def name(self, field: str) -> str:
         """The body's name of `field`, such as `top_p` for `sampling.top_p`."""
@@ -98,6 +98,8 @@ class FieldNames:
             return self.logprobs
         if name == "max_tokens":
             return self.max_tokens
+        if name == "prompt_logprobs":
+            return self.prompt_logprobs
         return self.stop if self.stop and name.startswith("stop[") else name
 
     def rename(self, error: InvalidRequestError) -> InvalidRequestError:
@@ -125,6 +127,8 @@ class ParsedCall:
     num_shown: int = 1
     """Of the answers to each prompt those that are shown, the likeliest ones first where they are not all."""
     shows_logprobs: bool = False
+    shows_prompt_logprobs: bool = False
+    """As a field of their own, as vLLM does."""
     priority: int = 0
     """In the router's queue."""
     shows_tier: bool = False
@@ -165,8 +169,11 @@ def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
     best_of = _read_best_of(body)
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError("echo", "with truncate_prompt_tokens is not supported")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo", "with logprobs is not supported: prompts have no logprobs here")
+    echoed_logprobs = body.logprobs if body.echo else None
+    if echoed_logprobs is not None and body.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs", "contradicts echo with logprobs, which has those of the prompt")
+    if echoed_logprobs is not None and body.stream:
+        raise InvalidRequestError("echo", "with logprobs cannot be streamed")
     prompts, fields = _read_prompts(body.prompt)
     yield from ()  # what there is takes less than a piece
     return _wanted(
@@ -177,6 +184,7 @@ def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         echo=bool(body.echo),
         best_of=best_of,
+        echoed_logprobs=echoed_logprobs,
     )
 
 
@@ -265,12 +273,15 @@ def _wanted(
     echo: bool = False,
     tools: OfferedTools | None = None,
     best_of: int | None = None,
+    echoed_logprobs: int | None = None,
     shows_reasoning: bool = True,
 ) -> ParsedCall:
     if not body.model:
         raise InvalidRequestError("model", "must be set")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "needs stream to be true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "cannot be streamed")
     num_shown = 1 if body.n is None else body.n
     answers_each, count = (num_shown, "n") if best_of is None else (best_of, "best_of")
     if len(prompts) * answers_each > MAX_ANSWERS:
@@ -284,6 +295,9 @@ def _wanted(
     if best_of is not None:
         shared["n"] = best_of
     given_logprobs, logprobs = logprobs, 0 if logprobs is None and best_of is not None else logprobs
+    if echoed_logprobs is not None:
+        shared["prompt_logprobs"] = echoed_logprobs
+        names = [replace(name, prompt_logprobs="logprobs") for name in names]
     inputs = tuple(
         GenerationInput(prompt=prompt, logprobs=logprobs, max_tokens=max_tokens, **shared) for prompt in prompts
     )
@@ -297,6 +311,7 @@ def _wanted(
         echo=echo,
         num_shown=num_shown,
         shows_logprobs=given_logprobs is not None,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
         priority=read_priority(body.service_tier, body.priority),
         shows_tier=body.service_tier is not None,
         shows_reasoning=shows_reasoning,
@@ -317,6 +332,7 @@ _AS_THEY_ARE: Final = (
     "frequency_penalty",
     "repetition_penalty",
     "cache_salt",
+    "prompt_logprobs",
     "truncate_prompt_tokens",
 )
 """Fields that the generator calls the same."""

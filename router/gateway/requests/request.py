@@ -99,6 +99,8 @@ class GenerationInput:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How many of the likeliest tokens come with each output token; 0 for its own only, `None` for none."""
+    prompt_logprobs: int | None = None
+    """The same with each token of the prompt."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False

@@ -33,6 +33,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_VALUES = 16_384
+"""Log-probabilities of one prompt: of its tokens, and of the likeliest ones beside each."""
 MAX_SEED = (1 << 64) - 1
 MIN_REPETITION_PENALTY = as_float32(0.01)
 """A logit is divided by the penalty: a smaller one makes more than a finite number of it."""
@@ -65,7 +67,8 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
         logit_bias=_check_logit_bias(given.logit_bias, model.vocab_size),
-        logprobs=_check_logprobs(given.logprobs, model.vocab_size),
+        logprobs=_check_logprobs(given, model.vocab_size),
+        prompt_logprobs=_check_top(given.prompt_logprobs, "sampling.prompt_logprobs", model.vocab_size),
         grammar=check_structured(given),
     )
     return msgspec.structs.replace(others, **floats)
@@ -133,8 +136,12 @@ def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple
     return tuple(zip(token_ids, biases, strict=True))
 
 
-def _check_logprobs(logprobs: int | None, vocab_size: int) -> int:
+def _check_logprobs(given: GenerationInput, vocab_size: int) -> int:
+    """-1 for none; the prompt's come with the first token's."""
+    least = -1 if given.prompt_logprobs is None else 0
+    return max(least, _check_top(given.logprobs, "sampling.logprobs", vocab_size))
+
+
+def _check_top(num_top: int | None, field: str, vocab_size: int) -> int:
     """-1 for none. A vocabulary may have fewer tokens than requested."""
-    if logprobs is None:
-        return -1
-    return min(check_int(logprobs, "sampling.logprobs", 0, MAX_LOGPROBS), vocab_size)
+    return -1 if num_top is None else min(check_int(num_top, field, 0, MAX_LOGPROBS), vocab_size)

@@ -20,7 +20,7 @@ import msgspec
 from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidRequestError, ModelNotFoundError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
-from disagg.router.gateway.requests.sampling import check_sampling, check_stop_strings
+from disagg.router.gateway.requests.sampling import MAX_PROMPT_VALUES, check_sampling, check_stop_strings
 from disagg.router.gateway.requests.values import check_ids, check_int, check_length, check_unicode, shown
 from disagg.router.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 from disagg.router.gateway.text.tokenizer import ModelInfo
@@ -141,6 +141,13 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
         )
     if checked.sampling.min_tokens > room:
         raise ContextLengthError("stopping.min_tokens", f"{context}, so at most {room}")
+    num_values = (1 + checked.sampling.prompt_logprobs) * len(prompt_token_ids)
+    if num_values > MAX_PROMPT_VALUES:
+        raise InvalidRequestError(
+            "sampling.prompt_logprobs",
+            f"{1 + checked.sampling.prompt_logprobs} for each of {len(prompt_token_ids)} tokens are more than "
+            f"{MAX_PROMPT_VALUES}",
+        )
     max_tokens = room if checked.max_tokens is None else checked.max_tokens
     if len(checked.resumed) > max_tokens:
         raise InvalidRequestError(RESUMED, f"at most {max_tokens}, as many as the answer, not {len(checked.resumed)}")
@@ -278,6 +285,8 @@ def _check_resumed(
     token_ids: Sequence[int], given: GenerationInput, sampling: Sampling, model: ModelInfo
 ) -> tuple[int, ...]:
     """What can be an answer so far; its length is checked against the prompt's by `fit_prompt`."""
+    if given.prompt_logprobs is not None:
+        raise InvalidRequestError("resume", "with prompt_logprobs is not supported: they came with the first token")
     if given.n is not None and given.n > 1:
         raise InvalidRequestError("resume", f"continues one answer, so n must be 1, not {shown(given.n)}")
     if given.seed is None and sampling.temperature > 0:

@@ -122,7 +122,7 @@ def drawn(app: TestApp, logprobs: dict[int, list[float]]) -> None:
         index = counts[key] = counts.get(key, -1) + 1
         tokens = [TokenLogprobs(one, (), ()) for one in logprobs[index]]
         ids = app.model.tokenizer.encode_text("abcdefgh"[index], special=False) * len(tokens)
-        return [TokenBatch(ids, tuple(tokens)), Completion("stop", len(ids), 0)]
+        return [TokenBatch(ids, tokens), Completion("stop", len(ids), 0)]
 
     app.router.script = script
 

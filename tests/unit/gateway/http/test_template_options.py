@@ -111,7 +111,7 @@ def test_a_template_without_the_last_turn_cannot_go_on() -> None:
 async def test_over_http(model: ServedModel) -> None:
     app = TestApp(model)
     turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "the cat"}]
-    body = {"messages": turns, "continue_final_message": True}
+    body: dict[str, Any] = {"messages": turns, "continue_final_message": True}
     goes_on = (await app.client.post("/tokenize", json=body)).json()["tokens"]
     ended = (await app.client.post("/tokenize", json={"messages": turns, "add_generation_prompt": False})).json()
     begun = (await app.client.post("/tokenize", json={"messages": turns})).json()["tokens"]

@@ -89,13 +89,16 @@ def test_every_field_is_read() -> None:
         split_reasoning=True,
     )
     unset = GenerationInput(model="", prompt=None)
-    assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == []
+    assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == [
+        "prompt_logprobs"
+    ]
 
 
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
     names |= {"truncate_prompt_tokens", "split_reasoning"}
+    names |= {"prompt_logprobs"}  # over HTTP only
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)
