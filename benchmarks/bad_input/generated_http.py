@@ -111,6 +111,10 @@ def _generation_fields(model: ModelInfo) -> dict[str, Value]:
         "stream_options": _one_of("x", 5, [1], True, {"include_usage": "yes"}, {"include_usage": 1}),
         "ignore_eos": _not_bool,
         "cache_salt": _either(_not_text, _one_of("x" * 257, "ü" * 129)),
+        "prompt_logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
+        "truncate_prompt_tokens": _either(_not_int, _one_of(0, -2, model.max_model_len, 2**63, _HUGE)),
+        "service_tier": _either(_not_text, _one_of("", "scale", "x" * 1000)),
+        "priority": _either(_not_int, _one_of(1001, -1001, 2**63, -_HUGE)),
     }
 
 
@@ -139,6 +143,22 @@ def _chat_fields(model: ModelInfo) -> dict[str, Value]:
         "top_logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
         "tools": _one_of(5, "x", {"a": 1}, *tools),
         "response_format": _one_of({"type": "json_schema"}, {"type": "x"}, 5, "x"),
+        **_template_fields(),
+        "include_reasoning": _not_bool,
+        "reasoning_effort": _either(_not_text, _one_of("", "most")),
+    }
+
+
+def _template_fields() -> dict[str, Value]:
+    """Of a chat that ends with a user's turn."""
+    deep: Any = 1
+    for _ in range(40):
+        deep = [deep]
+    variables: tuple[object, ...] = ({"messages": []}, {"a b": 1}, {"": 1}, {"a": deep}, {"a": "x" * 20_000})
+    return {
+        "chat_template_kwargs": _one_of("x", 5, [1], {f"a{i}": i for i in range(33)}, *variables),
+        "add_generation_prompt": _not_bool,
+        "continue_final_message": _either(_not_bool, _one_of(True)),
     }
 
 
@@ -151,7 +171,7 @@ def _completion_fields(model: ModelInfo) -> dict[str, Value]:
         "prompt": _one_of(5, 1.5, True, {}, "", None, *lists),
         "logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
         "echo": _not_bool,
-        "best_of": _either(_not_int, _one_of(2, 20, -1)),
+        "best_of": _either(_not_int, _one_of(17, 20, 0, -1, _HUGE)),
     }
 
 

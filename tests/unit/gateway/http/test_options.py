@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks.bad_input.generated_http import Bodies
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
@@ -207,3 +209,17 @@ async def test_embeddings_are_refused_with_a_reason(app: TestApp) -> None:
     refused = await app.client.post("/v1/embeddings", json=body)
     assert error_of(refused)[:2] == (400, "model")
     assert "was not trained to make embeddings" in refused.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_every_wrong_value_that_is_thrown_at_a_gateway_is_refused(app: TestApp, path: str) -> None:
+    bodies = Bodies(app.model.info)
+    dice = random.Random(3)
+    for name, wrong in bodies.wrong[path].items():
+        for value in [wrong(dice) for _ in range(20)]:
+            refused = await app.client.post(path, json={**bodies.valid[path], name: value})
+            assert refused.status_code in (400, 404), f"{name}: {value!r}"
+    assert app.router.submitted == []
