@@ -396,7 +396,8 @@ class Scheduler:
                 events.append(self._end_faulty(sequence, fault))
                 continue
             sequence.num_computed_tokens = entry.start + entry.num_tokens
-            note_prompt(entry, result)
+            if result.prompt_logprobs:
+                note_prompt(entry, result)
             self.kv_cache.publish(sequence, entry.start)
             if entry.samples:
                 sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(place)))

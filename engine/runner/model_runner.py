@@ -250,7 +250,7 @@ class TorchModelRunner(ShardRunner):
             self._masks.start([entry.sequence for entry in plan.entries])
         logits_SV, largest_S = self._score(arrays)
         rows = rows_of(plan)
-        prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts)
+        prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts) if rows.prompts else {}
         if rows.sampled is not None:
             logits_SV, largest_S = logits_SV[rows.sampled], None
         if not sequences:

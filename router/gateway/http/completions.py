@@ -192,7 +192,9 @@ class Completions:
         answer = AnswerWriter(*await self._form(parsed, call, kind), parsed.num_shown)
         async for event in events:
             answer.add(event)
-        return await self._generator.offload(answer.num_prompt_bytes, answer.encode)
+        if answer.num_prompt_bytes:
+            return await self._generator.offload(answer.num_prompt_bytes, answer.encode)
+        return answer.encode()
 
     async def _form(
         self, parsed: ParsedCall, call: Call, kind: _Kind
