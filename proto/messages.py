@@ -60,9 +60,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     logprobs: int = -1
     """How many of the likeliest tokens come with each output token; 0: only its own probability; -1: none at all."""
     prompt_logprobs: int = -1
-    """How many of the likeliest tokens come with each token of the prompt but the first; -1: none. They come with the
-    first output token, which must have `logprobs`. Where the prompt is computed, none of it is taken from a cache.
-    """
+    """As `logprobs`, of the prompt's tokens from the second on; with the first output token, if that has `logprobs`."""
     grammar: str = ""
     """What the output must be, as `proto/structured_output/grammars.py` says; empty for any text."""
 
@@ -267,8 +265,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_ids: tuple[int, ...] = ()
     """The likeliest tokens, likeliest first, the smallest id among equals; `Sampling.logprobs` of them."""
     top_logprobs: tuple[float, ...] = ()
-    prompt: tuple[TokenLogprobs, ...] = ()
-    """With the first output token, where requested: of the prompt's tokens from the second one on."""
+    prompt: tuple[TokenLogprobs, ...] = ()  # with the first output token: of the prompt's, from the second on
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
