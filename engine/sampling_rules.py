@@ -34,3 +34,9 @@ def edits_logits(sequence: Sequence) -> bool:
     """Whether the next token is chosen from other logits than the model's."""
     sampling = sequence.spec.sampling
     return bool(sampling.logit_bias or sampling.grammar) or penalizes(sampling) or masks_stops(sequence)
+
+
+def is_only_masked(sequence: Sequence) -> bool:
+    """Whether a grammar is all that changes the model's logits."""
+    sampling = sequence.spec.sampling
+    return bool(sampling.grammar) and not (sampling.logit_bias or penalizes(sampling) or masks_stops(sequence))

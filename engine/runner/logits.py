@@ -52,8 +52,12 @@ def edited_logits(logits_SV: Tensor, sequences: Seq[Sequence], masks: TokenMasks
                 _add_bias(logits_V, sampling)
             if masks_stops(sequence):
                 _mask_stops(logits_V, sampling)
-            if sampling.grammar:
-                _mask_grammar(logits_V, sequence, masks)
+    rows = [row for row, sequence in enumerate(sequences) if sequence.spec.sampling.grammar]
+    if len(rows) == len(sequences):
+        edited.masked_fill_(forbidden(sequences, masks, edited), float("-inf"))
+    elif rows:
+        of_rows = [sequences[row] for row in rows]
+        edited[rows] = edited[rows].masked_fill_(forbidden(of_rows, masks, edited), float("-inf"))
     penalize_rows(edited, sequences)
     return edited
 
@@ -70,13 +74,12 @@ def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
     logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
 
 
-def _mask_grammar(logits_V: Tensor, sequence: Sequence, masks: TokenMasks | None) -> None:
-    """Change one row in place."""
+def forbidden(sequences: Seq[Sequence], masks: TokenMasks | None, logits_SV: Tensor) -> Tensor:
+    """The tokens [R, V] that the grammars of `sequences` do not allow, on the device of the logits."""
     if masks is None:
-        logits_V.fill_(float("-inf"))
-        return
-    allowed_V = torch.from_numpy(masks.allowed(sequence)[: len(logits_V)]).to(logits_V.device)
-    logits_V.masked_fill_(~allowed_V, float("-inf"))
+        return torch.ones(len(sequences), logits_SV.shape[1], dtype=torch.bool, device=logits_SV.device)
+    allowed_RV = torch.from_numpy(masks.allowed(sequences)[:, : logits_SV.shape[1]])
+    return ~allowed_RV.to(logits_SV.device)
 
 
 # ---------------------------------------------------------------- penalties

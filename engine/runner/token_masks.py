@@ -8,7 +8,7 @@ far; otherwise it takes what is new. A preempted sequence keeps it. Nothing of i
     model computes                             │
     edited_logits ── TokenMasks.wait ──────────┘
 
-Shapes: V vocabulary, W = ceil(V / 32) words of a bit mask.
+Shapes: R rows, V vocabulary, W = ceil(V / 32) words of a bit mask.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from disagg.engine.request import Sequence
@@ -76,6 +77,7 @@ class TokenMasks:
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
         self._eos = eos_token_ids
         self._tokenizer: Future[LLTokenizer] | None = None
         self._executor: LLExecutor | None = None
@@ -97,19 +99,21 @@ class TokenMasks:
         if pending is not None:
             pending.result()
 
-    def allowed(self, sequence: Sequence) -> NDArray[np.bool_]:
-        """The tokens [V] that may come next; none where the grammar cannot be used."""
+    def allowed(self, sequences: Seq[Sequence]) -> NDArray[np.bool_]:
+        """The tokens [R, V] that may come next in each; none where the grammar cannot be used."""
         self.wait()
-        state = sequence.grammar_state
-        if state is None or state.num_taken != sequence.num_output_tokens or state.words is None:
-            self.start([sequence])
+        late = [sequence for sequence in sequences if not _is_current(sequence)]
+        if late:
+            self.start(late)
             self.wait()
-            state = sequence.grammar_state
+        words_RW = np.stack([self._words(sequence) for sequence in sequences])
+        bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        return bits_RV.view(np.bool_)
+
+    def _words(self, sequence: Sequence) -> NDArray[np.int32]:
+        state = sequence.grammar_state
         assert state is not None
-        if state.words is None:
-            return np.zeros(self._vocab_size, dtype=np.bool_)
-        bits = np.unpackbits(state.words.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+        return np.zeros(self._num_words, dtype=np.int32) if state.words is None else state.words
 
     def _load(self) -> LLTokenizer:
         return grammar_tokenizer(self._file.read_text(encoding="utf-8"), self._vocab_size, self._eos)
@@ -130,8 +134,8 @@ class TokenMasks:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
-            self._executor = LLExecutor()
-        words_RW = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+            self._executor = LLExecutor(num_threads=torch.get_num_threads())
+        words_RW = np.zeros((len(rows), self._num_words), dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(rows)], words_RW)
         for row, (state, matcher) in enumerate(rows):
             state.words = words_RW[row]
@@ -154,6 +158,12 @@ class TokenMasks:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return compiled.deep_copy()
+
+
+def _is_current(sequence: Sequence) -> bool:
+    """Whether the mask of its next token is there."""
+    state = sequence.grammar_state
+    return state is not None and state.num_taken == sequence.num_output_tokens and state.words is not None
 
 
 def _on_a_thread(work: Callable[[], T]) -> Future[T]:

@@ -55,7 +55,7 @@ def sequence(masks: TokenMasks, lark: str, output: str = "", **sampling: Any) ->
 
 
 def allowed(masks: TokenMasks, of: Sequence) -> set[int]:
-    return set(np.flatnonzero(masks.allowed(of)).tolist())
+    return set(np.flatnonzero(masks.allowed([of])[0]).tolist())
 
 
 def test_only_what_the_grammar_allows_may_come(masks: TokenMasks) -> None:
@@ -102,3 +102,22 @@ def test_rows_without_a_grammar_are_not_masked(masks: TokenMasks) -> None:
 def test_what_the_grammar_cannot_be_or_follow_gets_no_token(masks: TokenMasks, lark: str, output: str) -> None:
     assert Sampler(VOCAB, None, masks).sample(torch.zeros(1, VOCAB), [sequence(masks, lark, output)]) == [NO_TOKEN]
     assert Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [sequence(masks, lark, output)]) == [NO_TOKEN]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_token_beside_others(masks: TokenMasks, dtype: torch.dtype) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows = [
+        sequence(masks, "start: /[a-m]+/", "ab"),
+        sequence(masks, "start: /[0-9]{3}/"),
+        sequence(masks, "start: /[0-9]{3}/", logit_bias=((ids(masks, "7")[0], 50.0),)),
+        sequence(masks, "start: /[a-z]+/", "zz", repetition_penalty=1.5),
+        sequence(masks, "start: /[a-z]+/", temperature=0.7, seed=5, top_p=0.9),
+        sequence(masks, "", grammar=""),
+    ]
+    sampler = Sampler(VOCAB, None, masks)
+    alone = [sampler.sample(logits[row : row + 1], [rows[row]])[0] for row in range(6)]
+    assert sampler.sample(logits, rows) == alone
+    assert sampler.sample(logits[:2], rows[:2]) == alone[:2]
+    for row, within in ((0, "abcdefghijklm"), (1, "0123456789"), (2, "7")):
+        assert masks.backend.decode([alone[row]]) in within  # type: ignore[attr-defined]
