@@ -100,6 +100,20 @@ def test_options_go_where_they_belong() -> None:
     assert (request.n, request.cache_salt) == (2, "s")
 
 
+def test_what_an_answer_must_be() -> None:
+    schema = {"type": "object", "required": ["a"]}
+    of_schema = pb.StructuredOutput(json_schema='{"type": "object", "required": ["a"]}')
+    assert make("x", json_schema=schema).structured == of_schema
+    assert make("x", json_schema=of_schema.json_schema).structured == of_schema
+    assert make("x", json_object=True).structured == pb.StructuredOutput(json_object=True)
+    assert make("x", regex="a+").structured == pb.StructuredOutput(regex="a+")
+    assert make("x", grammar="start: /a/").structured == pb.StructuredOutput(grammar="start: /a/")
+    expected = pb.StructuredOutput(choice=pb.Choices(texts=["yes", "no"]))
+    assert make("x", choice=["yes", "no"]).structured == expected
+    with pytest.raises(ValueError, match="an answer follows one of regex and choice, not several"):
+        make("x", regex="a", choice=["b"])
+
+
 def test_what_is_left_out_is_unset() -> None:
     request = make("x")
     assert not request.HasField("sampling")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from disagg.v1 import inference_pb2 as pb
 
@@ -71,6 +71,14 @@ class Options(TypedDict, total=False):
     """Keep so many tokens of the prompt, the last ones; -1: as many as leave room for the answer."""
     split_reasoning: bool
     """Of a chat, give the text between think tags as `reasoning`, where the model has such tags."""
+    json_object: bool
+    """The answer is any JSON object. Of this and the next four at most one, which the answer follows."""
+    json_schema: Mapping[str, Any] | str
+    """A JSON schema, as an object or its text."""
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    """In llguidance's variant of Lark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -31,6 +32,9 @@ def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     else:
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(cast(Sequence[int], prompt))
+    structured = [name for name in options if name in pb.StructuredOutput.DESCRIPTOR.fields_by_name]
+    if len(structured) > 1:
+        raise ValueError(f"an answer follows one of {' and '.join(structured)}, not several")
     for name, value in options.items():
         if name not in Options.__annotations__:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(Options.__annotations__)}")
@@ -46,6 +50,10 @@ def _set_option(request: pb.GenerateRequest, name: str, value: Any) -> None:
         getattr(request.stopping, name).extend([value] if isinstance(value, str) else value)
     elif name == "logit_bias":
         request.sampling.logit_bias.update(value)
+    elif name == "choice":
+        request.structured.choice.texts.extend(value)
+    elif name in request.structured.DESCRIPTOR.fields_by_name:
+        setattr(request.structured, name, value if isinstance(value, str | bool) else json.dumps(value))
     elif name in request.DESCRIPTOR.fields_by_name:
         setattr(request, name, value)
     else:
