@@ -49,8 +49,10 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag=True):
-    """The load of one gateway, at its door."""
+    """The load of one model at one gateway's door."""
 
+    model: str = ""
+    """Its key; empty where there is one."""
     num_arrived: int
     """Requests since it began, refused ones among them."""
     num_queued: int

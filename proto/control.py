@@ -19,7 +19,9 @@ from disagg.proto.messages import Message, WorkerInfo
 HEARTBEAT_S = 0.5
 """Interval of the heartbeats of workers and gateways."""
 MAX_POOL_SIZE = 1024
-PoolName = Literal["prefill", "decode", "colocated", "workers"]
+PoolKind = Literal["prefill", "decode", "colocated", "workers"]
+PoolName = str
+"""A kind of pool; where the cluster has several models, with the key of one: `qwen/decode`."""
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
 """`lost`: it was there, its stream or its process ended, and it is expected back or started again. `failed`: its start
@@ -179,8 +181,8 @@ class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
 class GatewaySettings(Message, frozen=True, kw_only=True, tag=True):
     """What a gateway is to do differently from now on, without a restart."""
 
-    router: bytes
-    """`RouterConfig` as JSON."""
+    routers: bytes
+    """The `RouterConfig` of each model, by its key, as JSON; the key is empty where there is one."""
     load_every_s: float | None
     """Between two reports to an autoscaler; None without one."""
 

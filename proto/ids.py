@@ -8,7 +8,8 @@ RequestId = NewType("RequestId", str)
 """Minted by the gateway, one per sequence; a client's own id is only a label."""
 
 WorkerId = NewType("WorkerId", str)
-"""The stable name of a worker's place in its pool, such as `prefill-0`."""
+"""The stable name of a worker's place in its pool, such as `prefill-0`; where the cluster has several models, with the
+key of its model: `qwen/prefill-0`."""
 
 Incarnation = NewType("Incarnation", str)
 """Random per start of a worker process, so that messages for an earlier incarnation at the same address are
@@ -29,3 +30,18 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"
+
+
+def join_name(model: str, kind: str) -> str:
+    """The name of a pool: its kind, and before it the key of its model, unless that is empty."""
+    return f"{model}/{kind}" if model else kind
+
+
+def model_of(name: str) -> str:
+    """The key of the model in the name of a pool or worker; empty where it has none."""
+    return name.rpartition("/")[0]
+
+
+def kind_of(pool: str) -> str:
+    """The kind in the name of a pool."""
+    return pool.rpartition("/")[2]

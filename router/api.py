@@ -386,7 +386,27 @@ class ClusterView:
     placement: PlacementView = field(default_factory=PlacementView)
 
 
-class Router(Protocol):
+class RouterViews(Protocol):
+    """What operators see of a gateway's requests, and the setting that they change."""
+
+    def view(self) -> ClusterView:
+        """The cluster now."""
+        ...
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        """A running or recent request."""
+        ...
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """At most so many requests that run or ended lately, the latest arrival first."""
+        ...
+
+    def set_decodes(self, decodes: Decodes) -> None:
+        """Place answers so from now on; see `events.SetDecodes`."""
+        ...
+
+
+class Router(RouterViews, Protocol):
     """A router as the gateway uses it."""
 
     def admit(self, call: CallDemand) -> None:
@@ -407,10 +427,6 @@ class Router(Protocol):
         """Replace the limits of all tenants. Waiting requests that may run under them are placed at once."""
         ...
 
-    def set_decodes(self, decodes: Decodes) -> None:
-        """Place answers so from now on; see `events.SetDecodes`."""
-        ...
-
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:
         """Queue the request. Raises `OverloadedError`, `UnavailableError`, `DeadlineError` or `ContextLengthError` at
         once where the request cannot be served; then nothing is held."""
@@ -419,16 +435,4 @@ class Router(Protocol):
     def check_queue_capacity(self) -> None:
         """Raises what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
         `UnavailableError`. Cheap; called before a prompt is tokenized."""
-        ...
-
-    def view(self) -> ClusterView:
-        """The cluster now."""
-        ...
-
-    def trace(self, request_id: RequestId) -> RequestTrace | None:
-        """A running or recent request."""
-        ...
-
-    def recent(self, limit: int) -> list[RequestTrace]:
-        """At most so many requests that run or ended lately, the latest arrival first."""
         ...

@@ -24,7 +24,7 @@ from benchmarks.faults.kills import LEFT_S
 from benchmarks.faults.load import Load, Model, Stream
 from benchmarks.faults.row import Row, all_right, of_streams
 from benchmarks.processes import is_running
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, ModelSource
 
 NEIGHBOUR: Final = "neighbour"
 ATTACKER: Final = "attacker"
@@ -56,9 +56,8 @@ async def worst_messages(up: Up, model: Model) -> Row:
     """Eight connections send the worst messages that there are, again and again."""
     await up.settled()
     gateway, workers = up.gateway_pid(), [worker.pid for worker in (await up.state()).values()]
-    served = Served(
-        model.name, GatewayConfig(model_name="x", model_path="fake", prefix_root="").max_message_bytes(MAX_MODEL_LEN)
-    )
+    config = GatewayConfig(models=(ModelSource(name="x", path="fake", prefix_root=""),))
+    served = Served(model.name, config.max_message_bytes(MAX_MODEL_LEN))
     answers: list[Answer] = []
     with_messages: list[tuple[float, float]] = []
     without: list[tuple[float, float]] = []

@@ -19,7 +19,7 @@ from benchmarks.common import REPOSITORY
 from benchmarks.gateway.process import GatewayJob, Sample, Started
 from benchmarks.gateway.worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.router.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb
 
@@ -64,10 +64,7 @@ class Rig:
         name = FAKE_MODEL_PATH if is_fake else DEFAULT_MODEL
         path = name if is_fake else str(resolve_model(name))  # ConfigError names the command that imports it
         self._config = GatewayConfig(
-            model_name=name,
-            model_path=path,
-            prefix_root=FINGERPRINT,
-            max_model_len=MAX_MODEL_LEN,
+            models=(ModelSource(name=name, path=path, prefix_root=FINGERPRINT, max_model_len=MAX_MODEL_LEN),),
             http_port=0,
             **changes,
         )

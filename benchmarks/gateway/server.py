@@ -26,7 +26,7 @@ async def open_gateway(config: GatewayConfig, worker: WorkerInfo) -> AsyncIterat
     await router.start()
     try:
         await router.wait_until_connected(CONNECT_TIMEOUT_S)
-        gateway = GatewayServer(config, router)
+        gateway = GatewayServer(config, {"": router})
         await gateway.start()
         try:
             yield gateway.address, gateway.http_address

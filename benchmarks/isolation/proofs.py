@@ -36,7 +36,7 @@ from benchmarks.faults.load import Model
 from benchmarks.processes import is_running, rss_bytes
 from disagg.client import AsyncClient
 from disagg.proto.errors import DisaggError
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.v1 import inference_pb2 as pb
 
 KEYS: Final = {name: f"key-of-the-{name}-tenant" for name in ("neighbour", "attacker")}
@@ -60,7 +60,7 @@ class Attacker:
         self._up, self._model = up, model.name
         self._metadata = (("authorization", f"Bearer {KEYS['attacker']}"),)
         self.codes: Codes = Counter()
-        config = GatewayConfig(model_name="x", model_path="fake", prefix_root="")
+        config = GatewayConfig(models=(ModelSource(name="x", path="fake", prefix_root=""),))
         self._room = config.max_message_bytes(MAX_MODEL_LEN) - 1024
 
     async def _grpc(self, path: str, body: bytes) -> None:

@@ -96,6 +96,10 @@ def suggestion(word: str, allowed: Sequence[str]) -> str:
 
 
 def _read_value(hint: Any, value: object, path: str) -> Any:
+    if get_origin(hint) is dict and (entry := _section(get_args(hint)[1])) is not None:
+        if not isinstance(value, dict | None):
+            raise ConfigError(f"{path}: expected a mapping of names to sections; got {value!r}")
+        return {str(key): read_struct(entry, inner, f"{path}.{key}") for key, inner in (value or {}).items()}
     section = _section(hint)
     if section is not None and (value is not None or type(None) not in get_args(hint)):
         return read_struct(section, value, path)

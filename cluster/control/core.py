@@ -44,7 +44,7 @@ from disagg.proto.control import (
     ScaleRequest,
     StateRequest,
 )
-from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId, model_of
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
@@ -379,7 +379,10 @@ class ControlCore:
         others = (
             other.info
             for other in self._workers.values()
-            if other is not worker and other.is_member and (rollout is None or rollout.fits(candidate, other))
+            if other is not worker
+            and other.model == worker.model
+            and other.is_member
+            and (rollout is None or rollout.fits(candidate, other))
         )
         model = next((other for other in others if other is not None), None)
         if model is not None and info.fingerprint != model.fingerprint:
@@ -562,16 +565,13 @@ class ControlCore:
         absent = [gateway for gateway in self._gateways.values() if gateway.phase is None]
         if not absent:
             return
-        if (
-            not all(self._num_ready(pool) or not size for pool, size in self._target.sizes.items())
-            or not self._num_any_ready()
-        ):
+        were_started = any(gateway.num_starts for gateway in self._gateways.values())
+        if not (any if were_started else all)(self._complete_models()) or not self._num_any_ready():
             self._enough_since = None
             return
         if self._enough_since is None:
             self._enough_since = now
         is_full = all(self._num_ready(pool) >= size for pool, size in self._target.sizes.items())
-        were_started = any(gateway.num_starts for gateway in self._gateways.values())
         if is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
             ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
             for gateway in absent:
@@ -602,6 +602,14 @@ class ControlCore:
             follower.needs_snapshot = False
         if change is not None or behind:
             self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
+
+    def _complete_models(self) -> list[bool]:
+        """Of each model, whether a worker of each of its pools is ready, but for pools without any. The first gateway
+        waits for all of them; one that is started again serves those that are there."""
+        complete: dict[str, bool] = {}
+        for pool, size in self._target.sizes.items():
+            complete[model_of(pool)] = complete.get(model_of(pool), True) and (not size or self._num_ready(pool) > 0)
+        return list(complete.values())
 
     def _num_any_ready(self) -> int:
         return sum(worker.phase == "ready" for worker in self._workers.values())

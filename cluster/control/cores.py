@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, pool_path
 from disagg.cluster.control.workers import worker_id
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
@@ -110,7 +110,7 @@ def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
             for device in range(int(first), int(first) + pool.tp) if first else ():
                 if device in users and not shares:
                     raise ConfigError(
-                        f"pools.{name}.device: {worker} would share CUDA device {device} with {users[device]}"
+                        f"{pool_path(name)}.device: {worker} would share CUDA device {device} with {users[device]}"
                     )
                 if device in users:
                     _check_shared_memory(config, device)
@@ -127,8 +127,8 @@ def _check_shared_memory(config: ClusterConfig, device: int) -> None:
     for name, pool in active_pools(config):
         if pool.kv_cache_bytes == "auto" and pool.num_blocks is None:
             raise ConfigError(
-                f"pools.{name}.kv_cache_bytes: auto is for a CUDA device of its own; set a size where workers share "
-                f"device {device}"
+                f"{pool_path(name)}.kv_cache_bytes: auto is for a CUDA device of its own; set a size where workers "
+                f"share device {device}"
             )
 
 

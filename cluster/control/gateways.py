@@ -6,6 +6,7 @@ absent ──StartGateway──> starting ──joined──> ready ──left, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from disagg.cluster.control.backoff import next_start
@@ -23,7 +24,7 @@ def gateway_names(replicas: int) -> tuple[str, ...]:
 
 def is_gateway(process: str) -> bool:
     """Whether a process of that name is a gateway; else it is a worker."""
-    return process == GATEWAY or process.startswith(f"{GATEWAY}-")
+    return re.fullmatch(rf"{GATEWAY}(-\d+)?", process) is not None
 
 
 TRANSITIONS: dict[GatewayPhase | None, frozenset[GatewayPhase | None]] = {

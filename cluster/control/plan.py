@@ -17,7 +17,15 @@ from typing import Any
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, NetworkConfig, PoolConfig, active_pools
+from disagg.cluster.config.cluster_config import (
+    ClusterConfig,
+    NetworkConfig,
+    PoolConfig,
+    active_pools,
+    models_of,
+    pool_path,
+)
+from disagg.cluster.config.model_pools import with_sizes
 from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores, worker_device
 from disagg.cluster.control.gateways import GATEWAY, gateway_names
 from disagg.cluster.control.workers import worker_id
@@ -38,14 +46,14 @@ from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.config import KvReserve
-from disagg.proto.control import PoolName
+from disagg.proto.control import PoolKind, PoolName
 from disagg.proto.errors import ConfigError
-from disagg.proto.ids import GatewayId
+from disagg.proto.ids import GatewayId, kind_of, model_of
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.router.config import PlacementOptions, RecordingOptions, RouterConfig
-from disagg.router.gateway.config import GatewayConfig, GatewayOptions
+from disagg.router.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 
-ROLES: dict[PoolName, tuple[RoleName, ...]] = {
+ROLES: dict[PoolKind, tuple[RoleName, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
     "colocated": ("prefill", "decode"),
@@ -57,7 +65,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All that a gateway process needs at its start."""
 
     gateway: GatewayConfig
-    router: RouterConfig
+    routers: dict[str, RouterConfig]
+    """By the key of the model; see `ModelSource.key`."""
     gateway_id: GatewayId
     name: str = GATEWAY
     """Of its process."""
@@ -76,8 +85,8 @@ class ClusterPlan:
     """Everything that is fixed before the first process starts."""
 
     config: ClusterConfig
-    model_path: str
-    """A checkpoint folder, or `fake`."""
+    model_paths: Mapping[str, str]
+    """Key of a model (empty where there is one) -> its checkpoint folder, or `fake`."""
     available: tuple[int, ...]
     """The cores that workers are laid out on."""
     layout: Mapping[PoolName, int] | None = None
@@ -108,14 +117,11 @@ class ClusterPlan:
 
     def worker(self, pool: PoolName, index: int) -> WorkerConfig:
         """Any worker of a pool, also beyond its configured size."""
-        config = worker_config(self._laid_out(), pool, index, self.model_path, self.available)
+        config = worker_config(self._laid_out(), pool, index, self.model_paths[model_of(pool)], self.available)
         return msgspec.structs.replace(config, restarts=self.restarts)
 
     def _laid_out(self) -> ClusterConfig:
-        pools = self.config.pools
-        for name, size in (self.layout or {}).items():
-            pools = msgspec.structs.replace(pools, **{name: msgspec.structs.replace(getattr(pools, name), size=size)})
-        return msgspec.structs.replace(self.config, pools=pools)
+        return with_sizes(self.config, self.layout or {})
 
     def gateway(
         self,
@@ -124,13 +130,13 @@ class ClusterPlan:
         http_port: int | None = None,
         name: str = GATEWAY,
     ) -> GatewaySpec:
-        """The specification of the gateway of that name once these workers are there, all of one model. `port`,
+        """The specification of the gateway of that name once these workers are there, some of each model. `port`,
         `http_port`: where an earlier process of it listened, or another gateway listens."""
         index = gateway_names(self.config.gateway.replicas).index(name)
-        config = gateway_config(self.config, self.model_path, infos, index)
+        config = gateway_config(self.config, self.model_paths, infos, index)
         return GatewaySpec(
             gateway=with_ports(config, port, http_port),
-            router=router_config(self.config),
+            routers=router_configs(self.config),
             gateway_id=GatewayId(f"{name}-{uuid.uuid4().hex[:8]}"),
             name=name,
             workers=tuple(infos),
@@ -145,23 +151,23 @@ def worker_config(
     config: ClusterConfig, name: PoolName, index: int, model_path: str, available: Sequence[int]
 ) -> WorkerConfig:
     """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`."""
-    pool = dict(active_pools(config))[name]
+    pool, alone = dict(active_pools(config))[name], models_of(config)[model_of(name)]
     limits = _fields(EngineLimits, pool) | {"device": worker_device(config, name, index)}
     return WorkerConfig(
-        **_fields(ModelOptions, config.model),
+        **_fields(ModelOptions, alone.model),
         **_fields(KernelOptions, config.kernels),
         **limits,
         transfer=config.transfer.limits(pool.device),
         worker_id=worker_id(name, index),
-        roles=ROLES[name],
-        is_elastic=config.mode == "elastic",
+        roles=ROLES[kind_of(name)],  # type: ignore[index]  # the kinds are those of `active_pools`
+        is_elastic=alone.mode == "elastic",
         model_path=model_path,
         cores=worker_cores(config, name, index, available),
         block_size=pool.tokens_per_block,
         token_budget=pool.tokens_per_step,
         tail_tokens=device_defaults(pool.device).tail_tokens,
         swap_bytes=swap_bytes(pool),
-        transport=transport_name(config),
+        transport=transport_name(alone),
         plaintext_kv=config.network.plaintext_kv,
         failpoints=config.recovery.failpoints,
         token_interval_s=config.gateway.token_interval_ms / 1000,
@@ -178,17 +184,17 @@ def swap_bytes(pool: PoolConfig) -> int:
     return device_defaults(pool.device).swap_bytes if pool.swap_bytes is None else pool.swap_bytes
 
 
-def check_ranks(config: ClusterConfig, model: ModelConfig) -> None:
-    """Find out before anything is started that the ranks of a pool's workers cannot share a model.
+def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig) -> None:
+    """Find out before anything is started that the ranks of a pool's workers cannot share their model.
 
     Raises:
         ConfigError: naming the pool's `tp` and the size that cannot be divided.
     """
-    for name, pool in active_pools(config):
+    for name, pool in pools:
         try:
             rank_model(model, Shard(0, pool.tp))
         except ConfigError as error:
-            raise ConfigError(f"pools.{name}.tp: {error}") from None
+            raise ConfigError(f"{pool_path(name)}.tp: {error}") from None
 
 
 def transport_name(config: ClusterConfig) -> TransportName:
@@ -199,18 +205,24 @@ def transport_name(config: ClusterConfig) -> TransportName:
 
 
 def gateway_config(
-    config: ClusterConfig, model_path: str, infos: Sequence[WorkerInfo], index: int = 0
+    config: ClusterConfig, model_paths: Mapping[str, str], infos: Sequence[WorkerInfo], index: int = 0
 ) -> GatewayConfig:
     """The configuration of one of the gateways. `infos` are the workers."""
     own_port = config.gateway.replica_http_port
     return GatewayConfig(
         **_fields(GatewayOptions, config.gateway),
-        model_name=config.model.served_name,
-        model_path=model_path,
-        prefix_root=config.model.served_name,
+        models=tuple(
+            ModelSource(
+                key=key,
+                name=alone.model.served_name,
+                path=model_paths[key],
+                prefix_root=alone.model.served_name,
+                max_model_len=_shortest(infos, key) or alone.model.max_model_len,
+            )
+            for key, alone in models_of(config).items()
+        ),
         port=config.gateway.port,
         http_port=config.gateway.chosen_http_port,
-        max_model_len=min(info.max_model_len for info in infos),
         vllm_aliases=config.metrics.vllm_aliases,
         name=gateway_names(config.gateway.replicas)[index],
         shares_ports=config.gateway.replicas > 1,
@@ -219,8 +231,18 @@ def gateway_config(
     )
 
 
+def _shortest(infos: Sequence[WorkerInfo], key: str) -> int | None:
+    """What every worker of a model has room for; None where none is there: then the router checks it."""
+    return min((info.max_model_len for info in infos if model_of(info.worker_id) == key), default=None)
+
+
+def router_configs(config: ClusterConfig) -> dict[str, RouterConfig]:
+    """The configuration of each model's router, by the key of the model."""
+    return {key: router_config(alone) for key, alone in models_of(config).items()}
+
+
 def router_config(config: ClusterConfig) -> RouterConfig:
-    """The configuration of the router."""
+    """The configuration of the router of a cluster of one model."""
     decode_pool = active_pools(config)[-1][1]
     placement = _fields(PlacementOptions, config.placement)
     if placement["policy"] == "auto":
@@ -267,11 +289,17 @@ def plan_cluster(config: ClusterConfig, available: tuple[int, ...] | None = None
     """Find the model and lay out the processes on the `available` cores; without these on all that this process may
     use. Raises `ConfigError`."""
     check_installed(config.transfer.transport)
-    path = config.model.path
-    model_path = FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or config.model.served_name))
-    if model_path != FAKE_MODEL and any(pool.tp > 1 for _, pool in active_pools(config)):
-        check_ranks(config, read_model_config(model_path))
-    return ClusterPlan(config, model_path, available_cores() if available is None else available)
+    paths = {key: _find_model(alone) for key, alone in models_of(config).items()}
+    for key, path in paths.items():
+        pools = [(name, pool) for name, pool in active_pools(config) if model_of(name) == key]
+        if path != FAKE_MODEL and any(pool.tp > 1 for _, pool in pools):
+            check_ranks(pools, read_model_config(path))
+    return ClusterPlan(config, paths, available_cores() if available is None else available)
+
+
+def _find_model(alone: ClusterConfig) -> str:
+    path = alone.model.path
+    return FAKE_MODEL if path == FAKE_MODEL else str(resolve_model(path or alone.model.served_name))
 
 
 def check_gateway(config: ClusterConfig) -> None:

@@ -27,11 +27,12 @@ from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Desired, Settings
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
-from disagg.cluster.control.plan import ClusterPlan, router_config
+from disagg.cluster.control.plan import ClusterPlan, router_configs
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
-from disagg.cluster.scaling.runner import AutoscalerRunner, pool_limits
+from disagg.cluster.scaling.models import Autoscalers
+from disagg.cluster.scaling.runner import pool_limits
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
@@ -161,7 +162,7 @@ class Controller:
         """As each sent them last."""
         self._lost_grace_s = RESTART_GRACE_S if launcher.restarts else LOST_GRACE_S
         self._stopping = False
-        self._autoscaler: AutoscalerRunner | None = None
+        self._autoscaler: Autoscalers | None = None
         self._autoscaling: asyncio.Task[None] | None = None
         self._make_autoscaler(self._plans.present.config)
 
@@ -283,9 +284,7 @@ class Controller:
     def _make_autoscaler(self, config: ClusterConfig) -> None:
         self._autoscaler = None
         if config.autoscaler.enabled:
-            self._autoscaler = AutoscalerRunner(
-                config, self.state, self._autoscale, self._publish_scaling, time.monotonic
-            )
+            self._autoscaler = Autoscalers(config, self.state, self._autoscale, self._publish_scaling, time.monotonic)
 
     def _configure(self, generation: int) -> None:
         """Follow what a generation says for which no process is restarted."""
@@ -308,8 +307,8 @@ class Controller:
 
     def _settings_frame(self) -> bytes:
         plan = self._plans.present
-        router = msgspec.json.encode(router_config(plan.config))
-        return encode(GatewaySettings(router=router, load_every_s=plan.load_every_s))
+        routers = msgspec.json.encode(router_configs(plan.config))
+        return encode(GatewaySettings(routers=routers, load_every_s=plan.load_every_s))
 
     def _save(self, core: ControlCore) -> None:
         """Keep the desired state, and the generations that are needed for it."""

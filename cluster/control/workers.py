@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from disagg.cluster.control.backoff import next_start
-from disagg.proto.control import PoolName, WorkerPhase, WorkerRecord
-from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.control import PoolKind, PoolName, WorkerPhase, WorkerRecord
+from disagg.proto.ids import Incarnation, WorkerId, kind_of, model_of
 from disagg.proto.messages import WorkerInfo
 
 TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
@@ -31,15 +31,14 @@ TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
 
 
 def worker_id(pool: PoolName, index: int) -> WorkerId:
-    """The stable name of a place in a pool, such as `prefill-0`."""
+    """The stable name of a place in a pool, such as `prefill-0` or `qwen/prefill-0`."""
     return WorkerId(f"{pool}-{index}")
 
 
 def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
     """Pool and index of a name that `worker_id` made; no pool for any other name."""
     text, _, index = name.rpartition("-")
-    pool: PoolName | None = next((name for name in get_args(PoolName) if name == text), None)
-    return (pool, int(index)) if pool is not None and index.isdecimal() else (None, 0)
+    return (text, int(index)) if kind_of(text) in get_args(PoolKind) and index.isdecimal() else (None, 0)
 
 
 @dataclass(slots=True)
@@ -91,6 +90,11 @@ class Worker:
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)
         self.num_faults, self.detail, self.info = num_faults, why, None
+
+    @property
+    def model(self) -> str:
+        """The key of its model; empty in a cluster of one."""
+        return model_of(self.pool)
 
     @property
     def is_member(self) -> bool:

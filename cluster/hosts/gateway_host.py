@@ -15,6 +15,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
 
 from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
@@ -23,13 +27,17 @@ from disagg.cluster.system.process_tools import allow_open_files, describe, free
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.connections.channels import given_until
+from disagg.proto.ids import model_of
 from disagg.proto.messages import StartPhase
+from disagg.router.gateway.all_routers import AllRouters
+from disagg.router.gateway.config import ModelSource
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
 from disagg.router.gateway.rpc.admin_answers import counts_of
 from disagg.router.gateway.server import GatewayServer
+from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from disagg.router.shell.tracing import start_tracing
 
@@ -107,33 +115,26 @@ class GatewayHost:
     async def _main(self, times: LoopTimes) -> None:
         spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        tracer = start_tracing(spec.gateway.tracing, spec.gateway.model_name, spec.name)
-        router = RouterServer(
-            spec.router,
-            spec.gateway_id,
-            list(spec.workers),
-            self._secret,
-            recording=spec.recording,
-            tracer=tracer,
-        )
+        routers = {source.key: self._make_router(source) for source in spec.gateway.models}
+        servers, all_routers = RouterServers(routers), AllRouters(list(routers.values()))
         link = ControllerLink(
             spec.gateway_id,
             self._resolve,
-            router,
+            servers,
             self._secret,
             spec.workers,
             name=spec.name,
-            counts=(lambda: counts_of(router.view())) if spec.gateway.shares_ports else None,
-            load=router.load_report,
+            counts=(lambda: counts_of(all_routers.view())) if spec.gateway.shares_ports else None,
+            load=servers.load_reports,
             load_every_s=spec.load_every_s,
         )
         heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state, spec.name)
         try:
-            gateway = await self._open(router, link, times)
+            gateway = await self._open(routers, servers, link, times)
         except Exception as error:
             logger.exception("the gateway could not start")
             await link.report_failure(describe(error))
-            await router.stop()
+            await servers.stop()
             raise
         try:
             freeze_start()
@@ -149,12 +150,29 @@ class GatewayHost:
             await asyncio.to_thread(heartbeats.stop)
             await link.stop()
             watch.stop()
-            await router.stop()
+            await servers.stop()
 
-    async def _open(self, router: RouterServer, link: ControllerLink, times: LoopTimes) -> GatewayServer:
+    def _make_router(self, source: ModelSource) -> RouterServer:
+        """Of the workers of one model. Recordings of several models are in a folder each."""
+        spec, recording = self._spec, self._spec.recording
+        if recording is not None and source.key:
+            folder = str(Path(recording.folder) / source.key)
+            recording = msgspec.structs.replace(recording, folder=folder)
+        return RouterServer(
+            spec.routers[source.key],
+            spec.gateway_id,
+            [info for info in spec.workers if model_of(info.worker_id) == source.key],
+            self._secret,
+            recording=recording,
+            tracer=start_tracing(spec.gateway.tracing, source.name, spec.name),
+        )
+
+    async def _open(
+        self, routers: Mapping[str, RouterServer], servers: RouterServers, link: ControllerLink, times: LoopTimes
+    ) -> GatewayServer:
         gateway = GatewayServer(
             self._spec.gateway,
-            router,
+            routers,
             control=link.call,
             loop_times=times,
             autoscaler=lambda: link.autoscaler,
@@ -163,9 +181,9 @@ class GatewayHost:
             start_phases=self._phases,
         )
         self._phase_ended("tokenizer")
-        await router.start()
+        await servers.start()
         try:
-            await router.wait_until_connected(CONNECT_TIMEOUT_S)
+            await servers.wait_until_connected(CONNECT_TIMEOUT_S)
         except TimeoutError as error:
             logger.warning("%s", error)
         self._phase_ended("connect")

@@ -77,6 +77,11 @@ class Child:
         return with_log(describe_exit(self.process.wait()), last_lines(self.log, LOG_TAIL_LINES))
 
 
+def log_name(process: str) -> str:
+    """The file of its log: `qwen.decode-0.log` for `qwen/decode-0`."""
+    return f"{process.replace('/', '.')}.log"
+
+
 def start_child(
     name: str,
     module: str,
@@ -89,7 +94,7 @@ def start_child(
 ) -> Child:
     """Start `python -m module`, or what is the same from a template, and hand it its configuration and the cluster's
     secret. A log of that name goes on."""
-    log = log_dir / f"{name}.log"
+    log = log_dir / log_name(name)
     ordered_s = time.monotonic()
 
     def start() -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, active_pools
+from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, pool_path
 from disagg.cluster.control import controller_link
 from disagg.cluster.control.cluster import CHECK_STOP_INTERVAL_S
 from disagg.cluster.control.plan import new_secret
@@ -134,7 +134,7 @@ def changed_sizes(running: ClusterConfig, requested: ClusterConfig) -> dict[Pool
     """
     before, after = values_of(running), values_of(requested)
     names = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    sizes = {f"pools.{name}.size": name for name, _ in active_pools(requested)}
+    sizes = {f"{pool_path(name)}.size": name for name, _ in active_pools(requested)}
     if fixed := sorted(names - set(sizes)):
         raise LaunchError(
             f"a cluster runs here with another configuration ({', '.join(fixed)} differ); change it with "

@@ -16,14 +16,17 @@ from collections.abc import Collection
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolsConfig, active_pools
-from disagg.proto.control import FieldChange, PoolName
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolsConfig, active_pools, models_of
+from disagg.proto.control import FieldChange, PoolKind, PoolName
+from disagg.proto.ids import join_name, model_of
 
 IN_PLACE = (
     "pools.*.size",
     "pools.*.min_size",
     "pools.*.max_size",
+    "placement",
     "placement.*",
+    "slo",
     "slo.*",
     "gateway.max_queued",
     "controller.drain_timeout_s",
@@ -54,6 +57,7 @@ REFUSED = {
 }
 """Why; the first pattern that fits counts."""
 _TO_THE_TWIN = "the twin sets it while it is auto"
+_OTHER_MODELS = "models come and go with the cluster: gateways read their tokenizers when they start"
 _ANEW = "it cannot be changed while the cluster runs: stop it and start it anew"
 
 
@@ -85,6 +89,16 @@ def compare(running: ClusterConfig, wanted: ClusterConfig, replaced: Collection[
     return [_change(path, running, wanted, before, after, used, replaced) for path in paths]
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """The key of the model that a path belongs to, and the path as it is in a file of one model. The key is empty for
+    what is of no model among several."""
+    section, _, rest = path.partition(".")
+    if section != "models":
+        return "", path
+    key, _, rest = rest.partition(".")
+    return key, rest
+
+
 def _change(
     path: str,
     running: ClusterConfig,
@@ -94,11 +108,20 @@ def _change(
     used: Collection[PoolName],
     replaced: Collection[PoolName],
 ) -> FieldChange:
-    def change(how: str, detail: str = "") -> FieldChange:
-        text = {side: json.dumps(values.get(path)) for side, values in (("before", before), ("after", after))}
-        return FieldChange(field=path, how=how, detail=detail, **text)  # type: ignore[arg-type]  # one of the four
+    field = path
 
-    pool: PoolName | None = next((name for name in _POOLS if path.startswith(f"pools.{name}.")), None)
+    def change(how: str, detail: str = "") -> FieldChange:
+        text = {side: json.dumps(values.get(field)) for side, values in (("before", before), ("after", after))}
+        return FieldChange(field=field, how=how, detail=detail, **text)  # type: ignore[arg-type]  # one of the four
+
+    key, path = split_path(path)
+    if key:
+        ours, theirs = models_of(running).get(key), models_of(wanted).get(key)
+        if ours is None or theirs is None:
+            return change("refused", _OTHER_MODELS)
+        running, wanted = ours, theirs
+    kind: PoolKind | None = next((name for name in _POOLS if path.startswith(f"pools.{name}.")), None)
+    pool = None if kind is None else join_name(key, kind)
     if path == "model.name":
         if running.model.served_name == wanted.model.served_name:
             return change("in place")
@@ -113,13 +136,13 @@ def _change(
     if _fits(path, IN_PLACE):
         return change("in place")
     if pool is not None or _fits(path, REPLACES_ALL):
-        of = [name for name in replaced if pool is None or name == pool]
+        of = [name for name in replaced if (name == pool if pool else key in ("", model_of(name)))]
         return change("replaces workers", ", ".join(of)) if of else change("in place")
     reason = next((reason for pattern, reason in REFUSED.items() if fnmatch.fnmatchcase(path, pattern)), _ANEW)
     return change("refused", reason)
 
 
-_POOLS: tuple[PoolName, ...] = PoolsConfig.__struct_fields__  # type: ignore[assignment]  # one for each name
+_POOLS: tuple[PoolKind, ...] = PoolsConfig.__struct_fields__  # type: ignore[assignment]  # one for each name
 
 
 def _fits(path: str, patterns: Collection[str]) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config, pool_path
+from disagg.cluster.config.model_pools import model_path
 from disagg.cluster.control.core import ControlCore, Desired, configured
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.models.catalog import FAKE_MODEL
@@ -159,11 +160,14 @@ class Plans:
         for change in changes:
             if change.how == "refused":
                 raise ConfigError(f"{change.field}: {change.detail}")
-        check_served(old.model_path, new.model_path)
+        for key, path in new.model_paths.items():
+            check_served(old.model_paths[key], path, f"{model_path(key)}model.path")
         if not request.surge:
             for name in plan.replaced:
                 if running.sizes[name] == 1:
-                    raise ConfigError(f"pools.{name}.size: without a surge worker its only worker cannot be replaced")
+                    raise ConfigError(
+                        f"{pool_path(name)}.size: without a surge worker its only worker cannot be replaced"
+                    )
         return ApplyReply(generation=latest + 1, changes=tuple(changes), pools=pools), plan, new
 
     async def plan_present(self, request: ApplyRequest, core: ControlCore) -> tuple[ApplyReply, Plan, ClusterPlan]:
@@ -197,32 +201,32 @@ def config_hash_of(plan: ClusterPlan, pool: PoolName) -> str:
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:12]
 
 
-def check_served(old: str, new: str) -> None:
+def check_served(old: str, new: str, field: str = "model.path") -> None:
     """Refuse a model of which a gateway would have to read something else: one gateway serves both versions.
 
     Raises:
-        ConfigError: naming `model.path` and what differs.
+        ConfigError: naming `field` and what differs.
     """
     if old == new:
         return
     if FAKE_MODEL in (old, new):
-        raise ConfigError("model.path: the model without weights has another tokenizer")
-    before, after = _served(old), _served(new)
+        raise ConfigError(f"{field}: the model without weights has another tokenizer")
+    before, after = _served(old, field), _served(new, field)
     for name, value in before.items():
         if after[name] != value:
             raise ConfigError(
-                f"model.path: {new} has another {name} than {old}; the gateway would have to change with its workers"
+                f"{field}: {new} has another {name} than {old}; the gateway would have to change with its workers"
             )
 
 
-def _served(path: str) -> dict[str, object]:
+def _served(path: str, field: str) -> dict[str, object]:
     """What a gateway takes from a checkpoint folder."""
     folder = Path(path)
     config = checkpoint.read_required(folder / "config.json", checkpoint.ModelConfig)
     try:
         tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest()
     except OSError as error:
-        raise ConfigError(f"model.path: {folder / 'tokenizer.json'}: cannot be read ({error.strerror})") from None
+        raise ConfigError(f"{field}: {folder / 'tokenizer.json'}: cannot be read ({error.strerror})") from None
     return {
         "tokenizer": tokenizer,
         "chat template": (checkpoint.chat_template_source(folder), checkpoint.special_tokens(folder)),

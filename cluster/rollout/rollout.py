@@ -26,7 +26,7 @@ import msgspec
 
 from disagg.cluster.control.workers import Worker
 from disagg.proto.control import PoolName, RolloutState
-from disagg.proto.ids import WorkerId
+from disagg.proto.ids import WorkerId, model_of
 
 MAX_FAILURES = 3
 """Faults in a row of a new worker that end the way forward."""
@@ -82,10 +82,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The pools all of whose workers are new in the end."""
         return (*self.replaced, *self.added)
 
-    @property
-    def changes_all(self) -> bool:
-        """Whether no old worker stays: old and new ones need not fit each other."""
-        return len(self.replaced) + len(self.removed) == len(self.old.config_hashes)
+    def changes_all(self, model: str = "") -> bool:
+        """Whether no old worker of a model stays: old and new ones need not fit each other."""
+        stays = set(self.old.config_hashes) - set(self.replaced) - set(self.removed)
+        return not any(model_of(pool) == model for pool in stays)
 
     @property
     def is_needed(self) -> bool:
@@ -163,8 +163,8 @@ class Rollout:
         return worker.config_hash == self.plan.new.config_hashes.get(worker.pool)
 
     def fits(self, one: Worker, other: Worker) -> bool:
-        """Whether two workers must be able to form a pair."""
-        return not self.plan.changes_all or self.is_new(one) == self.is_new(other)
+        """Whether two workers of a model must be able to form a pair."""
+        return not self.plan.changes_all(one.model) or self.is_new(one) == self.is_new(other)
 
     def registered(self, worker: Worker) -> None:
         """A worker is there; after a new controller began, that shows whose turn was over."""

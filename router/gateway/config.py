@@ -120,14 +120,31 @@ def serves_page(options: GatewayOptions) -> bool:
     return options.ui
 
 
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that a gateway serves, as far as the gateway needs it."""
+
+    key: str = ""
+    """What the names of its workers begin with; empty where there is one model."""
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    """The name that requests use."""
+    path: str
+    """Folder with tokenizer.json and config.json, as `disagg model import` wrote it; `fake` for the model
+    without weights."""
+    prefix_root: str
+    """What prefix hashes start from. Equal for all gateways of a cluster, whenever they started and whatever version of
+    the model the workers have then: a worker has KV of its own version only."""
+    max_model_len: Count | None = None
+    """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "gateway.models")
+
+
 class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One gateway process. Raises `ConfigError` where a value cannot work."""
 
-    model_name: Annotated[str, msgspec.Meta(min_length=1)]
-    """The name that requests use."""
-    model_path: str
-    """Folder with tokenizer.json and config.json, as `disagg model import` wrote it; `fake` for the model
-    without weights."""
+    models: Annotated[tuple[ModelSource, ...], msgspec.Meta(min_length=1)]
+    """With names and keys that differ. The first one is shown where there is room for one."""
     name: str = "gateway"
     """Of this process, for its metrics."""
     shares_ports: bool = False
@@ -137,15 +154,10 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     shows_workers: bool = True
     """Whether `/metrics` has what all gateways know: the workers' own counts, and the autoscaler's. Of several gateways
     one shows it, so that sums over all are right."""
-    prefix_root: str
-    """What prefix hashes start from. Equal for all gateways of a cluster, whenever they started and whatever version of
-    the model the workers have then: a worker has KV of its own version only."""
     port: Port = 0
     """Of gRPC; 0 takes any free port."""
     http_port: Port | None = None
     """Of HTTP; 0 takes any free port, `None` serves no HTTP."""
-    max_model_len: Count | None = None
-    """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
     max_prompt_bytes: Bytes = 1 << 20
     """Longest text prompt, or roles and contents of a chat together, in bytes of UTF-8; checked before tokenizing."""
     inline_prompt_bytes: NonNegativeInt = 1 << 10

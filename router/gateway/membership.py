@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import grpc.aio
@@ -57,10 +57,15 @@ IDLE_LOAD_S = 1.0
 
 
 class Workers(Protocol):
-    """What is changed by the membership: the router's server."""
+    """What is changed by the membership: the servers of the routers."""
 
-    on_drained: Callable[[WorkerId, Incarnation], None]
-    """To be called when this gateway has nothing left on a draining worker."""
+    @property
+    def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:
+        """To be called when this gateway has nothing left on a draining worker."""
+        ...
+
+    @on_drained.setter
+    def on_drained(self, value: Callable[[WorkerId, Incarnation], None]) -> None: ...
 
     async def add_worker(self, info: WorkerInfo) -> None:
         """Use this worker from now on, instead of an earlier one of its id."""
@@ -74,8 +79,8 @@ class Workers(Protocol):
         """Place nothing there any more."""
         ...
 
-    def configure(self, config: RouterConfig) -> None:
-        """Follow another configuration."""
+    def configure(self, configs: Mapping[str, RouterConfig]) -> None:
+        """Follow other configurations, by the keys of models."""
         ...
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -93,7 +98,8 @@ class ControllerLink:
         known: the workers at the start.
         name: of this process.
         counts: for the other gateways, sent with each heartbeat; None where there are none.
-        load: what an autoscaler is to know of the load, each `load_every_s`, which is None while there is none.
+        load: what the autoscalers are to know of the load of each model, each `load_every_s`, which is None while
+            there is none.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class ControllerLink:
         *,
         name: str = "gateway",
         counts: Callable[[], GatewayCounts] | None = None,
-        load: Callable[[], LoadReport] | None = None,
+        load: Callable[[], Sequence[LoadReport]] | None = None,
         load_every_s: float | None = 1.0,
     ) -> None:
         self._gateway_id, self._name = gateway_id, name
@@ -240,7 +246,8 @@ class ControllerLink:
     async def _send_load(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
         while self._load is not None:
             if self._load_every_s is not None:
-                outbox.put_nowait(self._load())
+                for report in self._load():
+                    outbox.put_nowait(report)
             await asyncio.sleep(self._load_every_s or IDLE_LOAD_S)
 
     async def take(self, message: ControllerToGateway) -> None:
@@ -250,7 +257,7 @@ class ControllerLink:
             return
         if isinstance(message, GatewaySettings):
             self._load_every_s = message.load_every_s
-            self._workers.configure(msgspec.json.decode(message.router, type=RouterConfig))
+            self._workers.configure(msgspec.json.decode(message.routers, type=dict[str, RouterConfig]))
             return
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)

@@ -1,4 +1,4 @@
-"""The gateway's public servers, gRPC and HTTP: bind, serve one generator, drain and stop together.
+"""The gateway's public servers, gRPC and HTTP: bind, serve the models, drain and stop together.
 
 start ──> SERVING ──> stop: NOT_SERVING, no new answers ── at most grace_s ──> the rest is cancelled ──> closed
 
@@ -30,13 +30,14 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import StartPhase
 from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router, TenantLimits
+from disagg.router.gateway.all_routers import AllRouters
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.batches.service import BatchService
-from disagg.router.gateway.config import GatewayConfig, is_loopback, serves_page
+from disagg.router.gateway.config import GatewayConfig, ModelSource, is_loopback, serves_page
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
@@ -55,12 +56,13 @@ from disagg.router.gateway.http.transport.protocol import ConnectionLimits
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.rpc.admin import AdminService, Control, no_controller
 from disagg.router.gateway.rpc.decoding import DecodeRequests
 from disagg.router.gateway.rpc.interceptors import Authenticate
-from disagg.router.gateway.rpc.probe import PairProbe
+from disagg.router.gateway.rpc.probe import PairProbe, PairProbes
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.router.gateway.status import abort_on_error
@@ -137,12 +139,11 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library h
 
 
 class GatewayServer:
-    """One gateway. Owner of its sockets and tokenizer threads; the router is started and stopped by the caller.
+    """One gateway. Owner of its sockets and tokenizer threads; the routers are started and stopped by the caller.
 
     Args:
         config: see there.
-        router: where requests go.
-        model: what is served, instead of reading `config.model_path`.
+        routers: where requests go, by the keys of `config.models`.
         control: calls the controller; without it operators can view, but change nothing.
         loop_times: of the event loop, for the metrics; `None` where they are not measured.
         autoscaler: what the controller's decided last, for the metrics; `None` where there is none.
@@ -157,8 +158,7 @@ class GatewayServer:
     def __init__(
         self,
         config: GatewayConfig,
-        router: Router,
-        model: ServedModel | None = None,
+        routers: Mapping[str, Router],
         control: Control = no_controller,
         loop_times: LoopTimes | None = None,
         autoscaler: Callable[[], AutoscalerState | None] = lambda: None,
@@ -168,22 +168,16 @@ class GatewayServer:
     ) -> None:
         self.config = config
         self._start_phases = start_phases
-        self.model = model or load_model(
-            config.model_path,
-            config.model_name,
-            config.max_model_len,
-            special_tokens_in_chat=config.special_tokens_in_chat,
-            nonce=secrets.token_hex(8),
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-        )
-        self._router = router
+        self.models = {source.key: _load(source, config) for source in config.models}
+        self._routers = dict(routers)
+        self._all = AllRouters([routers[source.key] for source in config.models])
+        self._longest = max(model.info.max_model_len for model in self.models.values())
+        """The longest context of a model, in tokens."""
         self._control = control
         self._security = secure(config, self._limits_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = GatewayMetrics(
-            router.view,
-            self.model.info.name,
+            {source.name: routers[source.key].view for source in config.models},
             vllm_aliases=config.vllm_aliases,
             loop_times=loop_times,
             autoscaler=autoscaler,
@@ -192,7 +186,7 @@ class GatewayServer:
             shows_workers=config.shows_workers,
             start_phases=start_phases,
         )
-        self._readiness = Readiness(router.view, waits_for_workers=waits_for_workers)
+        self._readiness = Readiness(self._all.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None
         self._page: Page | None = None
@@ -201,7 +195,7 @@ class GatewayServer:
         self._calls = _Calls()
         undecoded_bytes = config.max_undecoded_bytes
         self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
-        largest_bytes = config.max_message_bytes(self.model.info.max_model_len)
+        largest_bytes = config.max_message_bytes(self._longest)
         self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
         watches = config.max_keyless_watches
         self._health = _Health(WatchPlaces(watches, max(1, watches // 4)))
@@ -256,29 +250,29 @@ class GatewayServer:
             max_tenant_bytes=config.max_tenant_tokenizing_bytes,
         )
         self._metrics.offload = self._offload
-        generator = self._make_generator(self._offload)
+        models = self._make_models(self._offload)
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
-            DecodeRequests(self._decode_turns, config.max_body_values(self.model.info.max_model_len)),
+            DecodeRequests(self._decode_turns, config.max_body_values(self._longest)),
         )
         if config.batches is not None and config.http_port is not None:
             self._batches = BatchService(
-                config.batches, config.name, _mint_id(), self._router.view, wakes_workers=not self._waits_for_workers
+                config.batches, config.name, _mint_id(), self._all.view, wakes_workers=not self._waits_for_workers
             )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
-        self._add_services(server, generator)
+        self._add_services(server, models)
         try:
             self._port = _listen(server, self._address(config.port), self._security.tls)
             if config.shares_ports:
                 self._own_port = _listen(server, self._address(0), self._security.tls)
             if config.http_port is not None:
                 port = config.http_port
-                self._http = self._make_http(generator, config.max_connections)
+                self._http = self._make_http(models, config.max_connections)
                 self._http_port = await self._http.start(config.host, port, shares_port=config.shares_ports)
                 if config.shares_ports:
                     port = config.own_http_port
-                    self._own_http = self._make_http(generator, min(config.max_connections, _MAX_OWN_CONNECTIONS))
+                    self._own_http = self._make_http(models, min(config.max_connections, _MAX_OWN_CONNECTIONS))
                     self._own_http_port = await self._own_http.start(config.host, port)
         except (RuntimeError, OSError) as error:
             await server.stop(None)
@@ -291,7 +285,7 @@ class GatewayServer:
         self._server = server
         self._security.watch.start()
         if self._batches is not None:
-            completions = self._make_completions(generator, self._body_limits())
+            completions = self._make_completions(models, self._body_limits())
             self._batches.start(LineAnswers(completions, self._security.authenticator, _mint_id))
         await self.set_serving(serving)
 
@@ -359,11 +353,11 @@ class GatewayServer:
     def _limits_changed(self, limits: Mapping[str, TenantLimits]) -> None:
         """On the thread that watches files, between `start` and `stop`."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._router.set_limits, limits)
+        self._loop.call_soon_threadsafe(self._all.set_limits, limits)
 
     def _options(self) -> list[tuple[str, int]]:
         return [
-            ("grpc.max_receive_message_length", self.config.max_message_bytes(self.model.info.max_model_len)),
+            ("grpc.max_receive_message_length", self.config.max_message_bytes(self._longest)),
             ("grpc.max_concurrent_streams", self.config.max_concurrent_streams),
             ("grpc.max_allowed_incoming_connections", self.config.max_grpc_connections),
             # TLS and the first frame of HTTP/2 together: a silent connection ends.
@@ -378,36 +372,41 @@ class GatewayServer:
     def _address(self, port: int) -> str:
         return join_address(self.config.host, port)
 
-    def _make_generator(self, offload: Offload) -> Generator:
-        return Generator(
-            self.model,
-            self._router,
-            Limits(self.model.info, self.config.max_prompt_bytes),
-            self.config.prefix_root,
-            clock=time.monotonic,
-            mint_seed=lambda: secrets.randbits(64),
-            mint_id=_mint_id,
-            offload=offload,
+    def _make_models(self, offload: Offload) -> Models:
+        return Models(
+            [
+                Generator(
+                    self.models[source.key],
+                    self._routers[source.key],
+                    Limits(self.models[source.key].info, self.config.max_prompt_bytes),
+                    source.prefix_root,
+                    clock=time.monotonic,
+                    mint_seed=lambda: secrets.randbits(64),
+                    mint_id=_mint_id,
+                    offload=offload,
+                )
+                for source in self.config.models
+            ]
         )
 
     def _body_limits(self) -> BodyLimits:
         config = self.config
         return BodyLimits(
-            max_bytes=config.max_message_bytes(self.model.info.max_model_len),
+            max_bytes=config.max_message_bytes(self._longest),
             timeout_s=config.read_timeout_s,
-            max_values=config.max_body_values(self.model.info.max_model_len),
+            max_values=config.max_body_values(self._longest),
             turns=self._decode_turns,
             unfinished=self._unfinished,
         )
 
-    def _make_completions(self, generator: Generator, limits: BodyLimits) -> Completions:
-        return Completions(generator, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time)
+    def _make_completions(self, models: Models, limits: BodyLimits) -> Completions:
+        return Completions(models, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time)
 
-    def _make_http(self, generator: Generator, max_connections: int) -> HttpServer:
+    def _make_http(self, models: Models, max_connections: int) -> HttpServer:
         config, limits, batches = self.config, self._body_limits(), self._batches
         app = HttpApp(
-            self._make_completions(generator, limits),
-            Information(generator, self._readiness, self._metrics, limits, created=int(time.time())),
+            self._make_completions(models, limits),
+            Information(models, self._readiness, self._metrics, limits, created=int(time.time())),
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
@@ -427,9 +426,9 @@ class GatewayServer:
         )
         return HttpServer(app, connections, time.monotonic, tls.http if tls is not None else None)
 
-    def _add_services(self, server: grpc.aio.Server, generator: Generator) -> None:
+    def _add_services(self, server: grpc.aio.Server, models: Models) -> None:
         inference = InferenceService(
-            generator,
+            models,
             _mint_id,
             time.monotonic,
             _mint_trace_bits,
@@ -438,27 +437,44 @@ class GatewayServer:
             readiness=self._readiness,
         )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-        probe = PairProbe(
-            self._router,
-            self.model.info.vocab_size,
-            clock=time.monotonic,
-            mint_id=_mint_id,
-            dice=random.SystemRandom(),
-        )
+        probes = {
+            key: PairProbe(
+                self._routers[key],
+                model.info.vocab_size,
+                clock=time.monotonic,
+                mint_id=_mint_id,
+                dice=random.SystemRandom(),
+            )
+            for key, model in self.models.items()
+        }
+        names = [source.name for source in self.config.models]
         self._admin = AdminService(
-            self._router,
+            self._all,
             self._control,
-            probe,
+            PairProbes(probes),
             self._security.rights,
             audit=self._audit,
             start_phases=self._start_phases,
             name=self.config.name,
+            models=names,
         )
         if serves_page(self.config):
-            self._page = Page(self._admin, self.model.info.name, time.monotonic, time.time)
+            self._page = Page(self._admin, names, time.monotonic, time.time)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+
+def _load(source: ModelSource, config: GatewayConfig) -> ServedModel:
+    return load_model(
+        source.path,
+        source.name,
+        source.max_model_len,
+        special_tokens_in_chat=config.special_tokens_in_chat,
+        nonce=secrets.token_hex(8),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def _sites(config: GatewayConfig) -> Sites:

@@ -252,10 +252,10 @@ class RouterServer(Router):
         traces = {} if self._tracer is None else dict(self._tracer.counts)
         return replace(self._core.view(self._clock()), unreachable=missing, exported_traces=traces)
 
-    def load_report(self) -> LoadReport:
-        """For the controller's autoscaler."""
+    def load_report(self, model: str = "") -> LoadReport:
+        """For the controller's autoscaler of the model with that key."""
         now = self._clock()
-        return load_report(self._core.view(now), self._core.recent(MAX_REQUEST_SAMPLES), now)
+        return load_report(self._core.view(now), self._core.recent(MAX_REQUEST_SAMPLES), now, model)
 
     @override
     def trace(self, request_id: RequestId) -> RequestTrace | None:

@@ -14,11 +14,12 @@ from disagg.router.api import ClusterView, RequestTrace, WorkerView
 from disagg.router.telemetry.telemetry import ANSWERED
 
 
-def load_report(view: ClusterView, traces: Iterable[RequestTrace], now: float) -> LoadReport:
-    """From a router's own views; `traces` are the latest requests, the latest arrival first."""
+def load_report(view: ClusterView, traces: Iterable[RequestTrace], now: float, model: str = "") -> LoadReport:
+    """From a router's own views; `traces` are the latest requests, the latest arrival first. `model`: its key."""
     met, judged = view.slos.get("both", (0, 0))
     samples = [_request(trace, now) for trace in traces if not trace.is_probe]
     return LoadReport(
+        model=model,
         num_arrived=view.stats.outcomes.total() + view.num_queued + view.num_running,
         num_queued=view.num_queued,
         num_running=view.num_running,

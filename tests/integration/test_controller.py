@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -227,7 +227,7 @@ class NoWorkers:
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
 
-    def configure(self, config: RouterConfig) -> None: ...
+    def configure(self, configs: Mapping[str, RouterConfig]) -> None: ...
 
 
 def test_a_gateway_whose_event_loop_is_held_is_busy_at_first_and_hung_in_the_end(

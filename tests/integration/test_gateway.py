@@ -50,7 +50,7 @@ from tests.support.gateway import (
     forever,
     write_checkpoint,
 )
-from tests.support.gateway_server import running
+from tests.support.gateway_server import running, sources
 from tests.support.waiting import eventually
 
 WAIT_S = 20.0
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids(server: GatewayServer, text: str) -> list[int]:
-    return server.model.tokenizer.encode_text(text)[1:]
+    return server.models[""].tokenizer.encode_text(text)[1:]
 
 
 async def collect(client: AsyncClient, *args: Any, **kwargs: Any) -> list[Delta]:
@@ -93,7 +93,7 @@ async def test_a_stream(folder: Path) -> None:
         router.script = lambda _: [first, second, [EOS], Completion("stop", 0, 16)]
         deltas = await collect(client, "the cat", max_tokens=50, seed=5)
     routed = router.submitted[0][0]
-    assert server.model.tokenizer.decode(unpack_token_ids(routed.prompt_token_ids)) == "the cat"
+    assert server.models[""].tokenizer.decode(unpack_token_ids(routed.prompt_token_ids)) == "the cat"
     assert (routed.sampling.max_tokens, routed.sampling.seed) == (50, 5)
     usage = Usage(routed.num_prompt_tokens, 16, len(first) + 2)
     assert deltas == [
@@ -134,7 +134,7 @@ async def test_the_blocking_client(folder: Path) -> None:
     router = FakeRouter([[5, 6]])
     async with running(folder, router) as server:
         deltas, answer, tokens, text, models = await asyncio.to_thread(use, server.address)
-        expected = server.model.tokenizer.encode_text("hello")
+        expected = server.models[""].tokenizer.encode_text("hello")
     assert [delta.token_ids for delta in deltas] == [(5, 6), ()]
     assert answer.token_ids == (5, 6)
     assert (tokens, text) == (expected, "hello")
@@ -490,8 +490,8 @@ async def test_health_follows_readiness(folder: Path) -> None:
 
 
 async def test_a_gateway_may_start_before_it_is_ready(folder: Path) -> None:
-    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT)
-    server = GatewayServer(config, FakeRouter())
+    config = GatewayConfig(models=sources(folder))
+    server = GatewayServer(config, {"": FakeRouter()})
     with pytest.raises(RuntimeError, match="has not started"):
         _ = server.address
     await server.start(serving=False)
@@ -543,8 +543,8 @@ async def test_when_stop_returns_every_call_has_ended(folder: Path) -> None:
 
 async def test_a_port_that_is_taken(folder: Path) -> None:
     async with running(folder, FakeRouter()) as server:
-        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, port=server.port)
-        second = GatewayServer(config, FakeRouter())
+        config = GatewayConfig(models=sources(folder), port=server.port)
+        second = GatewayServer(config, {"": FakeRouter()})
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
             await second.start()
 

@@ -18,8 +18,8 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.gateway.config import GatewayConfig
 from disagg.router.gateway.server import GatewayServer
-from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
-from tests.support.gateway_server import running
+from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
+from tests.support.gateway_server import running, sources
 from tests.support.http_app import CHAT, TEXT, error_of, events_of
 
 WAIT_S = 20.0
@@ -61,7 +61,7 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: str = "") ->
 
 
 def tokens(server: GatewayServer, text: str) -> list[int]:
-    return server.model.tokenizer.encode_text(text, special=False)
+    return server.models[""].tokenizer.encode_text(text, special=False)
 
 
 # ---------------------------------------------------------------- answers
@@ -104,7 +104,7 @@ async def test_many_streams_at_once_end_whole(folder: Path) -> None:
 
     async with serving(folder, router) as server, client_of(server) as client:
         texts = await asyncio.gather(*(one(client, 70 + i) for i in range(64)))
-        assert texts == [server.model.tokenizer.decode([70 + i] * 20) for i in range(64)]
+        assert texts == [server.models[""].tokenizer.decode([70 + i] * 20) for i in range(64)]
 
 
 async def test_both_protocols_count_and_answer_alike(folder: Path) -> None:
@@ -303,8 +303,8 @@ async def test_stop_ends_streams_with_an_error_and_closes_all(folder: Path) -> N
 async def test_a_port_that_is_taken(folder: Path) -> None:
     async with serving(folder, FakeRouter()) as server:
         port = int(server.http_address.rsplit(":", 1)[1])
-        config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, http_port=port)
-        second = GatewayServer(config, FakeRouter())
+        config = GatewayConfig(models=sources(folder), http_port=port)
+        second = GatewayServer(config, {"": FakeRouter()})
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await second.start()
 

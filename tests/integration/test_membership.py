@@ -15,6 +15,7 @@ from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.membership import ControllerLink
+from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from tests.support.secret import SECRET
 from tests.support.waiting import eventually
@@ -40,7 +41,7 @@ async def test_workers_join_and_leave_by_differences(tmp_path: Path) -> None:
         address = await asyncio.to_thread(controller.start)
         gateway_id = GatewayId("g")
         router = RouterServer(RouterConfig(), gateway_id, [], SECRET)
-        link = ControllerLink(gateway_id, lambda: address, router, SECRET)
+        link = ControllerLink(gateway_id, lambda: address, RouterServers({"": router}), SECRET)
 
         def known() -> list[WorkerId]:
             return sorted(worker.info.worker_id for worker in router.view().workers)

@@ -112,7 +112,7 @@ class Driver:
         return self(events.WorkerEmpty(GATEWAY_ID, WorkerId(name), Incarnation(f"{name}.{incarnation}")))
 
     def scale(self, **sizes: int) -> list[str]:
-        return self(events.Scale(sizes))  # type: ignore[arg-type]
+        return self(events.Scale(sizes))
 
     def record(self, name: str) -> WorkerRecord:
         (record,) = [record for record in self.core.state().workers if record.worker_id == name]

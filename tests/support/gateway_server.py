@@ -8,19 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from disagg.router.gateway.config import GatewayConfig
+from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
 
 LEFT_TIMEOUT_S = 10.0
 
 
+def sources(folder: Path) -> tuple[ModelSource, ...]:
+    """One model, of a checkpoint folder."""
+    return (ModelSource(name=MODEL_NAME, path=str(folder), prefix_root=FINGERPRINT),)
+
+
 @asynccontextmanager
 async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
     """A gateway that has stopped, and left no task, when the context ends. `changes` are of its configuration."""
     before = asyncio.all_tasks()
-    config = GatewayConfig(model_name=MODEL_NAME, model_path=str(folder), prefix_root=FINGERPRINT, **changes)
-    server = GatewayServer(config, router)
+    config = GatewayConfig(models=sources(folder), **changes)
+    server = GatewayServer(config, {"": router})
     await server.start()
     try:
         yield server

@@ -23,6 +23,7 @@ from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
@@ -54,7 +55,7 @@ class TestApp:
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
-        self.metrics = GatewayMetrics(self.router.view, MODEL_NAME)
+        self.metrics = GatewayMetrics({MODEL_NAME: self.router.view})
         self.readiness = Readiness(self.router.view)
         self._ids = (RequestId(f"r{i}") for i in itertools.count())
         limits = BodyLimits(
@@ -73,12 +74,13 @@ class TestApp:
             mint_seed=lambda: 7,
             mint_id=self._mint_id,
         )
+        models = Models([generator])
         self.completions = Completions(
-            generator, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW
+            models, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW
         )
         self.app = HttpApp(
             self.completions,
-            Information(generator, self.readiness, self.metrics, limits, CREATED),
+            Information(models, self.readiness, self.metrics, limits, CREATED),
             authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,

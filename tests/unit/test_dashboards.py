@@ -32,8 +32,7 @@ def known_labels() -> dict[str, set[str]]:
     decision = Decision(pools=(PoolDecision(name="decode", size=1, wanted=2, reason="r", change="c"),))
     scaling = AutoscalerState(policy="attainment", dry_run=False, decision=decision, changes={"decode up": 1})
     metrics = GatewayMetrics(
-        busy_view,
-        "m",
+        {"m": busy_view},
         autoscaler=lambda: scaling,
         certificates=lambda: {"gateway": 1.8e9},
         start_phases=[StartPhase("launch", 1.0)],

@@ -19,7 +19,6 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
-from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.chunks import (
     AnswerWriter,
@@ -38,6 +37,7 @@ from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_cha
 from disagg.router.gateway.http.tool_choices import ToolChoices
 from disagg.router.gateway.http.transport.quota_headers import quota_headers
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.charge import Charge
 from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, TextPrompt
@@ -79,7 +79,7 @@ class Completions:
     """Handlers.
 
     Args:
-        generator: answers prompts.
+        models: answer prompts.
         metrics: counts the calls.
         readiness: whether new ones are taken.
         limits: of bodies.
@@ -90,7 +90,7 @@ class Completions:
 
     def __init__(
         self,
-        generator: Generator,
+        models: Models,
         metrics: GatewayMetrics,
         readiness: Readiness,
         limits: BodyLimits,
@@ -98,7 +98,7 @@ class Completions:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._generator = generator
+        self._models = models
         self._metrics = metrics
         self._readiness = readiness
         self._limits = limits
@@ -119,60 +119,49 @@ class Completions:
         kind = _KINDS["chat" if endpoint == "/v1/chat/completions" else "text"]
         if len(body) > self._limits.max_bytes:
             raise InvalidRequestError("body", f"must have at most {self._limits.max_bytes} bytes")
-        parsed = self._accepted(await self._limits.decode(body, kind.read), call)
+        generator, parsed = self._accepted(await self._limits.decode(body, kind.read), call)
         if parsed.stream:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
         call = replace(call, priority=min(call.priority, parsed.priority))
-        checked = await in_pieces(self._check(parsed))
-        with self._charged(parsed, call) as charge:
-            async with aclosing(self._run(parsed, call, charge, checked)) as events:
-                return await self._whole(parsed, call, kind, events)
+        checked = await in_pieces(_check(generator, parsed))
+        with _charged(generator, parsed, call) as charge:
+            async with aclosing(self._run(generator, parsed, call, charge, checked)) as events:
+                return await self._whole(generator, parsed, call, kind, events)
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
-            exchange.late_headers = lambda: quota_headers(self._generator.quota(call.caller))
-            parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
+            if (only := self._models.only) is not None:
+                exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
+            generator, parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
+            exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
             call = replace(call, priority=_within(call.caller, parsed.priority))
-            position = self._position(exchange, parsed)
+            position = _position(generator, exchange, parsed)
             if position is not None:
                 given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
                 parsed = replace(parsed, inputs=(given,))
-            checked = await in_pieces(self._check(parsed))
-            with self._charged(parsed, call) as charge:
-                run = self._run(parsed, call, charge, checked)
+            checked = await in_pieces(_check(generator, parsed))
+            with _charged(generator, parsed, call) as charge:
+                run = self._run(generator, parsed, call, charge, checked)
                 if position is not None and (position.num_tokens or position.num_chars):
                     run = rest_after(run, replace(position))
                 async with exchange.until_disconnect(), aclosing(run) as events:
-                    await self._write(exchange, parsed, call, kind, events, position)
+                    await self._write(generator, exchange, parsed, call, kind, events, position)
 
-    def _accepted(self, parsed: ParsedCall, call: Call) -> ParsedCall:
-        """The call of somebody who may use the model; with the grammar of tool calls where there must be some: the
-        model's format is known here. Raises `ModelDeniedError`."""
-        require_model(call.caller, parsed.inputs[0].model)  # before an error tells which are served
-        tokenizer = self._generator.model.tokenizer
+    def _accepted(self, parsed: ParsedCall, call: Call) -> tuple[Generator, ParsedCall]:
+        """The generator of the model, and the call of somebody who may use it; with the grammar of tool calls where
+        there must be some: the model's format is known here. Raises as `Models.find`."""
+        generator = self._models.find(call.caller, parsed.inputs[0].model)
+        tokenizer = generator.model.tokenizer
         structure = None if parsed.tools is None else parsed.tools.structure(tokenizer.tool_format)
         if structure is None:
-            return parsed
-        return replace(parsed, inputs=tuple(replace(given, structured=structure) for given in parsed.inputs))
-
-    def _position(self, exchange: Exchange, parsed: ParsedCall) -> Position | None:
-        """Where a stream begins that can be resumed; `None` for others. Raises `InvalidRequestError`."""
-        if parsed.tools is not None and exchange.headers.get(HEADER):
-            raise InvalidRequestError(HEADER, "a stream with tools cannot be resumed")
-        event_id, seed = exchange.headers.get(HEADER), parsed.inputs[0].seed
-        given = parsed.inputs[0]
-        if parsed.stream and len(parsed.inputs) == 1 and (given.n or 1) == 1 and given.logprobs is None:
-            if event_id == BEGINNING:
-                return Position(self._generator.mint_seed() if seed is None else seed)
-            if event_id:
-                return read_position(event_id, seed)
-        elif event_id:
-            raise InvalidRequestError(HEADER, "continues a stream of one answer without logprobs only")
-        return None
+            return generator, parsed
+        inputs = tuple(replace(given, structured=structure) for given in parsed.inputs)
+        return generator, replace(parsed, inputs=inputs)
 
     async def _write(
         self,
+        generator: Generator,
         exchange: Exchange,
         parsed: ParsedCall,
         call: Call,
@@ -181,27 +170,27 @@ class Completions:
         position: Position | None,
     ) -> None:
         if not parsed.stream:
-            await exchange.respond(200, await self._whole(parsed, call, kind, events))
+            await exchange.respond(200, await self._whole(generator, parsed, call, kind, events))
             return
-        style, choices, usage, echoes = await self._form(parsed, call, kind)
+        style, choices, usage, echoes = await self._form(generator, parsed, call, kind)
         most = parsed.inputs[0].max_tokens
         await _stream(exchange, events, StreamWriter(style, choices, usage, most, echoes, position))
 
-    async def _whole(self, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> bytes:
+    async def _whole(self, generator: Generator, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> bytes:
         """A complete answer as JSON."""
-        answer = AnswerWriter(*await self._form(parsed, call, kind), parsed.num_shown)
+        answer = AnswerWriter(*await self._form(generator, parsed, call, kind), parsed.num_shown)
         async for event in events:
             answer.add(event)
         if answer.num_prompt_bytes:
-            return await self._generator.offload(answer.num_prompt_bytes, answer.encode)
+            return await generator.offload(answer.num_prompt_bytes, answer.encode)
         return answer.encode()
 
     async def _form(
-        self, parsed: ParsedCall, call: Call, kind: _Kind
+        self, generator: Generator, parsed: ParsedCall, call: Call, kind: _Kind
     ) -> tuple[Style, Choices, UsageCount, tuple[str, ...]]:
         """How an answer is written, and the texts of the prompts before it."""
-        echoes = await self._echoes(parsed)
-        given, tokenizer = parsed.inputs[0], self._generator.model.tokenizer
+        echoes = tuple([await _text_of(generator, given) for given in parsed.inputs]) if parsed.echo else ()
+        given, tokenizer = parsed.inputs[0], generator.model.tokenizer
         style = Style(
             call_id=f"{kind.id_prefix}{call.request_id}",
             created=int(self._wall_clock()),
@@ -235,61 +224,89 @@ class Completions:
             parent_span=exchange.parent_span,
         )
 
-    def _check(self, parsed: ParsedCall) -> Pieces[list[CheckedRequest]]:
-        """All prompts, which share all but themselves. Where there are several, or something is done before they run,
-        one that is wrong would else end a stream that has begun. Yields between pieces of work."""
-        checked: list[CheckedRequest] = []
-        for given, names in zip(parsed.inputs, parsed.names, strict=True):
-            try:
-                if checked:
-                    yield
-                    checked.append(check_other_prompt(checked[0], given, self._generator.limits))
-                else:
-                    checked.append(check_request(given, self._generator.limits))
-            except InvalidRequestError as error:
-                raise names.rename(error) from None
-        return checked
-
-    @contextmanager
-    def _charged(self, parsed: ParsedCall, call: Call) -> Iterator[Charge | None]:
-        """Several prompts are charged together, so that they are refused together. Raises `LimitError`."""
-        charge = self._generator.charge(parsed.inputs, call.caller) if len(parsed.inputs) > 1 else None
-        try:
-            yield charge
-        finally:
-            if charge is not None:
-                charge.close()
-
-    def _run(self, parsed: ParsedCall, call: Call, charge: Charge | None, checked: Sequence[CheckedRequest]) -> Events:
+    def _run(
+        self,
+        generator: Generator,
+        parsed: ParsedCall,
+        call: Call,
+        charge: Charge | None,
+        checked: Sequence[CheckedRequest],
+    ) -> Events:
         """The events of all prompts; choices are counted through."""
         prompts = zip(parsed.inputs, checked, parsed.names, strict=True)
         runs = [
-            self._run_one(given, one, names, call if i == 0 else call.for_another(self._mint_id()), charge)
+            _run_one(generator, given, one, names, call if i == 0 else call.for_another(self._mint_id()), charge)
             for i, (given, one, names) in enumerate(prompts)
         ]
         if len(runs) == 1:
             return runs[0]
         return merge([_shifted(run, i * parsed.answers_each) for i, run in enumerate(runs)])
 
-    async def _run_one(
-        self, given: GenerationInput, checked: CheckedRequest, names: FieldNames, call: Call, charge: Charge | None
-    ) -> Events:
+
+def _position(generator: Generator, exchange: Exchange, parsed: ParsedCall) -> Position | None:
+    """Where a stream begins that can be resumed; `None` for others. Raises `InvalidRequestError`."""
+    if parsed.tools is not None and exchange.headers.get(HEADER):
+        raise InvalidRequestError(HEADER, "a stream with tools cannot be resumed")
+    event_id, seed = exchange.headers.get(HEADER), parsed.inputs[0].seed
+    given = parsed.inputs[0]
+    if parsed.stream and len(parsed.inputs) == 1 and (given.n or 1) == 1 and given.logprobs is None:
+        if event_id == BEGINNING:
+            return Position(generator.mint_seed() if seed is None else seed)
+        if event_id:
+            return read_position(event_id, seed)
+    elif event_id:
+        raise InvalidRequestError(HEADER, "continues a stream of one answer without logprobs only")
+    return None
+
+
+def _check(generator: Generator, parsed: ParsedCall) -> Pieces[list[CheckedRequest]]:
+    """All prompts, which share all but themselves. Where there are several, or something is done before they run,
+    one that is wrong would else end a stream that has begun. Yields between pieces of work."""
+    checked: list[CheckedRequest] = []
+    for given, names in zip(parsed.inputs, parsed.names, strict=True):
         try:
-            async with aclosing(self._generator.run(given, call, charge, checked)) as events:
-                async for event in events:
-                    yield event
+            if checked:
+                yield
+                checked.append(check_other_prompt(checked[0], given, generator.limits))
+            else:
+                checked.append(check_request(given, generator.limits))
         except InvalidRequestError as error:
             raise names.rename(error) from None
+    return checked
 
-    async def _echoes(self, parsed: ParsedCall) -> tuple[str, ...]:
-        """The texts of the prompts, where they shall be repeated."""
-        return tuple([await self._text_of(given) for given in parsed.inputs]) if parsed.echo else ()
 
-    async def _text_of(self, given: GenerationInput) -> str:
-        if isinstance(given.prompt, TextPrompt):
-            return given.prompt.text
-        assert isinstance(given.prompt, IdsPrompt)
-        return await self._generator.detokenize(given.prompt.token_ids)
+@contextmanager
+def _charged(generator: Generator, parsed: ParsedCall, call: Call) -> Iterator[Charge | None]:
+    """Several prompts are charged together, so that they are refused together. Raises `LimitError`."""
+    charge = generator.charge(parsed.inputs, call.caller) if len(parsed.inputs) > 1 else None
+    try:
+        yield charge
+    finally:
+        if charge is not None:
+            charge.close()
+
+
+async def _run_one(
+    generator: Generator,
+    given: GenerationInput,
+    checked: CheckedRequest,
+    names: FieldNames,
+    call: Call,
+    charge: Charge | None,
+) -> Events:
+    try:
+        async with aclosing(generator.run(given, call, charge, checked)) as events:
+            async for event in events:
+                yield event
+    except InvalidRequestError as error:
+        raise names.rename(error) from None
+
+
+async def _text_of(generator: Generator, given: GenerationInput) -> str:
+    if isinstance(given.prompt, TextPrompt):
+        return given.prompt.text
+    assert isinstance(given.prompt, IdsPrompt)
+    return await generator.detokenize(given.prompt.token_ids)
 
 
 def _within(caller: Caller, priority: int) -> int:

@@ -12,7 +12,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.auth.rights import may_use, require_counts, require_model
+from disagg.router.gateway.auth.rights import require_counts
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.exchange import BodyLimits, Exchange
 from disagg.router.gateway.http.logprobs import token_text
@@ -21,10 +21,11 @@ from disagg.router.gateway.http.schema import ABSENT, DetokenizeBody, TokenizeBo
 from disagg.router.gateway.http.to_input import FieldNames, read_turns
 from disagg.router.gateway.http.tools import read_tools
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.request import BYTES_PER_ID, ChatPrompt
 from disagg.router.gateway.requests.shape import Pieces
-from disagg.router.gateway.requests.validate import check_chat, check_model, check_text
+from disagg.router.gateway.requests.validate import check_chat, check_text
 from disagg.router.gateway.requests.values import check_ids, check_length
 
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
@@ -41,22 +42,22 @@ class Information:
     """Handlers.
 
     Args:
-        generator: has the model and its tokenizer.
+        models: have the tokenizers.
         readiness: whether new requests are taken.
         metrics: what `/metrics` shows.
         limits: of bodies.
-        created: when the model began to be served, in seconds since 1970.
+        created: when the models began to be served, in seconds since 1970.
     """
 
     def __init__(
         self,
-        generator: Generator,
+        models: Models,
         readiness: Readiness,
         metrics: GatewayMetrics,
         limits: BodyLimits,
         created: int,
     ) -> None:
-        self._generator = generator
+        self._models = models
         self._readiness = readiness
         self._metrics = metrics
         self._limits = limits
@@ -64,13 +65,18 @@ class Information:
 
     async def models(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models`."""
-        name = self._generator.model.info.name
-        await exchange.respond_json({"object": "list", "data": [self._model()] if may_use(CALLER.get(), name) else []})
+        allowed = self._models.allowed(CALLER.get())
+        await exchange.respond_json({"object": "list", "data": [self._model(generator) for generator in allowed]})
 
     async def model(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models/{model}`."""
-        self._check_model(exchange.path_params["model"])
-        await exchange.respond_json(self._model())
+        found = self._models.find(CALLER.get(), exchange.path_params["model"])
+        await exchange.respond_json(self._model(found))
+
+    async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
+        names = ", ".join(generator.model.info.name for generator in self._models.allowed(CALLER.get()))
+        raise InvalidRequestError("model", f"{names} generates text and was not trained to make embeddings")
 
     async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /livez`: the process answers."""
@@ -98,71 +104,31 @@ class Information:
         """`GET /version`."""
         await exchange.respond_json({"version": __version__})
 
-    async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
-        name = self._generator.model.info.name
-        raise InvalidRequestError("model", f"{name} generates text and was not trained to make embeddings")
-
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _TOKENIZE, _as_it_is))
-        self._check_model(body.model)
-        token_ids = await self._encode(body)
+        generator = self._models.find(CALLER.get(), body.model)
+        token_ids = await _encode(generator, body)
         answer: dict[str, Any] = {
             "count": len(token_ids),
-            "max_model_len": self._generator.model.info.max_model_len,
+            "max_model_len": generator.model.info.max_model_len,
             "tokens": msgspec.Raw(await in_pieces(_list_json(token_ids))),
         }
         if body.return_token_strs:
-            texts = await self._token_texts(token_ids)
+            texts = await _token_texts(generator, token_ids)
             answer["token_strs"] = msgspec.Raw(await in_pieces(_list_json(texts)))
         await exchange.respond_json(answer)
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /detokenize`."""
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _DETOKENIZE, _as_it_is))
-        self._check_model(body.model)
-        check_length(len(body.tokens), "tokens", self._generator.max_listed_ids)
-        token_ids = check_ids(body.tokens, "tokens", self._generator.model.info.vocab_size)
-        await exchange.respond_json({"prompt": await self._generator.detokenize(token_ids)})
+        generator = self._models.find(CALLER.get(), body.model)
+        check_length(len(body.tokens), "tokens", generator.max_listed_ids)
+        token_ids = check_ids(body.tokens, "tokens", generator.model.info.vocab_size)
+        await exchange.respond_json({"prompt": await generator.detokenize(token_ids)})
 
-    async def _encode(self, body: TokenizeBody) -> tuple[int, ...]:
-        generator = self._generator
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequestError("prompt", "one of prompt and messages must be set")
-        if body.messages is not None:
-            turns = await in_pieces(read_turns(body.messages))
-            tools = read_tools(body.tools, ABSENT, None)
-            options = read_template_options(body, turns)
-            return await self._encode_chat(ChatPrompt(turns, tools.source if tools else "", options))
-        prompt = check_text(body.prompt or "", "prompt", generator.limits)
-        try:
-            return await generator.tokenize(prompt, special=body.add_special_tokens is not False)
-        except InvalidRequestError as error:
-            raise _TEXT_NAMES.rename(error) from None
-
-    async def _token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token; of many, made on a thread, as a long list would hold up all streams."""
-        bytes_of = self._generator.model.tokenizer.token_bytes
-        num_bytes = BYTES_PER_ID * len(token_ids)
-        return await self._generator.offload(num_bytes, lambda: [token_text(bytes_of(one)) for one in token_ids])
-
-    async def _encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        try:
-            checked = check_chat(prompt.turns, self._generator.limits, prompt.tools, prompt.options)
-            return await self._generator.tokenize(checked)
-        except InvalidRequestError as error:
-            raise _NAMES.rename(error) from None
-
-    def _check_model(self, name: str | None) -> None:
-        """Raises `ModelDeniedError` for a model that is not the caller's, `ModelNotFoundError` for another one; there
-        is only one, so it may be omitted."""
-        name = self._generator.model.info.name if name is None else name
-        require_model(CALLER.get(), name)
-        check_model(name, self._generator.limits)
-
-    def _model(self) -> dict[str, Any]:
-        info = self._generator.model.info
+    def _model(self, generator: Generator) -> dict[str, Any]:
+        info = generator.model.info
         return {
             "id": info.name,
             "object": "model",
@@ -172,6 +138,36 @@ class Information:
             "parent": None,
             "max_model_len": info.max_model_len,
         }
+
+
+async def _encode(generator: Generator, body: TokenizeBody) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt", "one of prompt and messages must be set")
+    if body.messages is not None:
+        turns = await in_pieces(read_turns(body.messages))
+        tools = read_tools(body.tools, ABSENT, None)
+        options = read_template_options(body, turns)
+        return await _encode_chat(generator, ChatPrompt(turns, tools.source if tools else "", options))
+    prompt = check_text(body.prompt or "", "prompt", generator.limits)
+    try:
+        return await generator.tokenize(prompt, special=body.add_special_tokens is not False)
+    except InvalidRequestError as error:
+        raise _TEXT_NAMES.rename(error) from None
+
+
+async def _token_texts(generator: Generator, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; of many, made on a thread, as a long list would hold up all streams."""
+    bytes_of = generator.model.tokenizer.token_bytes
+    num_bytes = BYTES_PER_ID * len(token_ids)
+    return await generator.offload(num_bytes, lambda: [token_text(bytes_of(one)) for one in token_ids])
+
+
+async def _encode_chat(generator: Generator, prompt: ChatPrompt) -> tuple[int, ...]:
+    try:
+        checked = check_chat(prompt.turns, generator.limits, prompt.tools, prompt.options)
+        return await generator.tokenize(checked)
+    except InvalidRequestError as error:
+        raise _NAMES.rename(error) from None
 
 
 def _as_it_is(body: B) -> Pieces[B]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -81,16 +81,16 @@ class Page:
 
     Args:
         views: what is shown.
-        model_name: that requests use.
+        model_names: that requests use.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
     """
 
     def __init__(
-        self, views: Views, model_name: str, clock: Callable[[], float], wall_clock: Callable[[], float]
+        self, views: Views, model_names: Sequence[str], clock: Callable[[], float], wall_clock: Callable[[], float]
     ) -> None:
         self._views = views
-        self._model_name = model_name
+        self._model_names = list(model_names)
         self._clock = clock
         self._wall_clock = wall_clock
         self._files = _read_files()
@@ -134,7 +134,7 @@ class Page:
         requests = None
         if caller.is_admin:
             requests = [request_json(each) async for each in self._views.recent(MAX_REQUESTS)]
-        return {"now": self._wall_clock(), "model": self._model_name, **shown, "requests": requests}
+        return {"now": self._wall_clock(), "models": self._model_names, **shown, "requests": requests}
 
 
 def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:

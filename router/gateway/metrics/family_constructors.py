@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from disagg.router.statistics import Histogram
 
@@ -49,3 +49,23 @@ def histogram_of_counts(
         ends = [*(repr(float(bound)) for bound in bounds), "+Inf"]
         family.add_metric(label_values, list(zip(ends, accumulate(counts), strict=True)), total)
     return family
+
+
+def of_models(families: Mapping[str, Iterable[Metric]], label: str = "model") -> Iterator[Metric]:
+    """The families of several models as one set: each family once, its samples with the model's name under `label`. One
+    model's families are as they are; with an empty `label` the samples have the name already."""
+    if len(families) == 1:
+        yield from next(iter(families.values()))
+        return
+    found: dict[str, Metric] = {}
+    for model, each in families.items():
+        for family in each:
+            samples = family.samples
+            if label:
+                samples = [sample._replace(labels={label: model, **sample.labels}) for sample in samples]
+            if family.name in found:
+                found[family.name].samples.extend(samples)
+            else:
+                family.samples = samples
+                found[family.name] = family
+    yield from found.values()

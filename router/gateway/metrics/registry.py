@@ -30,7 +30,7 @@ from disagg.router.api import ClusterView
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.metrics.cluster import cluster_families
-from disagg.router.gateway.metrics.family_constructors import counter, gauge
+from disagg.router.gateway.metrics.family_constructors import counter, gauge, of_models
 from disagg.router.gateway.metrics.vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]
@@ -40,8 +40,8 @@ class GatewayMetrics(Collector):
     """One registry, owned by one gateway; nothing is registered globally.
 
     Args:
-        view: the cluster now.
-        model: name of the served model, a label of the `vllm:*` aliases.
+        views: of each served model, by name: its part of the cluster now. The name is the label `model_name` of the
+            `vllm:*` aliases; where there are several, it is the label `model` of what is of one model, too.
         vllm_aliases: whether the names of vLLM are there too.
         loop_times: of the gateway's event loop; `None` shows zeros.
         autoscaler: what the controller's decided last; `None` where there is none.
@@ -53,8 +53,7 @@ class GatewayMetrics(Collector):
 
     def __init__(
         self,
-        view: Callable[[], ClusterView],
-        model: str,
+        views: Mapping[str, Callable[[], ClusterView]],
         *,
         vllm_aliases: bool = True,
         loop_times: LoopTimes | None = None,
@@ -72,8 +71,7 @@ class GatewayMetrics(Collector):
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
         """Set when the gateway starts."""
-        self._view = view
-        self._model = model
+        self._views = dict(views)
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()
@@ -141,14 +139,17 @@ class GatewayMetrics(Collector):
             [((phase.name,), phase.seconds) for phase in self._start_phases],
         )
         yield from loop_families(self._loop_times, self.offload)
-        view = self._view()
-        if not self._shows_workers:
-            view = replace(view, counters={})
-        yield from cluster_families(view, shows_workers=self._shows_workers)
+        views = {name: self._shown(view()) for name, view in self._views.items()}
+        yield from of_models(
+            {name: cluster_families(view, shows_workers=self._shows_workers) for name, view in views.items()}
+        )
         if self._shows_workers and (scaling := self._autoscaler()) is not None:
             yield from autoscaler_families(scaling)
         if self._vllm_aliases:
-            yield from vllm_families(view, self._model)
+            yield from of_models({name: vllm_families(view, name) for name, view in views.items()}, label="")
+
+    def _shown(self, view: ClusterView) -> ClusterView:
+        return view if self._shows_workers else replace(view, counters={})
 
 
 def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:

@@ -36,7 +36,7 @@ TTFT_METADATA = "x-slo-ttft-ms"
 TPOT_METADATA = "x-slo-tpot-ms"
 """A client's target for the mean time between output tokens, in milliseconds."""
 _MAX_TARGET_MS = 86_400_000.0
-_MAX_ECHOED_CHARS = 64
+MAX_ECHOED_CHARS = 64
 """Of a client's wrong value, as repeated in the message."""
 
 
@@ -174,7 +174,7 @@ def check_deadline(time_left_s: float | None) -> None:
 def check_model(name: str, limits: Limits) -> None:
     """Raises `ModelNotFoundError` if `name` is not the served model."""
     if name != limits.model.name:
-        raise ModelNotFoundError(name[:_MAX_ECHOED_CHARS], [limits.model.name])
+        raise ModelNotFoundError(name[:MAX_ECHOED_CHARS], [limits.model.name])
 
 
 def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
@@ -239,7 +239,7 @@ def check_millis(field: str, value: str | bytes) -> float:
     except ValueError:
         millis = math.nan
     if not 0 < millis <= _MAX_TARGET_MS:
-        given = str(value)[:_MAX_ECHOED_CHARS]
+        given = str(value)[:MAX_ECHOED_CHARS]
         raise InvalidRequestError(field, f"must be a number of milliseconds in (0, {_MAX_TARGET_MS:g}], not {given!r}")
     return millis
 

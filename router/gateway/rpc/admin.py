@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import grpc
 from typing_extensions import override
@@ -19,14 +20,15 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
+    PoolKind,
     PoolName,
     ScaleRequest,
     StateRequest,
 )
 from disagg.proto.errors import InvalidRequestError, RequestNotFoundError, UnavailableError
-from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.ids import RequestId, WorkerId, kind_of
 from disagg.proto.messages import StartPhase
-from disagg.router.api import Router
+from disagg.router.api import RouterViews
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import Caller
@@ -39,7 +41,7 @@ from disagg.router.gateway.rpc.admin_answers import (
     recent_request,
     state_in,
 )
-from disagg.router.gateway.rpc.probe import PairProbe
+from disagg.router.gateway.rpc.probe import Probe
 from disagg.router.gateway.rpc.shape import MAX_CHARS, Shape, check, why
 from disagg.router.gateway.rpc.state_feed import StateFeed
 from disagg.router.gateway.status import abort_on_error
@@ -62,6 +64,7 @@ _AT_ONCE = 50
 """Requests of `GetLoad` that are written without a pause."""
 MAX_AGE_S = 0.1
 """Of a state for callers other than admins: all of them cost the controller one call in this time."""
+_POOL: Final = re.compile(r"([A-Za-z0-9_-]{1,32}/)?[a-z]{1,16}")
 MAX_SHOWN_SIZES = 8
 """Of a request to scale, in the audit log."""
 
@@ -77,7 +80,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     """`disagg.v1.AdminService`, for operators.
 
     Args:
-        router: what is looked at.
+        router: what is looked at: all of the gateway's.
         control: calls the controller.
         probe: tries pairs of workers.
         rights: authorization; without it, as authenticated.
@@ -86,13 +89,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
         wall_clock: seconds since the epoch.
         name: of this gateway.
         start_phases: of the gateway's process.
+        models: the names of the served ones.
     """
 
     def __init__(
         self,
-        router: Router,
+        router: RouterViews,
         control: Control = no_controller,
-        probe: PairProbe | None = None,
+        probe: Probe | None = None,
         rights: Rights | None = None,
         *,
         audit: Audit,
@@ -100,8 +104,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         wall_clock: Callable[[], float] = time.time,
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
+        models: Sequence[str] = (),
     ) -> None:
         self._router = router
+        self._models = tuple(models)
         self._control = control
         self._probe = probe
         self._rights = rights or Rights()
@@ -156,7 +162,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             for entry in request.sizes:
                 name = _pool_name(entry.pool)
                 if name is None:
-                    pools = [pool.name for pool in (await self._known()).pools] or get_args(PoolName)
+                    pools = [pool.name for pool in (await self._known()).pools] or get_args(PoolKind)
                     message = f"there is no pool {entry.pool[:MAX_CHARS]!r}; this cluster has {', '.join(pools)}"
                     raise InvalidRequestError("sizes.pool", message)
                 if name in sizes:
@@ -194,6 +200,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             limit = request.limit if request.HasField("limit") else DEFAULT_LOAD
             if limit > MAX_LISTED:
                 raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
+            self._require_one_model()
             self._shape.read_load(self._wall_clock())
             response = placement_facts(self._router.view())
             response.now_s = self._clock()
@@ -208,6 +215,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def SetDecodes(self, request: pb.SetDecodesRequest, context: Context) -> pb.SetDecodesResponse:
         async with abort_on_error(context):
             self._rights.require_admin(context)
+            self._require_one_model()
             before, after = self._router.view().placement.decodes, _decodes(request.decodes)
             if before is None:
                 raise InvalidRequestError("decodes", "the placement policy of this cluster has no such setting")
@@ -228,6 +236,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def GetShape(self, request: pb.GetShapeRequest, context: Context) -> pb.GetShapeResponse:
         async with abort_on_error(context):
             self._rights.require_admin(context)
+            self._require_one_model()
             placement = self._router.view().placement
             latest = self._router.recent(MAX_LISTED)
             num_targeted = sum(
@@ -278,6 +287,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
             self._rights.require_admin(context)
             yield
 
+    def _require_one_model(self) -> None:
+        """Raises `InvalidRequestError` where there are several: a twin replays the load of one."""
+        if len(self._models) > 1:
+            raise InvalidRequestError(
+                "model", f"this is for a cluster of one model; here are {', '.join(self._models)}"
+            )
+
     async def _known(self) -> ControlState:
         try:
             return state_in(await self._control(StateRequest()))
@@ -300,4 +316,5 @@ def _decodes(text: str) -> Decodes:
 
 
 def _pool_name(text: str) -> PoolName | None:
-    return next((name for name in get_args(PoolName) if name == text), None)
+    """The name that may be one of a pool; the controller knows which there are."""
+    return text if _POOL.fullmatch(text) and kind_of(text) in get_args(PoolKind) else None

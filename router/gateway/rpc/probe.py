@@ -9,12 +9,15 @@ of it. Its hashes start from a random root: no cache has any of it, and nothing 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import override
 
 from disagg.proto.block_hash import HASH_BYTES, chain_hashes
 from disagg.proto.errors import InternalError, InvalidRequestError, UnavailableError
-from disagg.proto.ids import BlockHash, RequestId, WorkerId
+from disagg.proto.ids import BlockHash, RequestId, WorkerId, model_of
 from disagg.proto.messages import Sampling, WorkerInfo
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
@@ -38,7 +41,33 @@ class ProbeResult:
     transport: str
 
 
-class PairProbe:
+class Probe(Protocol):
+    """Tries a pair of workers."""
+
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
+        """Probe one pair.
+
+        Raises:
+            InvalidRequestError: for a worker that is not there.
+            UnavailableError: if the two form no pair, have no room now, or fail.
+            DeadlineError: if that takes longer than `TIMEOUT_S` seconds.
+        """
+        ...
+
+
+class PairProbes(Probe):
+    """Probes the pairs of all models, each by the probe of its key."""
+
+    def __init__(self, probes: Mapping[str, PairProbe]) -> None:
+        self._probes = dict(probes)
+
+    @override
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
+        probe = self._probes.get(model_of(prefill_id)) or next(iter(self._probes.values()))
+        return await probe.run(prefill_id, decode_id)
+
+
+class PairProbe(Probe):
     """Probes the pairs of one gateway. Keeps nothing between probes.
 
     Args:
@@ -64,14 +93,8 @@ class PairProbe:
         self._mint_id = mint_id
         self._dice = dice
 
+    @override
     async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
-        """Probe one pair.
-
-        Raises:
-            InvalidRequestError: for a worker that is not there.
-            UnavailableError: if the two form no pair, have no room now, or fail.
-            DeadlineError: if that takes longer than `TIMEOUT_S` seconds.
-        """
         prefill, decode = self._find("prefill_worker", prefill_id), self._find("decode_worker", decode_id)
         request = self._request(prefill, decode)
         handle = self._router.submit(request, self._clock())

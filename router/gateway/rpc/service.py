@@ -17,16 +17,16 @@ from disagg.proto.errors import InvalidRequestError, RequestCancelledError, Unav
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.auth.rights import may_use, require_model
 from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.event_loop.stall import StalledError, StallWatch
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_METADATA
 from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 from disagg.router.gateway.requests.request import Call, GenerationInput, Prompt
-from disagg.router.gateway.requests.validate import check_chat, check_model, check_targets, check_text
+from disagg.router.gateway.requests.validate import check_chat, check_targets, check_text
 from disagg.router.gateway.requests.values import check_ids, check_length
 from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.router.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
@@ -49,7 +49,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     """`disagg.v1.InferenceService`.
 
     Args:
-        generator: answers requests.
+        models: answer requests.
         mint_id: a request id that was never used.
         clock: the generator's clock.
         mint_trace_bits: 192 random bits, see `child_of`.
@@ -60,7 +60,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        generator: Generator,
+        models: Models,
         mint_id: Callable[[], RequestId],
         clock: Callable[[], float],
         mint_trace_bits: Callable[[], int],
@@ -69,7 +69,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         metrics: GatewayMetrics,
         readiness: Readiness,
     ) -> None:
-        self._generator = generator
+        self._models = models
         self._mint_id = mint_id
         self._clock = clock
         self._mint_trace_bits = mint_trace_bits
@@ -82,7 +82,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         begun = await self._begin(context)
         async with abort_on_error(context, begun.request_id):
             with self._metrics.counted("grpc"), self._readiness.answering():
-                run = self._run(await self._read(request), begun, context)
+                generator = self._models.find(CALLER.get(), request.model)
+                run = self._run(generator, await _read(generator, request), begun, context)
                 async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
                     async for event in events:
                         await self._write(context, _response(event), watch)
@@ -93,27 +94,30 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         answer = pb.GenerateOnceResponse()
         async with abort_on_error(context, begun.request_id):
             with self._metrics.counted("grpc"), self._readiness.answering():
-                given = await self._read(request.request)
+                generator = self._models.find(CALLER.get(), request.request.model)
+                given = await _read(generator, request.request)
                 if given.n is not None and given.n > 1:
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
                 if given.resumed is not None:
                     raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
-                async with aclosing(self._run(given, begun, context)) as events:
+                async with aclosing(self._run(generator, given, begun, context)) as events:
                     await _gather(events, answer)
         return answer
 
     @override
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        info = self._generator.model.info
-        model = pb.Model(name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-        return pb.ListModelsResponse(models=[model] if may_use(CALLER.get(), info.name) else [])
+        infos = (generator.model.info for generator in self._models.allowed(CALLER.get()))
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(name=info.name, max_model_len=info.max_model_len, vocab_size=info.vocab_size) for info in infos
+            ]
+        )
 
     @override
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with abort_on_error(context):
-            limits = self._generator.limits
-            require_model(CALLER.get(), request.model)
-            check_model(request.model, limits)
+            generator = self._models.find(CALLER.get(), request.model)
+            limits = generator.limits
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("input", "one of text and chat must be set")
@@ -122,20 +126,16 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                 prompt = check_text(request.text, "text", limits)
             else:
                 prompt = check_chat(await in_pieces(read_turns(request.chat)), limits)
-            return pb.TokenizeResponse(token_ids=await self._generator.tokenize(prompt))
+            return pb.TokenizeResponse(token_ids=await generator.tokenize(prompt))
 
     @override
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with abort_on_error(context):
-            limits = self._generator.limits
-            require_model(CALLER.get(), request.model)
-            check_model(request.model, limits)
-            check_length(len(request.token_ids), "token_ids", self._generator.max_listed_ids)
+            generator = self._models.find(CALLER.get(), request.model)
+            limits = generator.limits
+            check_length(len(request.token_ids), "token_ids", generator.max_listed_ids)
             token_ids = check_ids(request.token_ids, "token_ids", limits.model.vocab_size)
-            return pb.DetokenizeResponse(text=await self._generator.detokenize(token_ids))
-
-    async def _read(self, request: pb.GenerateRequest) -> GenerationInput:
-        return await in_pieces(read_request(request, self._generator.limits.model))
+            return pb.DetokenizeResponse(text=await generator.detokenize(token_ids))
 
     async def _begin(self, context: Context) -> _Begun:
         """Mint the id, and a span where the caller has one; send them, with the client's label, before anything can
@@ -153,7 +153,9 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await context.send_initial_metadata(tuple(metadata))
         return _Begun(request_id, trace_parent, parent)
 
-    def _run(self, given: GenerationInput, begun: _Begun, context: Context) -> AsyncGenerator[Delta | Finish, None]:
+    def _run(
+        self, generator: Generator, given: GenerationInput, begun: _Begun, context: Context
+    ) -> AsyncGenerator[Delta | Finish, None]:
         """The answers, with deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong
         targets."""
         time_left_s = context.time_remaining()
@@ -165,7 +167,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             trace_parent=begun.trace_parent,
             parent_span=begun.parent_span,
         )
-        return self._generator.run(given, call)
+        return generator.run(given, call)
 
     async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
         """Send one message; returns when the client's flow control took it. Raises `UnavailableError` where that takes
@@ -177,6 +179,10 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             raise RequestCancelledError("the client is gone") from error
         except StalledError:
             raise UnavailableError(f"nothing was read for {self._write_timeout_s:g} s", "stream_lost") from None
+
+
+async def _read(generator: Generator, request: pb.GenerateRequest) -> GenerationInput:
+    return await in_pieces(read_request(request, generator.limits.model))
 
 
 def _firsts(context: Context, *keys: str) -> dict[str, str]:

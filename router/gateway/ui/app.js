@@ -1,7 +1,7 @@
 // Asks for the state once a second while the page is visible, and hands it to the parts of the page.
 
 import { call, key } from "./api.js";
-import { setModel, startChat } from "./chat.js";
+import { setModels, startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
 import { byId, setText } from "./dom.js";
 import { showRequest, showRequests, startRequests } from "./requests.js";
@@ -25,8 +25,8 @@ async function poll() {
 }
 
 function show(state) {
-  setText(byId("model"), state.model);
-  setModel(state.model);
+  setText(byId("model"), state.models.join(", "));
+  setModels(state.models);
   setText(byId("status"), state.pools.length ? "Connected" : "The controller does not answer; this is what the gateway sees");
   byId("status").className = state.pools.length ? "" : "bad";
   showRequests(state.requests, state.now);

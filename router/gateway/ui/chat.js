@@ -5,12 +5,15 @@ import { byId, el, milliseconds } from "./dom.js";
 
 const MAX_MESSAGES = 200;
 let turns = [];
-let model = "";
 let running = null;
 let explain = () => {};
 
-export function setModel(name) {
-  model = name;
+// Which model answers can be chosen where there are several.
+export function setModels(names) {
+  const choice = byId("chat-model");
+  if (choice.options.length === names.length && names.every((name, i) => choice.options[i].value === name)) return;
+  choice.replaceChildren(...names.map((name) => el("option", {}, name)));
+  choice.parentElement.hidden = names.length < 2;
 }
 
 export function startChat(showRequest) {
@@ -68,7 +71,7 @@ async function send() {
 
 async function stream(messages, answer, shown) {
   const body = {
-    model,
+    model: byId("chat-model").value,
     messages,
     stream: true,
     stream_options: { include_usage: true },

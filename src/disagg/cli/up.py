@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
-from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, override
+from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, models_of, override
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.models.catalog import FAKE_MODEL
@@ -189,27 +189,30 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
     for info in cluster.workers:
         blocks = f"{info.num_blocks} x {info.block_size} tokens"
         workers.add_row(info.worker_id, ", ".join(info.roles), str(info.pid), info.address, blocks)
-    name, http_address = config.model.served_name, cluster.http_address
+    names = [alone.model.served_name for alone in models_of(config).values()]
+    http_address = cluster.http_address
     http = f", [bold]{http_address}[/bold] (HTTP)" if http_address else ""
     console.print(
-        f"\nserving [bold]{escape(name)}[/bold] on [bold]{cluster.address}[/bold] (gRPC){http}\n",
+        f"\nserving [bold]{escape(', '.join(names))}[/bold] on [bold]{cluster.address}[/bold] (gRPC){http}\n",
         highlight=False,
         soft_wrap=True,
     )
     console.print(workers)
     console.print("\ntry it from another terminal:", style="dim")
-    for line in lines_to_try(cluster.address, http_address, name, config.gateway):
+    for line in lines_to_try(cluster.address, http_address, names, config.gateway):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops the cluster", style="dim")
 
 
-def lines_to_try(address: str, http_address: str, model: str, gateway: GatewaySection) -> list[str]:
+def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway: GatewaySection) -> list[str]:
     """Lines of shell that use a cluster, and look at it. Without an HTTP address there is none of curl."""
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
-    lines = [*_exports(gateway), f'disagg generate "What is a cache?"{at}']
+    model = models[0]
+    chosen = f" --model {shlex.quote(model)}" if len(models) > 1 else ""
+    lines = [*_exports(gateway), f'disagg generate "What is a cache?"{chosen}{at}']
     if http_address:
         lines.append(curl_line(http_address, model, gateway))
-    return [*lines, client_line(address), f"disagg top{at}"]
+    return [*lines, client_line(address, model if len(models) > 1 else ""), f"disagg top{at}"]
 
 
 def _exports(gateway: GatewaySection) -> list[str]:
@@ -235,7 +238,8 @@ def curl_line(http_address: str, model: str, gateway: GatewaySection) -> str:
     return " ".join(words)
 
 
-def client_line(address: str) -> str:
+def client_line(address: str, model: str = "") -> str:
     """The Python client."""
-    call = "generate('The capital of France is', max_tokens=16)"
+    chosen = f"model={model!r}, " if model else ""
+    call = f"generate('The capital of France is', {chosen}max_tokens=16)"
     return f"""python -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""

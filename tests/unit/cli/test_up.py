@@ -96,7 +96,7 @@ def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number:
     assert run.cluster.num_stops == 1
     text = run.out.getvalue()
     assert "serving fake on 127.0.0.1:9 (gRPC), 127.0.0.1:10 (HTTP)\n" in text
-    for line in up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", "fake", run.config.gateway):
+    for line in up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["fake"], run.config.gateway):
         assert f"\n  {line}\n" in text
     assert text.endswith("stopping\n")
     assert signal.getsignal(number) is before
@@ -115,7 +115,7 @@ def gateway_of(**keys: object) -> GatewaySection:
 
 
 def test_lines_to_try() -> None:
-    generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", "it's", gateway_of())
+    generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["it's"], gateway_of())
     assert generate == 'disagg generate "What is a cache?" --address 127.0.0.1:9'
     assert top == "disagg top --address 127.0.0.1:9"
     words = shlex.split(curl)
@@ -134,7 +134,7 @@ def test_lines_to_try() -> None:
 
 
 def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -> None:
-    lines = up.lines_to_try("127.0.0.1:8470", "", "fake", gateway_of())
+    lines = up.lines_to_try("127.0.0.1:8470", "", ["fake"], gateway_of())
     assert [line.split()[0] for line in lines] == ["disagg", "python", "disagg"]
     assert not any("--address" in line for line in lines)
 
@@ -156,7 +156,7 @@ def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -
     ],
 )
 def test_keys_and_certificates_come_from_the_environment(gateway: dict[str, object], exports: str, curl: str) -> None:
-    lines = up.lines_to_try("b:9", "b:10", "fake", gateway_of(**gateway))
+    lines = up.lines_to_try("b:9", "b:10", ["fake"], gateway_of(**gateway))
     assert lines[0] == exports
     assert lines[2].startswith(curl)
 

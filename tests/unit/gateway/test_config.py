@@ -6,17 +6,20 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.config import GatewayConfig, TlsFiles, serves_page
+from disagg.router.gateway.config import GatewayConfig, ModelSource, TlsFiles, serves_page
 
 
 def config(**changes: Any) -> GatewayConfig:
-    return GatewayConfig(**({"model_name": "m", "model_path": "p", "prefix_root": "f"} | changes))
+    """`changes` are of the gateway, or of its model."""
+    of_model: dict[str, Any] = {name: changes.pop(name) for name in ("name", "max_model_len") if name in changes}
+    source = ModelSource(**({"name": "m", "path": "p", "prefix_root": "f"} | of_model))
+    return GatewayConfig(models=(source,), **changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_name": ""}, "model_name: must not be empty"),
+        ({"name": ""}, r"^gateway\.models\.name: must not be empty"),
         ({"port": -1}, r"port: must be in \[0, 65535\], not -1"),
         ({"port": 65536}, "port"),
         ({"max_model_len": 0}, "max_model_len: must be at least 1, not 0"),

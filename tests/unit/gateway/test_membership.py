@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -48,8 +48,8 @@ class Workers:
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.told.append(f"resume {incarnation}")
 
-    def configure(self, config: RouterConfig) -> None:
-        self.told.append(f"configure {config.policy}")
+    def configure(self, configs: Mapping[str, RouterConfig]) -> None:
+        self.told += [f"configure {config.policy}" for config in configs.values()]
 
     def take(self) -> list[str]:
         told, self.told = self.told, []

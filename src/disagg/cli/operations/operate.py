@@ -27,9 +27,9 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     """Sizes from `prefill=3`. Raises `ConfigError`."""
     sizes: dict[str, int] = {}
     for text in texts:
-        match = re.fullmatch(r"([a-z]+)=(\d{1,9})", text)
+        match = re.fullmatch(r"((?:[A-Za-z0-9_-]+/)?[a-z]+)=(\d{1,9})", text)
         if match is None:
-            raise ConfigError(f"{text}: expected POOL=SIZE, such as decode=2")
+            raise ConfigError(f"{text}: expected POOL=SIZE, such as decode=2, or MODEL/POOL=SIZE")
         if match[1] in sizes:
             raise ConfigError(f"{text}: {match[1]} is named twice")
         sizes[match[1]] = int(match[2])

@@ -24,7 +24,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
 from disagg.router.config import RecordingOptions
-from disagg.router.gateway.config import TlsFiles
+from disagg.router.gateway.config import ModelSource, TlsFiles
 
 
 def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") -> WorkerInfo:
@@ -91,7 +91,7 @@ GPU_POOLS: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("pools", "devices"), GPU_POOLS)
 def test_each_worker_has_devices_of_its_own(pools: dict[str, Any], devices: list[str]) -> None:
     config = parse_config({"pools": pools})
-    plan = ClusterPlan(config, "fake", (0, 1))
+    plan = ClusterPlan(config, {"": "fake"}, (0, 1))
     assert [worker.device for worker in plan.workers] == devices
     check_devices(config, 4)
     check_devices(config, None)
@@ -135,7 +135,7 @@ def test_both_pools_share_a_device_that_both_name(transport: str) -> None:
     }
     config = parse_config({"pools": pools, "transfer": {"transport": transport}})
     check_devices(config, 1)
-    assert [worker.device for worker in ClusterPlan(config, "fake", (0, 1)).workers] == ["cuda:0", "cuda:0"]
+    assert [worker.device for worker in ClusterPlan(config, {"": "fake"}, (0, 1)).workers] == ["cuda:0", "cuda:0"]
 
 
 @pytest.mark.parametrize("measures", ["prefill", "decode"])
@@ -186,7 +186,7 @@ def test_worker_configs_carry_pool_transfer_and_model() -> None:
             "transfer": {"chunk_bytes": 1024, "staging_bytes": 4096, "lease_timeout_s": 2},
         }
     )
-    workers = ClusterPlan(config, "/m", (0, 1)).workers
+    workers = ClusterPlan(config, {"": "/m"}, (0, 1)).workers
     assert [(w.worker_id, w.roles, w.cores) for w in workers] == [
         ("prefill-0", ("prefill",), (0,)),
         ("prefill-1", ("prefill",), (1,)),
@@ -210,7 +210,7 @@ def test_defaults_are_those_of_the_device(
 ) -> None:
     pool = {"device": device}
     config = parse_config({"pools": {"prefill": pool, "decode": pool}, "transfer": {"max_pairs": 3}})
-    for worker in ClusterPlan(config, "/m", (0, 1)).workers:
+    for worker in ClusterPlan(config, {"": "/m"}, (0, 1)).workers:
         assert (worker.token_budget, worker.block_size, worker.kv_cache_bytes) == (budget, block, "auto")
         assert (worker.swap_bytes, worker.tail_tokens) == (swap, tail)
         assert worker.transfer == TransferLimits(chunk_bytes=chunk, staging_bytes=staging, max_pairs=3)
@@ -260,13 +260,13 @@ def test_each_limit_of_the_yaml_reaches_the_worker() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_worker_configs_say_whether_weights_are_shared(shared: bool) -> None:
     config = parse_config({"model": {"share_weights": shared}})
-    assert [worker.share_weights for worker in ClusterPlan(config, "/m", (0, 1)).workers] == [shared] * 2
+    assert [worker.share_weights for worker in ClusterPlan(config, {"": "/m"}, (0, 1)).workers] == [shared] * 2
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_worker_configs_carry_the_quantization(quantization: str) -> None:
     config = parse_config({"model": {"quantization": quantization}})
-    assert [worker.quantization for worker in ClusterPlan(config, "/m", (0, 1)).workers] == [quantization] * 2
+    assert [worker.quantization for worker in ClusterPlan(config, {"": "/m"}, (0, 1)).workers] == [quantization] * 2
 
 
 @pytest.mark.parametrize(("pool", "expected"), [({}, 256 << 20), ({"device": "cuda"}, 0), ({"swap_bytes": 5}, 5)])
@@ -283,14 +283,14 @@ def test_workers_are_told_how_often_clients_get_tokens(gateway: dict[str, object
 
 def test_a_colocated_worker_has_both_roles() -> None:
     config = parse_config({"mode": "colocated"})
-    (worker,) = ClusterPlan(config, "fake", (0,)).workers
+    (worker,) = ClusterPlan(config, {"": "fake"}, (0,)).workers
     assert (worker.worker_id, worker.roles) == ("colocated-0", ("prefill", "decode"))
 
 
 @pytest.mark.parametrize(("pool", "expected"), [({}, 16), ({"device": "cuda"}, 64), ({"block_size": 48}, 48)])
 def test_blocks_are_larger_on_a_gpu(pool: dict[str, object], expected: int) -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": pool}})
-    (worker,) = ClusterPlan(config, "fake", (0,)).workers
+    (worker,) = ClusterPlan(config, {"": "fake"}, (0,)).workers
     assert worker.block_size == expected
 
 
@@ -325,9 +325,9 @@ def test_router_and_gateway_configs() -> None:
     router = router_config(config)
     assert (router.local_prefill, router.max_queued) == ("never", 6)
     assert (router.decode_reserve_tokens, router.watermark) == (77, 0.5)
-    gateway = gateway_config(config, "/m", [make_info("a", 100), make_info("b", 90)])
-    assert (gateway.model_name, gateway.model_path, gateway.prefix_root) == ("m", "/m", "m")
-    assert (gateway.host, gateway.port, gateway.http_port, gateway.max_model_len) == ("127.0.0.1", 5, 6, 90)
+    gateway = gateway_config(config, {"": "/m"}, [make_info("a", 100), make_info("b", 90)])
+    assert gateway.models == (ModelSource(name="m", path="/m", prefix_root="m", max_model_len=90),)
+    assert (gateway.host, gateway.port, gateway.http_port) == ("127.0.0.1", 5, 6)
     assert (gateway.max_connections, gateway.max_grpc_connections, gateway.api_keys) == (7, 9, "/a")
     assert (gateway.max_unfinished_bytes, gateway.max_keyless_watches) == (3 << 20, 11)
     assert gateway.tls == TlsFiles(cert="/c", key="/k")
@@ -368,7 +368,7 @@ def test_workers_that_come_later_go_on_round_the_cores(
         name: {"size": size, "num_threads": count}
         for name, size, count in zip(("prefill", "decode"), sizes, threads, strict=True)
     }
-    plan = ClusterPlan(parse_config({"pools": pools}), "fake", available)
+    plan = ClusterPlan(parse_config({"pools": pools}), {"": "fake"}, available)
     for pool, expected in cores.items():
         assert [plan.worker(pool, index).cores for index in range(len(expected))] == expected
 
@@ -378,7 +378,7 @@ def test_each_rank_takes_cores_for_its_threads() -> None:
     plan = plan_cores(parse_config({"pools": pools}), tuple(range(10, 16)))
     assert plan.workers == {"prefill-0": (10, 11, 12, 13), "decode-0": (14,), "decode-1": (15,)}
     assert plan.warnings == ()
-    (prefill, *decode) = ClusterPlan(parse_config({"pools": pools}), "fake", tuple(range(10, 16))).workers
+    (prefill, *decode) = ClusterPlan(parse_config({"pools": pools}), {"": "fake"}, tuple(range(10, 16))).workers
     assert (prefill.tp, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
     assert [worker.tp for worker in decode] == [1, 1]
 
@@ -391,7 +391,7 @@ def test_ranks_that_share_cores_are_warned_about() -> None:
 
 
 def test_a_plan_for_the_gateway_remembers_its_ports() -> None:
-    plan = ClusterPlan(parse_config({"gateway": {"port": 0}}), "fake", (0, 1))
+    plan = ClusterPlan(parse_config({"gateway": {"port": 0}}), {"": "fake"}, (0, 1))
     infos = [make_info("a"), make_info("b")]
     first, again = plan.gateway(infos), plan.gateway(infos, port=77, http_port=78)
     assert (first.gateway.port, first.gateway.http_port) == (0, 0)

@@ -39,7 +39,7 @@ def planned(plans: Plans, raw: dict[str, Any], **options: Any) -> tuple[ApplyRep
 def test_only_the_pool_that_differs_is_replaced() -> None:
     plans = Plans(cluster_plan({}))
     reply, plan, new = planned(plans, {"pools": {"decode": {"num_blocks": 64}}})
-    assert (reply.pools, plan.replaced, plan.changes_all) == (("decode",), ("decode",), False)
+    assert (reply.pools, plan.replaced, plan.changes_all()) == (("decode",), ("decode",), False)
     assert [change.field for change in reply.changes] == ["pools.decode.num_blocks"]
     assert (plan.old.generation, plan.new.generation) == (1, 2)
     plans.add(2, new)
@@ -133,7 +133,7 @@ def test_an_apply_is_refused_where_something_changes_all_the_time() -> None:
 def test_a_restart_replaces_workers_though_nothing_differs() -> None:
     plans = Plans(cluster_plan({}))
     reply, plan, new = planned(plans, {}, restart=True)
-    assert (reply.changes, reply.pools, plan.changes_all) == ((), ("prefill", "decode"), True)
+    assert (reply.changes, reply.pools, plan.changes_all()) == ((), ("prefill", "decode"), True)
     plans.add(2, new)
     again = plans.plan(requested({}), plan.new, 2)[0]
     assert again.pools == ()
@@ -192,7 +192,7 @@ def test_another_mode_has_other_pools() -> None:
     raw: dict[str, Any] = {"mode": "elastic"}
     reply, plan, _ = planned(plans, raw)
     pools: tuple[PoolName, ...] = ("workers", "prefill", "decode")
-    assert (reply.pools, plan.changes_all, plan.new.sizes) == (pools, True, {"workers": 2})
+    assert (reply.pools, plan.changes_all(), plan.new.sizes) == (pools, True, {"workers": 2})
 
 
 @pytest.mark.parametrize(

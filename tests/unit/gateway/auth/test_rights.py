@@ -10,7 +10,7 @@ from disagg.router.api import NO_LIMITS, TenantLimits
 from disagg.router.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
 from disagg.router.gateway.auth.rights import Rights, is_local_peer, require_counts
 from disagg.router.gateway.auth.security import check_files, secure
-from disagg.router.gateway.config import GatewayConfig, TlsFiles
+from disagg.router.gateway.config import GatewayConfig, ModelSource, TlsFiles
 from tests.support.certificates import Authority
 
 LOCAL, REMOTE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"
@@ -110,7 +110,7 @@ def test_a_tenant_sees_its_own_requests() -> None:
 
 
 def config(**values: Any) -> GatewayConfig:
-    return GatewayConfig(model_name="m", model_path="fake", prefix_root="f", **values)
+    return GatewayConfig(models=(ModelSource(name="m", path="fake", prefix_root="f"),), **values)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def views() -> FakeViews:
 
 
 def app_of(model: ServedModel, views: FakeViews, **changes: Any) -> TestApp:
-    return TestApp(model, page=Page(views, "tiny", lambda: views.now, lambda: NOW), **changes)
+    return TestApp(model, page=Page(views, ["tiny"], lambda: views.now, lambda: NOW), **changes)
 
 
 async def get(app: TestApp, path: str, key: str = "", **headers: str) -> Any:
@@ -77,7 +77,7 @@ async def test_every_file_that_the_page_names_is_served_without_a_key(model: Ser
         file = await get(app, path)
         assert file.status_code == 200
         named |= {f"/ui/{name}" for name in re.findall(r'from "\./([^"]+)"', file.text)}
-    assert named | {"/"} == set(Page(views, "tiny", lambda: 0.0, lambda: NOW).paths)
+    assert named | {"/"} == set(Page(views, ["tiny"], lambda: 0.0, lambda: NOW).paths)
 
 
 async def test_nothing_but_its_own_files_may_run_in_the_page(model: ServedModel, views: FakeViews) -> None:
@@ -109,7 +109,7 @@ async def test_data_needs_a_key_and_requests_of_all_an_admins(model: ServedModel
     assert (await get(app, "/ui/state", "k-a")).json()["requests"] is None
     found = (await get(app, "/ui/state", "k-admin")).json()
     assert [request["id"] for request in found["requests"]] == [f"r{number}" for number in range(MAX_REQUESTS)]
-    assert (found["model"], found["now"], found["running"]) == ("tiny", NOW, 3)
+    assert (found["models"], found["now"], found["running"]) == (["tiny"], NOW, 3)
     assert views.seen == [TENANT, ADMIN]
 
 

@@ -11,7 +11,7 @@ from tests.support.metrics import Samples, busy_view, read_samples, value
 
 @pytest.fixture
 def metrics() -> GatewayMetrics:
-    return GatewayMetrics(busy_view, "tiny")
+    return GatewayMetrics({"tiny": busy_view})
 
 
 @pytest.fixture
@@ -160,20 +160,20 @@ def test_the_names_of_vllm_show_the_same_numbers(samples: Samples) -> None:
 
 
 def test_the_names_of_vllm_can_be_left_out() -> None:
-    found = read_samples(GatewayMetrics(busy_view, "tiny", vllm_aliases=False).render()[0])
+    found = read_samples(GatewayMetrics({"tiny": busy_view}, vllm_aliases=False).render()[0])
     assert found.keys()
     assert [name for name in found if not name.startswith("disagg_")] == []
 
 
 def test_an_empty_cluster_has_metrics_too() -> None:
-    found = read_samples(GatewayMetrics(lambda: ClusterView((), 0, 0), "tiny").render()[0])
+    found = read_samples(GatewayMetrics({"tiny": lambda: ClusterView((), 0, 0)}).render()[0])
     assert value(found, "vllm:kv_cache_usage_perc", model_name="tiny") == 0
     assert value(found, "disagg_inter_token_latency_seconds_count") == 0
 
 
 def test_where_answers_decode_is_shown_by_policies_that_have_the_setting(metrics: GatewayMetrics) -> None:
     without = ClusterView((), 0, 0, placement=PlacementView("joint"))
-    assert not any("decodes" in name for name in read_samples(GatewayMetrics(lambda: without, "tiny").render()[0]))
+    assert not any("decodes" in name for name in read_samples(GatewayMetrics({"tiny": lambda: without}).render()[0]))
     found = read_samples(metrics.render()[0])
     assert value(found, "disagg_router_decodes", setting="gather") == 1
     assert value(found, "disagg_router_decodes", setting="spread") == 0
@@ -194,7 +194,7 @@ def test_no_metric_is_made_twice(metrics: GatewayMetrics) -> None:
 
 def test_of_several_gateways_one_shows_what_all_have_alike() -> None:
     shown = [
-        read_samples(GatewayMetrics(busy_view, "m", name=name, shows_workers=first).render()[0])
+        read_samples(GatewayMetrics({"m": busy_view}, name=name, shows_workers=first).render()[0])
         for name, first in (("gateway", True), ("gateway-1", False))
     ]
     assert value(shown[1], "disagg_gateway_info", gateway="gateway-1") == 1

@@ -14,6 +14,7 @@ from disagg.router.api import ClusterView, TokenBatch
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.text.tokenizer import ServedModel
@@ -28,7 +29,7 @@ class CountedCalls(GatewayMetrics):
     """Keeps what is counted."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: ClusterView((), 0, 0), MODEL_NAME)
+        super().__init__({MODEL_NAME: lambda: ClusterView((), 0, 0)})
         self.calls: list[tuple[str, str]] = []
 
     def count_call(self, protocol: str, outcome: str) -> None:
@@ -45,7 +46,7 @@ def make(
         model, router, limits_of(model), FINGERPRINT, clock=lambda: 0.0, mint_seed=lambda: 0, mint_id=mint_id
     )
     return InferenceService(
-        generator,
+        Models([generator]),
         mint_id,
         lambda: 0.0,
         lambda: 0xABC,

@@ -1,0 +1,94 @@
+"""The routers of all models of a gateway together, as operators see them: one cluster."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
+
+from typing_extensions import override
+
+from disagg.proto.ids import RequestId
+from disagg.router.api import ClusterView, RequestTrace, Router, RouterViews, TenantLimits
+from disagg.router.config import Decodes
+from disagg.router.statistics import Rates
+
+
+class AllRouters(RouterViews):
+    """Looks at each; there is one at least. Of one router it is that router's own views."""
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = tuple(routers)
+
+    @override
+    def view(self) -> ClusterView:
+        return together([router.view() for router in self._routers])
+
+    @override
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        return next((found for router in self._routers if (found := router.trace(request_id)) is not None), None)
+
+    @override
+    def recent(self, limit: int) -> list[RequestTrace]:
+        traces = [router.recent(limit) for router in self._routers]
+        if len(traces) == 1:
+            return traces[0]
+        return list(islice(heapq.merge(*traces, key=lambda trace: -trace.arrival), limit))
+
+    @override
+    def set_decodes(self, decodes: Decodes) -> None:
+        for router in self._routers:
+            router.set_decodes(decodes)
+
+    def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
+        """Of tenants, at each model."""
+        for router in self._routers:
+            router.set_limits(limits)
+
+
+def together(views: Sequence[ClusterView]) -> ClusterView:
+    """One view of all workers and requests. Sums over ended requests (`stats`) and settings of placement are not in it:
+    each model has its own."""
+    if len(views) == 1:
+        return views[0]
+    return ClusterView(
+        workers=tuple(worker for view in views for worker in view.workers),
+        num_queued=sum(view.num_queued for view in views),
+        num_running=sum(view.num_running for view in views),
+        unreachable=tuple(info for view in views for info in view.unreachable),
+        stages=_added(view.stages for view in views),
+        rates=Rates(
+            sum(view.rates.requests_per_s for view in views), sum(view.rates.output_tokens_per_s for view in views)
+        ),
+        slos=_slos(views),
+        exported_traces=_added(view.exported_traces for view in views),
+        counters={name: metrics for view in views for name, metrics in view.counters.items()},
+        restarts={name: count for view in views for name, count in view.restarts.items()},
+        events=_added(view.events for view in views),
+        tenants=_tenants(views),
+    )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name, in the order in which the names come; zeros stay."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
+
+
+def _slos(views: Sequence[ClusterView]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, (met, total) in chain.from_iterable(view.slos.items() for view in views):
+        before = found.get(name, (0, 0))
+        found[name] = (before[0] + met, before[1] + total)
+    return found
+
+
+def _tenants(views: Sequence[ClusterView]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, (queued, running) in chain.from_iterable(view.tenants.items() for view in views):
+        before = found.get(name, (0, 0))
+        found[name] = (before[0] + queued, before[1] + running)
+    return found

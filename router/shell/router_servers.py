@@ -1,0 +1,89 @@
+"""The routers of one gateway, one for each model: what comes of a worker goes to the router of its model, by the key in
+its name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from disagg.proto.autoscaling import LoadReport
+from disagg.proto.ids import Incarnation, WorkerId, model_of
+from disagg.proto.messages import WorkerInfo
+from disagg.router.config import RouterConfig
+from disagg.router.shell.server import RouterServer
+
+logger = logging.getLogger(__name__)
+
+
+class RouterServers:
+    """Starts, stops and feeds the routers, by the key of their model; runs on one event loop."""
+
+    def __init__(self, routers: Mapping[str, RouterServer]) -> None:
+        self._routers = dict(routers)
+
+    @property
+    def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:
+        """As `RouterServer.on_drained`, of all."""
+        return next(iter(self._routers.values())).on_drained
+
+    @on_drained.setter
+    def on_drained(self, value: Callable[[WorkerId, Incarnation], None]) -> None:
+        for router in self._routers.values():
+            router.on_drained = value
+
+    async def start(self) -> None:
+        """Begin to connect to the workers; returns at once."""
+        for router in self._routers.values():
+            await router.start()
+
+    async def wait_until_connected(self, timeout_s: float) -> None:
+        """Wait until every worker has a session. Raises `TimeoutError` with the ids of those without."""
+        waits = (router.wait_until_connected(timeout_s) for router in self._routers.values())
+        found = await asyncio.gather(*waits, return_exceptions=True)
+        late = [str(error) for error in found if isinstance(error, TimeoutError)]
+        if late:
+            raise TimeoutError("; ".join(late))
+
+    async def stop(self) -> None:
+        """Stop them, side by side."""
+        await asyncio.gather(*(router.stop() for router in self._routers.values()))
+
+    async def add_worker(self, info: WorkerInfo) -> None:
+        """As `RouterServer.add_worker`."""
+        router = self._of(info.worker_id)
+        if router is None:
+            logger.warning("worker %s is of a model that this gateway does not serve; it is not used", info.worker_id)
+        else:
+            await router.add_worker(info)
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """As `RouterServer.remove_worker`."""
+        if (router := self._of(worker_id)) is not None:
+            await router.remove_worker(worker_id)
+
+    def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """As `RouterServer.drain_worker`. Nothing runs on a worker that is not used."""
+        router = self._of(worker_id)
+        if router is None:
+            self.on_drained(worker_id, incarnation)
+        else:
+            router.drain_worker(worker_id, incarnation)
+
+    def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """As `RouterServer.resume_worker`."""
+        if (router := self._of(worker_id)) is not None:
+            router.resume_worker(worker_id, incarnation)
+
+    def configure(self, configs: Mapping[str, RouterConfig]) -> None:
+        """As `RouterServer.configure`, each with the configuration of its key."""
+        for key, router in self._routers.items():
+            if key in configs:
+                router.configure(configs[key])
+
+    def load_reports(self) -> Sequence[LoadReport]:
+        """For the controller's autoscalers."""
+        return [router.load_report(key) for key, router in self._routers.items()]
+
+    def _of(self, worker_id: WorkerId) -> RouterServer | None:
+        return self._routers.get(model_of(worker_id))
