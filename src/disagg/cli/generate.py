@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TextIO
 
@@ -41,7 +42,7 @@ def run_generate(
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     with Client(address) as client:
         with reaching(address):
-            served = model or client.models()[0].name
+            served = model or _only_model([each.name for each in client.models()])
         with closing(client.stream(content, model=served, **options)) as deltas:
             for delta in deltas:
                 out.write(delta.text)
@@ -49,6 +50,13 @@ def run_generate(
                 if delta.finished is not None:
                     out.write("\n")
                     notes.write(summary(delta.finished) + "\n")
+
+
+def _only_model(names: Sequence[str]) -> str:
+    """Raises `ConfigError` unless there is one."""
+    if len(names) != 1:
+        raise ConfigError(f"--model: the gateway serves {', '.join(names) or 'none that you may use'}; choose one")
+    return names[0]
 
 
 def summary(finished: Finished) -> str:

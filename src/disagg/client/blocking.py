@@ -67,7 +67,7 @@ class Client(ClientBase):
 
         Args:
             prompt: text, token ids or chat messages.
-            model: a name of `models`; the first one by default.
+            model: a name of `models`; may be left out where there is one.
             timeout_s: the request's deadline, in every phase.
             targets: of its latencies.
             options: see `Options`.

@@ -35,7 +35,7 @@ from disagg.client.types import (
     ShapeComparison,
     Targets,
 )
-from disagg.client.wire import answer_of, first_name, make_request, sizes_request, target_metadata, tokenize_request
+from disagg.client.wire import answer_of, make_request, only_name, sizes_request, target_metadata, tokenize_request
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -83,7 +83,7 @@ class Calls:
         self._admin = pb_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._credentials = credentials.metadata
         self._default_model: str | None = None
-        """The first one of `models`, once it was needed."""
+        """The only one of `models`, once it was needed."""
 
     def stream(
         self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
@@ -200,7 +200,7 @@ class Calls:
     def _model(self, model: str | None, timeout_s: float | None = None) -> Flow[str]:
         if model is None and self._default_model is None:
             response = yield self._call(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)
-            self._default_model = first_name(response)
+            self._default_model = only_name(response)
         return model or self._default_model or ""
 
     def _call(

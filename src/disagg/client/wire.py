@@ -18,7 +18,7 @@ from disagg.client.types import (
     TokenLogprob,
     Usage,
 )
-from disagg.proto.errors import UnavailableError
+from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
 
@@ -91,10 +91,14 @@ def sizes_request(sizes: Mapping[str, int]) -> pb.SetPoolSizesRequest:
     return request
 
 
-def first_name(answer: pb.ListModelsResponse) -> str:
-    """The model that is used when none is named. Raises `UnavailableError` if there is none."""
+def only_name(answer: pb.ListModelsResponse) -> str:
+    """The model that is used when none is named. Raises `UnavailableError` if there is none, and `InvalidRequestError`
+    if there are several."""
     if not answer.models:
         raise UnavailableError("the gateway serves no model", "no_model")
+    if len(answer.models) > 1:
+        names = ", ".join(model.name for model in answer.models)
+        raise InvalidRequestError("model", f"must be set, to one of {names}")
     return answer.models[0].name
 
 

@@ -1,0 +1,205 @@
+"""Two tiny models in one cluster, each with a prefill and a decode worker: served by name over both protocols, and what
+becomes of one does not concern the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from rich.console import Console
+
+from disagg.cli.operations.apply import ApplyOptions, run_apply
+from disagg.cli.operations.operate import run_scale
+from disagg.client import AsyncClient, Client
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.proto.control import ControlState, StateRequest
+from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from tests.integration.test_scaling import replaced
+from tests.support import reference
+from tests.support.metrics import read_samples
+from tests.support.tiny_models import make_checkpoint
+from tests.support.workers import wait_until_workers_idle
+
+NUM_TOKENS = 24
+POOL = {"num_threads": 1, "num_blocks": 256, "cores": "none"}
+KINDS = {"first": "llama", "second": "qwen3"}
+NAMES = {"first": "tiny/llama", "second": "second"}
+"""Key -> the name that requests use: given, or the key."""
+PROMPTS = {
+    key: [[(7 * i + 3 * k + start) % 250 for k in range(20 + 11 * i)] for i in range(4)]
+    for start, key in enumerate(KINDS)
+}
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Served:
+    cluster: ProcessCluster
+    content: dict[str, Any]
+    """Of the configuration."""
+    expected: dict[str, list[list[int]]]
+    """Key -> what `transformers` generates, for each prompt."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    folders = {key: make_checkpoint(kind, folder / key) for key, kind in KINDS.items()}
+    expected = {key: [reference.generate(folders[key], prompt, NUM_TOKENS) for prompt in PROMPTS[key]] for key in KINDS}
+    models: dict[str, Any] = {
+        key: {"model": {"path": str(folders[key]), "dtype": "float32"}, "pools": {"prefill": POOL, "decode": POOL}}
+        for key in KINDS
+    }
+    models["first"]["model"]["name"] = NAMES["first"]
+    content = {"gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "models": models}
+    with ProcessCluster(parse_config(content)) as cluster:
+        yield Served(cluster, content, expected)
+    assert cluster.killed == []
+
+
+def over_grpc(served: Served, key: str, number: int) -> list[int]:
+    with Client(served.cluster.address) as client:
+        answer = client.generate(
+            PROMPTS[key][number], model=NAMES[key], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        return list(answer.token_ids)
+
+
+def over_http(served: Served, key: str, number: int) -> str:
+    body = {
+        "model": NAMES[key],
+        "prompt": PROMPTS[key][number],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    response = httpx.post(f"http://{served.cluster.http_address}/v1/completions", json=body, timeout=WAIT_S)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == NAMES[key]
+    return str(response.json()["choices"][0]["text"])
+
+
+def state_of(served: Served) -> ControlState:
+    state = served.cluster.control(StateRequest())
+    assert isinstance(state, ControlState)
+    return state
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"http://{served.cluster.http_address}{path}", json=body, timeout=WAIT_S)
+
+
+async def test_each_answers_by_its_name_with_its_own_tokens_at_the_same_time(served: Served) -> None:
+    calls = [(key, number) for number in range(4) for key in KINDS]
+    with ThreadPoolExecutor(16) as threads, Client(served.cluster.address) as client:
+        loop = asyncio.get_running_loop()
+        ids = [loop.run_in_executor(threads, over_grpc, served, *call) for call in calls]
+        texts = [loop.run_in_executor(threads, over_http, served, *call) for call in calls]
+        assert await asyncio.gather(*ids) == [served.expected[key][number] for key, number in calls]
+        expected = [client.detokenize(served.expected[key][number], model=NAMES[key]) for key, number in calls]
+        assert await asyncio.gather(*texts) == expected
+        assert served.expected["first"] != served.expected["second"]
+        places = {(request.prefill_worker, request.decode_worker) for request in client.requests(16)}
+    assert places == {("first/prefill-0", "first/decode-0"), ("second/prefill-0", "second/decode-0")}
+    await wait_until_workers_idle(served.cluster.workers, served.cluster.secret)
+
+
+def test_both_protocols_list_both_and_refuse_other_names(served: Served) -> None:
+    listed = httpx.get(f"http://{served.cluster.http_address}/v1/models").json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [(name, 2048) for name in NAMES.values()]
+    one = httpx.get(f"http://{served.cluster.http_address}/v1/models/second").json()
+    assert one["id"] == "second"
+    unknown = post(served, "/v1/completions", {"model": "third", "prompt": "x"})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    assert "tiny/llama, second" in unknown.json()["error"]["message"]
+    missing = post(served, "/tokenize", {"prompt": "x"})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
+    with Client(served.cluster.address) as client:
+        assert [model.name for model in client.models()] == list(NAMES.values())
+        with pytest.raises(ModelNotFoundError, match="model"):
+            client.generate([1, 2], model="third", max_tokens=1)
+        with pytest.raises(InvalidRequestError, match="model: must be set, to one of tiny/llama, second"):
+            client.generate([1, 2], max_tokens=1)
+
+
+def test_status_and_metrics_show_which_model_a_worker_serves(served: Served) -> None:
+    workers = ["first/prefill-0", "first/decode-0", "second/prefill-0", "second/decode-0"]
+    state = state_of(served)
+    assert [pool.name for pool in state.pools] == ["first/prefill", "first/decode", "second/prefill", "second/decode"]
+    with Client(served.cluster.address) as client:
+        assert [worker.worker_id for worker in client.cluster_state().workers] == workers
+    samples = read_samples(httpx.get(f"http://{served.cluster.http_address}/metrics").content)
+    of_blocks = {labels["instance"]: labels["model"] for labels in map(dict, samples["disagg_kv_blocks"])}
+    assert of_blocks == {worker: NAMES[worker.partition("/")[0]] for worker in workers}
+    for name in ("disagg_output_tokens_total", "vllm:generation_tokens_total"):
+        label = "model" if name.startswith("disagg") else "model_name"
+        assert {dict(labels)[label] for labels in samples[name]} == set(NAMES.values())
+
+
+async def test_the_death_of_a_worker_does_not_disturb_the_other_model(served: Served) -> None:
+    """Answers of the other model go on while it is away, and its own come back."""
+    cluster = served.cluster
+    pid = cluster.pid("first/decode-0")
+    before = {info.worker_id: info.incarnation for info in cluster.workers}
+    async with AsyncClient(cluster.address) as client:
+        stream = client.stream(
+            PROMPTS["second"][0], model="second", max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        tokens: list[int] = []
+        async for delta in stream:
+            if not tokens:
+                os.kill(pid, signal.SIGKILL)
+            tokens += delta.token_ids
+        assert tokens == served.expected["second"][0]
+        assert await asyncio.to_thread(over_grpc, served, "second", 1) == served.expected["second"][1]
+        health = httpx.get(f"http://{cluster.http_address}/readyz")
+        assert health.status_code == 200
+    assert await asyncio.to_thread(replaced, cluster, "first/decode-0", pid)
+    assert await asyncio.to_thread(over_grpc, served, "first", 2) == served.expected["first"][2]
+    after = {info.worker_id: info.incarnation for info in cluster.workers}
+    assert {name for name in before if before[name] != after[name]} == {"first/decode-0"}
+    await wait_until_workers_idle(cluster.workers, cluster.secret)
+
+
+async def test_a_pool_of_one_model_is_resized_and_reconfigured(served: Served, tmp_path: Path) -> None:
+    cluster, console = served.cluster, Console(quiet=True)
+    await asyncio.to_thread(run_scale, cluster.address, {"second/decode": 2}, console, WAIT_S)
+    assert [(pool.name, pool.ready) for pool in state_of(served).pools] == [
+        ("first/prefill", 1),
+        ("first/decode", 1),
+        ("second/prefill", 1),
+        ("second/decode", 2),
+    ]
+    assert await asyncio.to_thread(over_grpc, served, "second", 3) == served.expected["second"][3]
+    await asyncio.to_thread(run_scale, cluster.address, {"second/decode": 1}, console, WAIT_S)
+    incarnations = {info.worker_id: info.incarnation for info in cluster.workers}
+    changed = {**served.content["models"]}
+    changed["second"] = {**changed["second"], "pools": {"prefill": POOL, "decode": {**POOL, "num_blocks": 320}}}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({**served.content, "models": changed}))
+    await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions(wait_s=WAIT_S))
+    after = {info.worker_id: info for info in cluster.workers}
+    assert [(name, info.num_blocks) for name, info in after.items()] == [
+        ("first/prefill-0", 256),
+        ("first/decode-0", 256),
+        ("second/prefill-0", 256),
+        ("second/decode-0", 320),
+    ]
+    kept = {name for name in incarnations if incarnations[name] == after[name].incarnation}
+    assert kept == {"first/prefill-0", "first/decode-0", "second/prefill-0"}
+    for key in KINDS:
+        assert await asyncio.to_thread(over_grpc, served, key, 0) == served.expected[key][0]
+    file.write_text(yaml.safe_dump({**served.content, "models": {**changed, "third": changed["second"]}}))
+    with pytest.raises(ConfigError, match=r"^models\.third\..*: models come and go with the cluster"):
+        await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions())
+    await wait_until_workers_idle(cluster.workers, cluster.secret)
