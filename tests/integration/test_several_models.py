@@ -162,7 +162,7 @@ async def test_the_death_of_a_worker_does_not_disturb_the_other_model(served: Se
             tokens += delta.token_ids
         assert tokens == served.expected["second"][0]
         assert await asyncio.to_thread(over_grpc, served, "second", 1) == served.expected["second"][1]
-        health = httpx.get(f"http://{cluster.http_address}/readyz")
+        health = await asyncio.to_thread(httpx.get, f"http://{cluster.http_address}/readyz")
         assert health.status_code == 200
     assert await asyncio.to_thread(replaced, cluster, "first/decode-0", pid)
     assert await asyncio.to_thread(over_grpc, served, "first", 2) == served.expected["first"][2]

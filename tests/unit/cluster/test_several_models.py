@@ -1,0 +1,295 @@
+"""Several models in one cluster: the configuration, what each process gets of it, and what the controller decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.cluster.config.cluster_config import (
+    MAX_MODELS,
+    active_pools,
+    models_of,
+    override,
+    parse_config,
+    unused_pools,
+)
+from disagg.cluster.control import events
+from disagg.cluster.control.gateways import is_gateway
+from disagg.cluster.control.plan import ClusterPlan, gateway_config, plan_cluster, router_configs
+from disagg.cluster.control.workers import split_worker_id
+from disagg.cluster.rollout.changes import compare
+from disagg.cluster.rollout.plans import Plans
+from disagg.cluster.scaling.models import of_model, together
+from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
+from disagg.proto.control import ApplyRequest, ControlState, PoolState, WorkerRecord
+from disagg.proto.errors import ConfigError
+from disagg.proto.ids import WorkerId
+from disagg.router.gateway.config import ModelSource
+from tests.support.control import Driver, make_info
+
+FAKE = {"path": "fake"}
+TWO: dict[str, Any] = {
+    "models": {
+        "a": {"model": {**FAKE, "name": "org/a.1"}, "pools": {"decode": {"size": 2}}, "slo": {"ttft_ms": 100}},
+        "b": {"model": FAKE, "mode": "colocated", "placement": {"policy": "random"}},
+    },
+    "slo": {"tpot_ms": 50},
+}
+SIZES = {"a/prefill": 1, "a/decode": 1, "b/prefill": 1, "b/decode": 1}
+
+
+def plan_of(raw: dict[str, Any]) -> ClusterPlan:
+    return plan_cluster(parse_config(raw), (0, 1, 2, 3))
+
+
+def changed(**entries: dict[str, Any]) -> dict[str, Any]:
+    """`TWO` with other entries of its models."""
+    return {**TWO, "models": {**TWO["models"], **entries}}
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def test_pools_are_named_after_their_model() -> None:
+    config = parse_config(TWO)
+    assert [(name, pool.size) for name, pool in active_pools(config)] == [
+        ("a/prefill", 1),
+        ("a/decode", 2),
+        ("b/colocated", 1),
+    ]
+    assert parse_config(msgspec.json.decode(msgspec.json.encode(config))) == config
+    assert [name for name, _ in active_pools(parse_config({}))] == ["prefill", "decode"]
+
+
+def test_each_model_is_a_configuration_of_its_own() -> None:
+    alone = models_of(parse_config(TWO))
+    assert [(key, one.model.served_name, one.mode) for key, one in alone.items()] == [
+        ("a", "org/a.1", "disaggregated"),
+        ("b", "b", "colocated"),
+    ]
+    assert [(one.slo.ttft_ms, one.slo.tpot_ms, one.placement.policy) for one in alone.values()] == [
+        (100, None, "auto"),
+        (None, 50, "random"),
+    ]
+    one = parse_config({"model": FAKE})
+    assert models_of(one) == {"": one}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({**TWO, "model": {"dtype": "float32"}}, "model: is not used beside models; set models.<key>.model of each"),
+        ({**TWO, "mode": "elastic"}, "mode: is not used beside models"),
+        ({**TWO, "pools": {"decode": {"size": 2}}}, "pools: is not used beside models"),
+        (
+            {"models": {f"m{i}": {"model": FAKE} for i in range(17)}},
+            f"models: at most {MAX_MODELS} in one cluster; got 17",
+        ),
+        ({"models": {"a/b": {}}}, "models: a key has letters, digits, _ and -"),
+        ({"models": {"a.b": {}}}, "models: a key has letters, digits, _ and -"),
+        ({"models": {"a" * 33: {}}}, "models: a key has letters, digits, _ and -, at most 32"),
+        ({"models": {1: {}}}, "models: a key has letters"),
+        ({"models": ["a"]}, "models: expected a mapping of names to sections; got \\['a'\\]"),
+        (
+            changed(b={"model": {**FAKE, "name": "org/a.1"}}),
+            "models.b.model.name: org/a.1 is the name of models.a already",
+        ),
+        (changed(b={"model": FAKE, "pool": {}}), "models.b.pool: unknown key, did you mean 'pools'"),
+        (changed(b={"model": FAKE, "pools": {"decode": {"size": 0}}}), "models.b.pools.decode.size: "),
+        (
+            changed(b={"model": FAKE, "pools": {"decode": {"device": "tpu"}}}),
+            "models.b.pools.decode.device: expected cpu",
+        ),
+        (
+            changed(b={"model": FAKE, "pools": {"decode": {"scheduling": "static"}}}),
+            "models.b.pools.decode.scheduling: static is for mode colocated",
+        ),
+        (
+            changed(b={"model": FAKE, "mode": "elastic", "placement": {"decodes": "auto"}}),
+            "models.b.placement.decodes: auto is for a cluster of one model",
+        ),
+        ({**TWO, "autoscaler": {"enabled": True}}, "models.a.pools.prefill.max_size: autoscaler.enabled needs"),
+    ],
+)
+def test_mistakes_name_the_path_of_their_key(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        parse_config(raw)
+
+
+def test_values_are_overridden_by_their_path() -> None:
+    config = override(parse_config(TWO), {"models.a.pools.decode.size": 3})
+    assert dict(active_pools(config))["a/decode"].size == 3
+
+
+def test_pools_that_a_model_does_not_use_are_noted() -> None:
+    config = parse_config(changed(b={"model": FAKE, "mode": "colocated", "pools": {"decode": {"size": 2}}}))
+    assert unused_pools(config) == (
+        "models.b.pools.decode: not used in mode colocated, which has models.b.pools.colocated",
+    )
+
+
+# ---------------------------------------------------------------- what each process gets
+
+
+def test_workers_get_their_model_and_cores_of_their_own() -> None:
+    workers = plan_of(TWO).workers
+    assert [(worker.worker_id, worker.roles, worker.cores) for worker in workers] == [
+        ("a/prefill-0", ("prefill",), (0,)),
+        ("a/decode-0", ("decode",), (1,)),
+        ("a/decode-1", ("decode",), (2,)),
+        ("b/colocated-0", ("prefill", "decode"), (3,)),
+    ]
+
+
+def test_the_gateway_gets_all_models_and_a_router_for_each() -> None:
+    config = parse_config(TWO)
+    infos = [make_info("a/prefill-0"), make_info("a/decode-0")]
+    gateway = gateway_config(config, {"a": "/a", "b": "/b"}, infos)
+    assert gateway.models == (
+        ModelSource(key="a", name="org/a.1", path="/a", prefix_root="org/a.1", max_model_len=100),
+        ModelSource(key="b", name="b", path="/b", prefix_root="b", max_model_len=None),
+    )
+    assert {key: (router.policy, router.ttft_slo_s) for key, router in router_configs(config).items()} == {
+        "a": ("joint", 0.1),
+        "b": ("random", None),
+    }
+
+
+def test_a_layout_keeps_the_cores_of_other_workers() -> None:
+    plans = Plans(plan_of(TWO))
+    grown = plans.worker("a/decode", 4, "")[0]
+    assert (grown.worker_id, len(grown.cores)) == ("a/decode-4", 1)
+    assert [worker.worker_id for worker in plans.workers] == ["a/prefill-0", "a/decode-0", "b/colocated-0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pool"), [("a/decode-3", ("a/decode", 3)), ("decode-3", ("decode", 3)), ("a/other-3", (None, 0))]
+)
+def test_names_of_workers_have_the_model(name: str, pool: tuple[str | None, int]) -> None:
+    assert split_worker_id(WorkerId(name)) == pool
+
+
+def test_a_model_called_gateway_has_workers_and_no_gateways() -> None:
+    assert [is_gateway(name) for name in ("gateway", "gateway-1", "gateway-x/decode-1", "gateway/decode-1")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+# ---------------------------------------------------------------- the controller
+
+
+def test_workers_of_different_models_need_not_fit() -> None:
+    control = settled_of_two()
+    control.exited("b/decode-0")
+    control.tick(60.0)
+    control.stopped("b/decode-0")
+    assert control.register("b/decode-0", 2, fingerprint="of a")[0] == (
+        "reject b/decode-0: it runs another model (of a) than b/prefill-0 (of b)"
+    )
+
+
+def settled_of_two() -> Driver:
+    control = Driver(SIZES)
+    control.tick()
+    for name in SIZES:
+        assert control.register(f"{name}-0", fingerprint=f"of {name[0]}")[0] == f"accept {name}-0"
+    control.joined()
+    assert control.core.state().is_settled
+    return control
+
+
+def test_the_first_gateway_waits_for_every_model_and_a_later_one_for_some_model() -> None:
+    control = Driver(SIZES)
+    control.tick()
+    for name in ("a/prefill-0", "a/decode-0", "b/prefill-0"):
+        assert control.register(name, fingerprint=name[0])[-1].startswith("publish")
+    assert "gateway a/prefill-0 a/decode-0 b/prefill-0 b/decode-0" in control.register("b/decode-0", fingerprint="b")
+    control.joined()
+    control.exited("b/decode-0")
+    control.exited("gateway")
+    control.tick(1.0)
+    assert "gateway a/prefill-0 a/decode-0 b/prefill-0" in control(events.GatewayStopped())
+
+
+def test_a_pool_of_a_model_is_resized_by_its_name() -> None:
+    control = settled_of_two()
+    assert control(events.Scale({"b/decode": 2})) == ["start b/decode-1"]
+    assert {pool.name: pool.desired for pool in control.core.state().pools} == {**SIZES, "b/decode": 2}
+
+
+# ---------------------------------------------------------------- another configuration
+
+
+def applied(after: dict[str, Any]) -> Any:
+    plans = Plans(plan_of(TWO))
+    request = ApplyRequest(config=msgspec.json.encode(parse_config(after)))
+    return plans.plan(request, plans.target(1), 1)
+
+
+def test_what_differs_of_one_model_replaces_its_workers_only() -> None:
+    reply, plan, _ = applied(changed(b={**TWO["models"]["b"], "pools": {"colocated": {"num_blocks": 9}}}))
+    (change,) = reply.changes
+    assert (change.field, change.how, change.detail) == (
+        "models.b.pools.colocated.num_blocks",
+        "replaces workers",
+        "b/colocated",
+    )
+    assert (plan.replaced, plan.changes_all("b"), plan.changes_all("a")) == (("b/colocated",), True, False)
+
+
+def test_settings_of_one_model_are_changed_in_place() -> None:
+    reply, plan, _ = applied(changed(a={**TWO["models"]["a"], "slo": None, "placement": {"migrations": 0}}))
+    assert [(change.how, plan.is_needed) for change in reply.changes] == [("in place", False)] * len(reply.changes)
+
+
+@pytest.mark.parametrize(
+    ("after", "field"),
+    [
+        (changed(c={"model": FAKE}), "models.c.model"),
+        ({**TWO, "models": {"a": TWO["models"]["a"]}}, "models.b.model"),
+        ({"model": FAKE}, "model"),
+    ],
+)
+def test_models_do_not_come_and_go(after: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}"):
+        applied(after)
+    found = compare(parse_config(TWO), parse_config(after))
+    assert {change.how for change in found if change.field.startswith("models.")} == {"refused"}
+
+
+# ---------------------------------------------------------------- the autoscalers
+
+
+def test_an_autoscaler_sees_one_model() -> None:
+    state = ControlState(
+        pools=tuple(PoolState(name=name, desired=1, ready=1) for name in SIZES),
+        workers=(
+            WorkerRecord(worker_id=WorkerId("a/decode-0"), pool="a/decode", phase="ready"),
+            WorkerRecord(worker_id=WorkerId("b/decode-0"), pool="b/decode", phase="ready"),
+        ),
+        gateways=(),
+    )
+    seen = of_model(state, "b")
+    assert [pool.name for pool in seen.pools] == ["prefill", "decode"]
+    assert [(worker.worker_id, worker.pool) for worker in seen.workers] == [("b/decode-0", "decode")]
+    assert of_model(state, "") is state
+
+
+def test_decisions_about_all_models_are_shown_together() -> None:
+    def decided(wanted: int) -> AutoscalerState:
+        pool = PoolDecision(name="decode", size=1, wanted=wanted, reason="r", change="c")
+        decision = Decision(pools=(pool,), requests_per_s=2.0)
+        return AutoscalerState(
+            policy="p", dry_run=False, decision=decision, age_s=wanted, changes={"decode up": wanted}
+        )
+
+    all_of_them = together({"a": decided(2), "b": decided(3)})
+    assert all_of_them.decision is not None
+    assert (all_of_them.decision.sizes, all_of_them.decision.requests_per_s) == ({"a/decode": 2, "b/decode": 3}, 4.0)
+    assert (all_of_them.age_s, all_of_them.changes) == (3, {"a/decode up": 2, "b/decode up": 3})
+    assert together({"": decided(2)}) == decided(2)
