@@ -280,9 +280,10 @@ class ProcessCluster(Cluster):
     def _prepare_templates(self) -> None:
         """They load beside what this process still has to do before it starts the first worker."""
         if self._plan.config.controller.templates and IS_SUPPORTED:
-            self._templates = Templates(self._make_log_dir(), self._plan.config.logging)
-            for config in self._plan.workers:
-                self._templates.prepare(config)
+            config = self._plan.config
+            self._templates = Templates(self._make_log_dir(), config.logging, len(self._plan.model_paths))
+            for worker in self._plan.workers:
+                self._templates.prepare(worker)
             self._templates.prepare(None)
 
     def _make_twin(self) -> TwinProcess | None:

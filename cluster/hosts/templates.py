@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "disagg.cluster.hosts.template_process"
-MAX_TEMPLATES: Final = 4
-"""Each holds the code, and on CPU the weights, that its children share; beyond that the oldest one ends. On machines
-whose cores are nearer to one part of the memory than to another, each worker has weights of its own, near to it."""
+MAX_TEMPLATES: Final = 3
+"""Beside one for each model. Each holds the code, and on CPU the weights, that its children share; beyond that the
+oldest one ends. On machines whose cores are nearer to one part of the memory than to another, each worker has weights
+of its own, near to it."""
 
 
 class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,9 +56,10 @@ _Key = tuple[TemplateStart, str, int]
 
 
 class Templates:
-    """Owner of the templates. Any thread, one at a time, but for `close`."""
+    """Owner of the templates. Any thread, one at a time, but for `close`. `num_models`: of the cluster."""
 
-    def __init__(self, log_dir: Path, logs: LoggingConfig) -> None:
+    def __init__(self, log_dir: Path, logs: LoggingConfig, num_models: int = 1) -> None:
+        self._most = num_models + MAX_TEMPLATES
         self._log_dir = log_dir
         self._logs = logs
         self._running: dict[_Key, Template] = {}
@@ -133,7 +135,7 @@ class Templates:
             self._give_up(key)
         if key in self._broken:
             return None
-        while len(self._running) >= MAX_TEMPLATES:
+        while len(self._running) >= self._most:
             self._end(next(iter(self._running)))
         start, device, _ = key
         environment = thread_environment(1) | device_environment(device)
