@@ -26,37 +26,36 @@ import msgspec
 
 from disagg.cluster.control import events
 from disagg.cluster.control.events import Command, Event
-from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway, gateway_names
-from disagg.cluster.control.workers import Worker, split_worker_id, worker_id
-from disagg.cluster.rollout.rollout import Plan, Rollout, Target
+from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway, gateway_names, records
+from disagg.cluster.control.refusals import refusal
+from disagg.cluster.control.workers import (
+    Worker,
+    complete_models,
+    in_order,
+    misfit,
+    num_ready,
+    split_worker_id,
+    worker_id,
+)
+from disagg.cluster.rollout.rollout import Desired, Plan, Rollout, Target, configured
 from disagg.proto.control import (
-    MAX_POOL_SIZE,
-    ApplyRequest,
     ControlRefused,
     ControlRequest,
     ControlState,
-    DrainRequest,
     Member,
     Membership,
     PoolName,
     PoolState,
     RolledBack,
-    ScaleRequest,
-    StateRequest,
 )
-from disagg.proto.ids import GatewayId, Incarnation, WorkerId, model_of
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
-MAX_DRAIN_S = 86400.0
-"""The longest deadline of a drain."""
 ADOPT_GRACE_S = 10.0
 """How long a controller that came back waits for the workers that an earlier one started."""
 INITIAL_POOLS_TIMEOUT_S = 20.0
 """How long the gateway's first start waits for all workers of the pools, once there is one of each pool."""
-
-
-_FIELD_OF = {ScaleRequest: "sizes", DrainRequest: "worker_id", ApplyRequest: "file"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +67,6 @@ class Settings:
     """How long a process that left, and of which no end was reported, may take to come back."""
     gateways: int = 1
     """That it starts."""
-
-
-class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """The desired state, for the next controller."""
-
-    target: Target
-    """What holds; during a rollout what held before it."""
-    plan: Plan | None = None
-    """Of the rollout."""
-    latest: int = 1
-    """The generation that was requested last."""
-    rolled_back: RolledBack | None = None
-
-
-def configured(desired: Desired) -> int:
-    """The generation whose settings hold for which no worker is restarted."""
-    plan = desired.plan
-    return (desired.target if plan is None else plan.configured).generation
 
 
 class ControlCore:
@@ -172,23 +153,16 @@ class ControlCore:
 
     def state(self, now: float = 0.0) -> ControlState:
         """The cluster, for operators. `now`: to show for how long a rollout has gone on."""
-        sizes = self.sizes
-        workers = sorted(self._workers.values(), key=lambda worker: (list(sizes).index(worker.pool), worker.index))
-        own = self._gateways.values()
-        were_started = any(gateway.phase is not None or gateway.num_starts for gateway in own)
-        own_ids = {gateway.gateway_id for gateway in own}
-        others = (f for f in self._followers.values() if f.gateway_id not in own_ids)
+        rollout = None if self._rollout is None else self._rollout.state(self._workers.values(), now)
         return ControlState(
             pools=tuple(
-                PoolState(name=name, desired=size, ready=self._num_ready(name)) for name, size in sizes.items()
+                PoolState(name=name, desired=size, ready=num_ready(self._workers.values(), name))
+                for name, size in self.sizes.items()
             ),
-            workers=tuple(worker.record() for worker in workers),
-            gateways=(
-                *((gateway.record() for gateway in own) if were_started else ()),
-                *(f.record() for f in others),
-            ),
+            workers=in_order(self._workers.values(), list(self.sizes)),
+            gateways=records(self._gateways.values(), self._followers.values()),
             generation=self._target.generation,
-            rollout=None if self._rollout is None else self._rollout.state(self._workers.values(), now),
+            rollout=rollout,
             rolled_back=self._rolled_back,
         )
 
@@ -198,49 +172,9 @@ class ControlCore:
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request is refused; None if it is not."""
-        if isinstance(request, StateRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
-            return None
-        if self._rollout is not None:
-            plan = self._rollout.plan
-            what = f"{plan.old.generation} of the configuration is being taken back"
-            if not plan.is_back:
-                what = f"{plan.new.generation} of the configuration is being applied"
-            message = f"generation {what}; try again after that, see `disagg status`"
-            return ControlRefused(field=_FIELD_OF[type(request)], message=message)
-        if isinstance(request, ApplyRequest):
-            if self._adopting_until is not None:
-                message = "the controller was started again and waits for the workers; try again in some seconds"
-                return ControlRefused(field="file", message=message)
-            return None
-        if isinstance(request, ScaleRequest):
-            return self._scale_refusal(request)
-        if isinstance(request, DrainRequest):
-            if request.deadline_s is not None and not 0.0 <= request.deadline_s <= MAX_DRAIN_S:
-                message = f"expected 0 to {MAX_DRAIN_S:g} seconds; got {request.deadline_s:g}"
-                return ControlRefused(field="deadline_s", message=message)
-            worker = self._workers.get(request.worker_id)
-            if worker is None:
-                there = ", ".join(self._workers)
-                return ControlRefused(field="worker_id", message=f"there is no {request.worker_id}; there is {there}")
-            if worker.phase != "ready":
-                message = f"{worker.worker_id} is {worker.phase}; only a worker that is ready can be drained"
-                return ControlRefused(field="worker_id", message=message)
-            if self._num_ready(worker.pool) == 1:
-                message = f"{worker.worker_id} is the only ready worker of its pool; make the pool larger first"
-                return ControlRefused(field="worker_id", message=message)
-        return None
-
-    def _scale_refusal(self, request: ScaleRequest) -> ControlRefused | None:
-        if not request.sizes:
-            return ControlRefused(field="sizes", message=f"name at least one pool of {', '.join(self.sizes)}")
-        for name, size in request.sizes.items():
-            if name not in self._target.sizes:
-                return ControlRefused(field=f"sizes.{name}", message=f"this cluster has {', '.join(self.sizes)}")
-            if not 1 <= size <= MAX_POOL_SIZE:
-                return ControlRefused(
-                    field=f"sizes.{name}", message=f"expected 1 to {MAX_POOL_SIZE} workers; got {size}"
-                )
-        return None
+        plan = None if self._rollout is None else self._rollout.plan
+        is_adopting = self._adopting_until is not None
+        return refusal(request, plan, self._target.sizes, self._workers, is_adopting=is_adopting)
 
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
@@ -384,12 +318,7 @@ class ControlCore:
             and other.is_member
             and (rollout is None or rollout.fits(candidate, other))
         )
-        model = next((other for other in others if other is not None), None)
-        if model is not None and info.fingerprint != model.fingerprint:
-            return f"it runs another model ({info.fingerprint}) than {model.worker_id} ({model.fingerprint})"
-        if model is not None and info.kv_layout != model.kv_layout:
-            return f"its KV layout ({info.kv_layout}) is not that of {model.worker_id} ({model.kv_layout})"
-        return None
+        return misfit(info, [other for other in others if other is not None])
 
     def _on_start_failed(self, name: WorkerId, error: str, start_id: str, now: float) -> None:
         worker = self._workers.get(name)
@@ -565,15 +494,18 @@ class ControlCore:
         absent = [gateway for gateway in self._gateways.values() if gateway.phase is None]
         if not absent:
             return
+        sizes, workers = self._target.sizes, self._workers.values()
         were_started = any(gateway.num_starts for gateway in self._gateways.values())
-        if not (any if were_started else all)(self._complete_models()) or not self._num_any_ready():
+        if not (any if were_started else all)(complete_models(sizes, workers)) or not any(
+            w.phase == "ready" for w in workers
+        ):
             self._enough_since = None
             return
         if self._enough_since is None:
             self._enough_since = now
-        is_full = all(self._num_ready(pool) >= size for pool, size in self._target.sizes.items())
+        is_full = all(num_ready(workers, pool) >= size for pool, size in sizes.items())
         if is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
-            ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
+            ready = tuple(w.info for w in workers if w.phase == "ready" and w.info is not None)
             for gateway in absent:
                 self._start_gateway(gateway, ready)
 
@@ -602,17 +534,3 @@ class ControlCore:
             follower.needs_snapshot = False
         if change is not None or behind:
             self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
-
-    def _complete_models(self) -> list[bool]:
-        """Of each model, whether a worker of each of its pools is ready, but for pools without any. The first gateway
-        waits for all of them; one that is started again serves those that are there."""
-        complete: dict[str, bool] = {}
-        for pool, size in self._target.sizes.items():
-            complete[model_of(pool)] = complete.get(model_of(pool), True) and (not size or self._num_ready(pool) > 0)
-        return list(complete.values())
-
-    def _num_any_ready(self) -> int:
-        return sum(worker.phase == "ready" for worker in self._workers.values())
-
-    def _num_ready(self, pool: PoolName) -> int:
-        return sum(worker.pool == pool and worker.phase == "ready" for worker in self._workers.values())

@@ -7,6 +7,7 @@ absent ──StartGateway──> starting ──joined──> ready ──left, 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from disagg.cluster.control.backoff import next_start
@@ -126,3 +127,14 @@ class OwnGateway:
             phase=self.phase or "starting",
             detail=self.detail,
         )
+
+
+def records(own: Collection[OwnGateway], followers: Collection[Follower]) -> tuple[GatewayRecord, ...]:
+    """Those that the controller starts, once it has begun to, and others that follow."""
+    were_started = any(gateway.phase is not None or gateway.num_starts for gateway in own)
+    own_ids = {gateway.gateway_id for gateway in own}
+    others = (follower for follower in followers if follower.gateway_id not in own_ids)
+    return (
+        *((gateway.record() for gateway in own) if were_started else ()),
+        *(follower.record() for follower in others),
+    )

@@ -24,13 +24,14 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Desired, Settings
+from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, router_configs
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
+from disagg.cluster.rollout.rollout import Desired
 from disagg.cluster.scaling.models import Autoscalers
 from disagg.cluster.scaling.runner import pool_limits
 from disagg.engine.io.guard import ClusterGuard

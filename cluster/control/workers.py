@@ -11,6 +11,7 @@ starting ───────────────> ready ──────
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -119,3 +120,33 @@ class Worker:
             num_starts=self.num_starts,
             detail=(self.pending if self.phase == "starting" else "") or self.detail,
         )
+
+
+def in_order(workers: Iterable[Worker], pools: Sequence[PoolName]) -> tuple[WorkerRecord, ...]:
+    """The records of workers, in the order of their pools."""
+    found = sorted(workers, key=lambda worker: (pools.index(worker.pool), worker.index))
+    return tuple(worker.record() for worker in found)
+
+
+def num_ready(workers: Iterable[Worker], pool: PoolName) -> int:
+    """Workers of a pool that can be used."""
+    return sum(worker.pool == pool and worker.phase == "ready" for worker in workers)
+
+
+def complete_models(sizes: Mapping[PoolName, int], workers: Collection[Worker]) -> list[bool]:
+    """Of each model, whether a worker of each of its pools is ready, but for pools without any. The first gateway waits
+    for all of them; one that is started again serves those that are there."""
+    complete: dict[str, bool] = {}
+    for pool, size in sizes.items():
+        complete[model_of(pool)] = complete.get(model_of(pool), True) and (not size or num_ready(workers, pool) > 0)
+    return list(complete.values())
+
+
+def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str | None:
+    """Why a worker cannot work with others of its model, which fit each other; None if it can."""
+    other = next(iter(others), None)
+    if other is not None and info.fingerprint != other.fingerprint:
+        return f"it runs another model ({info.fingerprint}) than {other.worker_id} ({other.fingerprint})"
+    if other is not None and info.kv_layout != other.kv_layout:
+        return f"its KV layout ({info.kv_layout}) is not that of {other.worker_id} ({other.kv_layout})"
+    return None

@@ -15,11 +15,11 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config, pool_path
 from disagg.cluster.config.model_pools import model_path
-from disagg.cluster.control.core import ControlCore, Desired, configured
+from disagg.cluster.control.core import ControlCore
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.rollout.changes import compare
-from disagg.cluster.rollout.rollout import Plan, Target
+from disagg.cluster.rollout.rollout import Desired, Plan, Target, configured
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlRefused, PoolName
 from disagg.proto.errors import ConfigError

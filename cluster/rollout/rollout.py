@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from disagg.cluster.control.workers import Worker
-from disagg.proto.control import PoolName, RolloutState
+from disagg.proto.control import PoolName, RolledBack, RolloutState
 from disagg.proto.ids import WorkerId, model_of
 
 MAX_FAILURES = 3
@@ -112,6 +112,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             is_back=True,
             why=why,
         )
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state, for the next controller."""
+
+    target: Target
+    """What holds; during a rollout what held before it."""
+    plan: Plan | None = None
+    """Of the rollout."""
+    latest: int = 1
+    """The generation that was requested last."""
+    rolled_back: RolledBack | None = None
+
+
+def configured(desired: Desired) -> int:
+    """The generation whose settings hold for which no worker is restarted."""
+    plan = desired.plan
+    return (desired.target if plan is None else plan.configured).generation
 
 
 class Rollout:

@@ -13,10 +13,10 @@ import pytest
 
 from disagg.cluster.config.cluster_config import active_pools, parse_config
 from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Desired, Settings
+from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.rollout.plans import MAX_PLANS, Plans, SavedState, check_served, config_hash_of
-from disagg.cluster.rollout.rollout import Plan, Target
+from disagg.cluster.rollout.rollout import Desired, Plan, Target
 from disagg.proto.control import ApplyReply, ApplyRequest, PoolName
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import make_checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg.cluster.control import events
-from disagg.cluster.control.core import ADOPT_GRACE_S, Desired
-from disagg.cluster.rollout.rollout import MAX_FAILURES, Plan, Target
+from disagg.cluster.control.core import ADOPT_GRACE_S
+from disagg.cluster.rollout.rollout import MAX_FAILURES, Desired, Plan, Target
 from disagg.proto.control import ApplyRequest, ControlRequest, DrainRequest, PoolName, ScaleRequest
 from disagg.proto.ids import WorkerId
 from tests.support.control import Driver, settled
