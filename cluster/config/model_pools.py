@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from disagg.cluster.config.schema import ClusterConfig, ModelEntry, PoolConfig, PoolsConfig
+from disagg.cluster.config.schema import ClusterConfig, ServedModelSection, PoolConfig, PoolsConfig
 from disagg.proto.control import PoolKind, PoolName
 from disagg.proto.ids import join_name, kind_of, model_of
 
@@ -25,7 +25,7 @@ def models_of(config: ClusterConfig) -> Mapping[str, ClusterConfig]:
     return {key: _alone(config, key, entry) for key, entry in config.models.items()}
 
 
-def _alone(config: ClusterConfig, key: str, entry: ModelEntry) -> ClusterConfig:
+def _alone(config: ClusterConfig, key: str, entry: ServedModelSection) -> ClusterConfig:
     return msgspec.structs.replace(
         config,
         models={},

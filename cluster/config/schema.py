@@ -246,7 +246,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     unset."""
 
 
-class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ServedModelSection(msgspec.Struct, frozen=True, kw_only=True):
     """`models.<key>`: one of several models, with its pools. Names of its pools and workers begin with the key."""
 
     model: ModelSection = ModelSection()
@@ -272,7 +272,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     request. `elastic`: one pool of workers that do either; for each request the router chooses whether one worker
     computes both, or one hands the prompt's KV over to another."""
     pools: PoolsConfig = PoolsConfig()
-    models: dict[str, ModelEntry] = msgspec.field(default_factory=dict)
+    models: dict[str, ServedModelSection] = msgspec.field(default_factory=dict)
     """Several models, by key, instead of `model`, `mode` and `pools`: each has its own workers, queue and limits."""
     placement: PlacementOptions = PlacementOptions()
     slo: SloConfig = SloConfig()

@@ -128,7 +128,7 @@ class GatewayClient:
         """Wait until all channels are ready; the model that is served.
 
         Raises:
-            ConnectionError: if that takes longer, or no model is there.
+            ConnectionError: if that takes longer, or no model is there, or several are.
         """
         for channel in self._channels:
             try:
@@ -143,6 +143,11 @@ class GatewayClient:
             raise ConnectionError(f"the gateway does not list its models ({_describe(error)}){step}") from None
         if not response.models:
             raise ConnectionError("the gateway serves no model")
+        if len(response.models) > 1:
+            names = ", ".join(model.name for model in response.models)
+            raise ConnectionError(
+                f"the gateway serves {names}, and a load test is of one model: set DISAGG_API_KEY to a key for one"
+            )
         return response.models[0]
 
     def _list_models(self, channel: grpc.Channel, timeout_s: float) -> pb.ListModelsResponse:

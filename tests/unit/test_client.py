@@ -292,11 +292,11 @@ def finish(flow: Flow[Any]) -> Any:
         return end.value
 
 
-MODELS = pb.ListModelsResponse(models=[pb.Model(name="first"), pb.Model(name="second")])
+MODELS = pb.ListModelsResponse(models=[pb.Model(name="first")])
 KEY = (("authorization", "Bearer k"),)
 
 
-def test_the_first_model_is_asked_for_once_and_within_the_deadline() -> None:
+def test_the_only_model_is_asked_for_once_and_within_the_deadline() -> None:
     once = pb.GenerateOnceResponse(text="a", finished=WRITTEN_END)
     stub = PlayedStub(MODELS, once, pb.TokenizeResponse(token_ids=[3, 4]), once)
     calls = Calls(stub, Credentials(api_key="k"))
@@ -313,6 +313,13 @@ def test_the_first_model_is_asked_for_once_and_within_the_deadline() -> None:
         (pb.TokenizeRequest(model="first", text="y"), None, KEY),
         (pb.GenerateOnceRequest(request=pb.GenerateRequest(model="second", text="z", n=2)), None, KEY),
     ]
+
+
+def test_one_of_several_models_must_be_named() -> None:
+    several = pb.ListModelsResponse(models=[pb.Model(name="first"), pb.Model(name="second")])
+    calls = Calls(PlayedStub(several), Credentials(api_key="k"))
+    with pytest.raises(InvalidRequestError, match=r"^model: must be set, to one of first, second$"):
+        finish(calls.generate("x", {}, None, None, None))
 
 
 def test_a_stream_s_prompt_is_checked_before_its_first_call() -> None:

@@ -17,6 +17,7 @@ from disagg.client import Client, ClusterState, Probe
 from disagg.client.types import WorkerState
 from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError, PermissionDeniedError
+from disagg.proto.ids import model_of
 
 NUM_PROBES = 3
 """Of each pair: the first one finds sockets and memory cold."""
@@ -53,11 +54,11 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
 
 
 def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
-    """Every prefill worker with every decode worker, of those that can be used."""
+    """Every prefill worker with every decode worker of its model, of those that can be used."""
     ready = [worker for worker in workers if worker.phase in ("ready", "")]
     prefills = [worker.worker_id for worker in ready if list(worker.roles) == ["prefill"]]
     decodes = [worker.worker_id for worker in ready if list(worker.roles) == ["decode"]]
-    return [(prefill, decode) for prefill in prefills for decode in decodes]
+    return [(prefill, decode) for prefill in prefills for decode in decodes if model_of(prefill) == model_of(decode)]
 
 
 def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:

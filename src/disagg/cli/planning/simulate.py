@@ -96,7 +96,10 @@ def _cache_bytes(name: str, pool: PoolConfig) -> int:
 
 
 def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, sample_s: float = 1.0) -> ClusterSpec:
-    """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block."""
+    """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block, and for
+    several models."""
+    if config.models:
+        raise ConfigError("models: a simulation is of one model; give it a file with the model and pools of one")
     pools = []
     for name, pool in active_pools(config):
         worker = worker_config(config, name, 0, "fake", range(1024))

@@ -278,7 +278,7 @@ def test_health(status: int, level: str) -> None:
 
 
 def worker(name: str, role: str = "", phase: str = "ready", fingerprint: str = "f", detail: str = "") -> pb.WorkerState:
-    roles = role.split("+") if role else [name.partition("-")[0]]
+    roles = role.split("+") if role else [name.rpartition("/")[2].partition("-")[0]]
     return pb.WorkerState(worker_id=name, roles=roles, phase=phase, fingerprint=fingerprint, detail=detail)
 
 
@@ -342,6 +342,11 @@ def test_pairs() -> None:
         worker("colocated-0", "prefill+decode"),
     ]
     assert doctor_pairs.pairs_of(workers) == [("prefill-0", "decode-0"), ("prefill-0", "decode-1")]
+
+
+def test_pairs_are_of_one_model() -> None:
+    workers = [worker(f"{model}/{role}-0") for model in "ab" for role in ("prefill", "decode")]
+    assert doctor_pairs.pairs_of(workers) == [("a/prefill-0", "a/decode-0"), ("b/prefill-0", "b/decode-0")]
 
 
 def probe_of(moved: int, exposed_ms: float) -> pb.ProbePairResponse:
