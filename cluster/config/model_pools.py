@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from disagg.cluster.config.schema import ClusterConfig, ServedModelSection, PoolConfig, PoolsConfig
+from disagg.cluster.config.schema import ClusterConfig, PoolConfig, PoolsConfig, ServedModelSection
 from disagg.proto.control import PoolKind, PoolName
 from disagg.proto.ids import join_name, kind_of, model_of
 

@@ -295,9 +295,9 @@ class ControlCore:
         elif worker.phase == "draining" and not worker.is_current(incarnation):
             self._out.append(events.Reject(name, incarnation, "the process that it replaces was draining"))
             self._stop(worker)
-        elif (misfit := self._misfit(worker, info)) is not None:
-            self._out.append(events.Reject(name, incarnation, misfit))
-            worker.fault("failed", misfit, now)
+        elif (why := self._misfit(worker, info)) is not None:
+            self._out.append(events.Reject(name, incarnation, why))
+            worker.fault("failed", why, now)
         else:
             self._out.append(events.Accept(name, incarnation))
             if worker.phase != "draining":

@@ -20,6 +20,7 @@ from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
 from disagg.proto.addresses import join_address, split_address
 from disagg.proto.errors import AuthenticationError, DisaggError, UnavailableError
+from disagg.proto.ids import model_of
 
 CONNECT_TIMEOUT_S = 3.0
 HTTP_TIMEOUT_S = 5.0
@@ -190,9 +191,12 @@ def worker_findings(state: ClusterState) -> Iterator[Finding]:
         yield Finding("FAIL" if short else "warn", "workers", "; ".join(parts), "disagg status")
     else:
         yield Finding("ok", "workers", f"{len(state.workers)}, all ready")
-    prints = {worker.fingerprint for worker in state.workers if worker.fingerprint}
-    if len(prints) > 1:
-        texts = [f"{w.worker_id} {w.fingerprint}" for w in state.workers]
-        yield Finding("FAIL", "model", f"not the same everywhere: {', '.join(texts)}", "restart the cluster")
-    elif prints:
-        yield Finding("ok", "model", f"the same everywhere ({next(iter(prints))})")
+    for model in dict.fromkeys(model_of(worker.worker_id) for worker in state.workers):
+        workers = [worker for worker in state.workers if model_of(worker.worker_id) == model]
+        what = f"model {model}" if model else "model"
+        prints = {worker.fingerprint for worker in workers if worker.fingerprint}
+        if len(prints) > 1:
+            texts = [f"{w.worker_id} {w.fingerprint}" for w in workers]
+            yield Finding("FAIL", what, f"not the same everywhere: {', '.join(texts)}", "restart the cluster")
+        elif prints:
+            yield Finding("ok", what, f"the same everywhere ({next(iter(prints))})")

@@ -328,6 +328,14 @@ def test_two_models_fail() -> None:
     )
 
 
+def test_each_of_several_models_is_the_same_everywhere() -> None:
+    workers = [worker(f"{model}/{role}-0", fingerprint=model) for model in "ab" for role in ("prefill", "decode")]
+    assert found_of(state(*workers, worker("b/decode-1", fingerprint="x")))[2:4] == [
+        ("ok", "model a", "the same everywhere (a)"),
+        ("FAIL", "model b", "not the same everywhere: b/prefill-0 b, b/decode-0 b, b/decode-1 x"),
+    ]
+
+
 def test_a_controller_that_is_away_is_a_warning() -> None:
     assert found_of(state(worker("prefill-0", phase="")))[0][:2] == ("warn", "controller")
 
