@@ -26,7 +26,7 @@ import msgspec
 
 from disagg.cluster.control import events
 from disagg.cluster.control.events import Command, Event
-from disagg.cluster.control.gateways import GATEWAY, Follower, OwnGateway, gateway_names, records
+from disagg.cluster.control.gateways import Follower, Gateways
 from disagg.cluster.control.refusals import refusal
 from disagg.cluster.control.workers import (
     Worker,
@@ -48,7 +48,7 @@ from disagg.proto.control import (
     PoolState,
     RolledBack,
 )
-from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
@@ -100,8 +100,7 @@ class ControlCore:
         self._controller_id = controller_id
         self._num_starts = 0
         self._workers: dict[WorkerId, Worker] = {}
-        self._followers: dict[GatewayId, Follower] = {}
-        self._gateways = {name: OwnGateway(name) for name in gateway_names(settings.gateways)}
+        self._gateways = Gateways(settings.gateways)
         self._begun = False
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
@@ -118,9 +117,7 @@ class ControlCore:
     def sizes(self) -> dict[PoolName, int]:
         """The desired sizes; during a rollout those of now."""
         rollout = self._rollout
-        if rollout is not None:
-            return {pool: rollout.size(pool) for pool in rollout.pools}
-        return dict(self._target.sizes)
+        return dict(self._target.sizes) if rollout is None else {pool: rollout.size(pool) for pool in rollout.pools}
 
     @property
     def target(self) -> Target:
@@ -160,7 +157,7 @@ class ControlCore:
                 for name, size in self.sizes.items()
             ),
             workers=in_order(self._workers.values(), list(self.sizes)),
-            gateways=records(self._gateways.values(), self._followers.values()),
+            gateways=self._gateways.records(),
             generation=self._target.generation,
             rollout=rollout,
             rolled_back=self._rolled_back,
@@ -173,14 +170,13 @@ class ControlCore:
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request is refused; None if it is not."""
         plan = None if self._rollout is None else self._rollout.plan
-        is_adopting = self._adopting_until is not None
-        return refusal(request, plan, self._target.sizes, self._workers, is_adopting=is_adopting)
+        return refusal(request, plan, self._target.sizes, self._workers, is_adopting=self._adopting_until is not None)
 
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
         dues = [worker.due for worker in self._workers.values()]
-        dues += [*(gateway.due for gateway in self._gateways.values()), self._adopting_until]
-        if self._enough_since is not None and any(gateway.phase is None for gateway in self._gateways.values()):
+        dues += [*(gateway.due for gateway in self._gateways.own.values()), self._adopting_until]
+        if self._enough_since is not None and self._gateways.absent:
             dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
         if self._rollout is not None and self._adopting_until is None:
             dues.append(self._rollout.next_due(self._workers.values()))
@@ -233,34 +229,25 @@ class ControlCore:
                 self._take_gateway(event, now)
 
     def _take_gateway(self, event: Event, now: float) -> None:
+        gateways = self._gateways
         match event:
             case events.GatewayJoined(gateway_id, address, pid, http_address):
-                follower = self._followers[gateway_id] = Follower(
-                    gateway_id, address, pid, http_address, event.name, event.own_address, event.own_http_address
-                )
-                own = self._gateways.get(event.name)
-                if own is not None and own.phase not in (None, "stopping"):
-                    own.ready(follower, now)
+                own = event.own_address, event.own_http_address
+                gateways.joined(Follower(gateway_id, address, pid, http_address, event.name, *own), now)
                 self._drains.update(event.draining)
                 self._resume_drains(now)
             case events.GatewayStartFailed(error=error, name=name):
-                own = self._gateways.get(name)
-                if own is not None and own.phase in ("starting", "lost"):
-                    own.fault("failed" if own.phase == "starting" else "lost", error, now)
+                gateways.failed(name, error, now)
             case events.GatewayLeft(gateway_id=gateway_id):
-                self._followers.pop(gateway_id, None)
-                for gateway in self._gateways.values():
-                    if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
-                        gateway.enter("lost", due=now + self._settings.lost_grace_s)
-                        gateway.detail = "its connection to the controller broke"
+                gateways.left(gateway_id, now + self._settings.lost_grace_s)
             case events.GatewayStopped(name=name):
-                self._gateways[name].enter(None)
+                gateways.own[name].enter(None)
             case events.MembershipMissed(gateway_id=gateway_id):
-                if gateway_id in self._followers:
-                    self._followers[gateway_id].needs_snapshot = True
+                if gateway_id in gateways.followers:
+                    gateways.followers[gateway_id].needs_snapshot = True
             case events.WorkerEmpty(gateway_id=gateway_id, worker_id=name, incarnation=incarnation):
-                if gateway_id in self._followers:
-                    self._followers[gateway_id].empty.add((name, incarnation))
+                if gateway_id in gateways.followers:
+                    gateways.followers[gateway_id].empty.add((name, incarnation))
 
     def _begin(self, now: float) -> None:
         """Adopt the desired processes that an earlier controller started, and stop the others."""
@@ -272,12 +259,10 @@ class ControlCore:
             for index in range(size):
                 if (name := worker_id(pool, index)) in self._running:
                     self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
-        for gateway in self._gateways.values():
-            if gateway.name in self._running:
-                self._gateways[gateway.name] = OwnGateway(gateway.name, "lost", num_starts=1, due=grace_end)
+        self._gateways.adopt(self._running, grace_end)
         if self._workers:
             self._adopting_until = now + ADOPT_GRACE_S
-        for surplus in sorted(self._running - set(self._workers) - set(self._gateways)):
+        for surplus in sorted(self._running - set(self._workers) - set(self._gateways.own)):
             unwanted = WorkerId(surplus)
             of_pool, index = split_worker_id(unwanted)
             if of_pool in sizes:
@@ -352,9 +337,8 @@ class ControlCore:
             del self._workers[worker.worker_id]
 
     def _on_exited(self, process: str, why: str, now: float) -> None:
-        if (gateway := self._gateways.get(process)) is not None:
-            if gateway.phase in ("starting", "ready", "lost"):
-                gateway.fault("failed" if gateway.phase == "starting" else "lost", why, now)
+        if process in self._gateways.own:
+            self._gateways.exited(process, why, now)
             return
         worker = self._workers.get(WorkerId(process))
         if worker is None:
@@ -375,10 +359,7 @@ class ControlCore:
             if worker.phase == "lost" and worker.info is not None:  # it never came back
                 worker.num_faults += 1
             self._stop(worker)
-        for gateway in self._gateways.values():
-            if gateway.due is not None and gateway.due <= now:
-                gateway.enter("stopping")
-                self._out.append(events.StopGateway(gateway.name))
+        self._out += [events.StopGateway(name) for name in self._gateways.expire(now)]
         is_waiting = any(worker.phase == "lost" for worker in self._workers.values())
         if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
             self._adopting_until = None
@@ -479,26 +460,19 @@ class ControlCore:
     def _stop(self, worker: Worker) -> None:
         worker.enter("stopping")
         self._to_stop.append(worker.worker_id)
-        for follower in self._followers.values():
-            follower.empty = {key for key in follower.empty if key[0] != worker.worker_id}
+        self._gateways.forget_worker(worker.worker_id)
 
     def _is_empty(self, worker: Worker) -> bool:
-        """Whether no gateway has requests there. One that is not connected may have."""
-        if worker.info is None:
-            return True
-        key = (worker.worker_id, worker.info.incarnation)
-        is_lost = any(gateway.phase == "lost" for gateway in self._gateways.values())
-        return not is_lost and all(key in f.empty for f in self._followers.values())
+        """Whether no gateway has requests there."""
+        return worker.info is None or self._gateways.are_done_with(worker.worker_id, worker.info.incarnation)
 
     def _reconcile_gateways(self, now: float) -> None:
-        absent = [gateway for gateway in self._gateways.values() if gateway.phase is None]
+        absent, were_started = self._gateways.absent, self._gateways.were_started
         if not absent:
             return
         sizes, workers = self._target.sizes, self._workers.values()
-        were_started = any(gateway.num_starts for gateway in self._gateways.values())
-        if not (any if were_started else all)(complete_models(sizes, workers)) or not any(
-            w.phase == "ready" for w in workers
-        ):
+        can_serve = (any if were_started else all)(complete_models(sizes, workers))
+        if not can_serve or not any(worker.phase == "ready" for worker in workers):
             self._enough_since = None
             return
         if self._enough_since is None:
@@ -507,17 +481,8 @@ class ControlCore:
         if is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
             ready = tuple(w.info for w in workers if w.phase == "ready" and w.info is not None)
             for gateway in absent:
-                self._start_gateway(gateway, ready)
-
-    def _start_gateway(self, gateway: OwnGateway, workers: tuple[WorkerInfo, ...]) -> None:
-        """All listen at one address, which the first one may choose: the others wait until it is known."""
-        known = next((other for other in (gateway, *self._gateways.values()) if other.address), None)
-        if known is None and gateway.name != GATEWAY:
-            return
-        gateway.enter("starting")
-        gateway.num_starts += 1
-        address, http_address = (known.address, known.http_address) if known is not None else ("", "")
-        self._out.append(events.StartGateway(workers, address, http_address, gateway.name))
+                if (addresses := self._gateways.begin(gateway)) is not None:
+                    self._out.append(events.StartGateway(ready, *addresses, gateway.name))
 
     def _publish(self) -> None:
         if self._adopting_until is not None:
@@ -529,8 +494,6 @@ class ControlCore:
                 if worker.is_member and worker.info is not None
             ]
         )
-        behind = [follower for follower in self._followers.values() if follower.needs_snapshot]
-        for follower in behind:
-            follower.needs_snapshot = False
+        behind = self._gateways.behind()
         if change is not None or behind:
-            self._out.append(events.Publish(change, tuple(follower.gateway_id for follower in behind)))
+            self._out.append(events.Publish(change, behind))

@@ -129,12 +129,100 @@ class OwnGateway:
         )
 
 
-def records(own: Collection[OwnGateway], followers: Collection[Follower]) -> tuple[GatewayRecord, ...]:
-    """Those that the controller starts, once it has begun to, and others that follow."""
-    were_started = any(gateway.phase is not None or gateway.num_starts for gateway in own)
-    own_ids = {gateway.gateway_id for gateway in own}
-    others = (follower for follower in followers if follower.gateway_id not in own_ids)
-    return (
-        *((gateway.record() for gateway in own) if were_started else ()),
-        *(follower.record() for follower in others),
-    )
+class Gateways:
+    """All of them. Owner of their records; a part of the controller's core.
+
+    Args:
+        replicas: that the controller starts.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.own = {name: OwnGateway(name) for name in gateway_names(replicas)}
+        self.followers: dict[GatewayId, Follower] = {}
+
+    @property
+    def were_started(self) -> bool:
+        """Whether any was, ever."""
+        return any(gateway.num_starts for gateway in self.own.values())
+
+    @property
+    def absent(self) -> list[OwnGateway]:
+        """Those that are to be started."""
+        return [gateway for gateway in self.own.values() if gateway.phase is None]
+
+    def adopt(self, running: Collection[str], due: float) -> None:
+        """Those that an earlier controller started may come back until then."""
+        for name in [name for name in self.own if name in running]:
+            self.own[name] = OwnGateway(name, "lost", num_starts=1, due=due)
+
+    def joined(self, follower: Follower, now: float) -> None:
+        """It serves and follows."""
+        self.followers[follower.gateway_id] = follower
+        own = self.own.get(follower.name)
+        if own is not None and own.phase not in (None, "stopping"):
+            own.ready(follower, now)
+
+    def failed(self, name: str, error: str, now: float) -> None:
+        """Its start failed."""
+        own = self.own.get(name)
+        if own is not None and own.phase in ("starting", "lost"):
+            own.fault("failed" if own.phase == "starting" else "lost", error, now)
+
+    def exited(self, name: str, why: str, now: float) -> None:
+        """Its process ended by itself."""
+        own = self.own[name]
+        if own.phase in ("starting", "ready", "lost"):
+            own.fault("failed" if own.phase == "starting" else "lost", why, now)
+
+    def left(self, gateway_id: GatewayId, due: float) -> None:
+        """Its connection broke; it may come back until `due`."""
+        self.followers.pop(gateway_id, None)
+        for gateway in self.own.values():
+            if gateway.phase == "ready" and gateway.gateway_id == gateway_id:
+                gateway.enter("lost", due=due)
+                gateway.detail = "its connection to the controller broke"
+
+    def expire(self, now: float) -> list[str]:
+        """The names of those whose time is over, and that are to be stopped."""
+        over = [gateway for gateway in self.own.values() if gateway.due is not None and gateway.due <= now]
+        for gateway in over:
+            gateway.enter("stopping")
+        return [gateway.name for gateway in over]
+
+    def begin(self, gateway: OwnGateway) -> tuple[str, str] | None:
+        """Enter `starting`, and the addresses to listen at, empty where it may choose. All listen at one address, which
+        the first one may choose: None for others before it is known."""
+        known = next((other for other in (gateway, *self.own.values()) if other.address), None)
+        if known is None and gateway.name != GATEWAY:
+            return None
+        gateway.enter("starting")
+        gateway.num_starts += 1
+        return (known.address, known.http_address) if known is not None else ("", "")
+
+    def behind(self) -> tuple[GatewayId, ...]:
+        """Those that are to get the whole membership now."""
+        found = [follower for follower in self.followers.values() if follower.needs_snapshot]
+        for follower in found:
+            follower.needs_snapshot = False
+        return tuple(follower.gateway_id for follower in found)
+
+    def are_done_with(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether none has requests on that draining worker. One that is not connected may have."""
+        is_lost = any(gateway.phase == "lost" for gateway in self.own.values())
+        return not is_lost and all((worker_id, incarnation) in f.empty for f in self.followers.values())
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        """Its process ends: what was said of it counts no more."""
+        for follower in self.followers.values():
+            follower.empty = {key for key in follower.empty if key[0] != worker_id}
+
+    def records(self) -> tuple[GatewayRecord, ...]:
+        """Those that the controller starts, once it has begun to, and others that follow."""
+        own = self.own.values()
+        were_started = any(gateway.phase is not None or gateway.num_starts for gateway in own)
+        own_ids = {gateway.gateway_id for gateway in own}
+        others = (follower for follower in self.followers.values() if follower.gateway_id not in own_ids)
+        return (
+            *((gateway.record() for gateway in own) if were_started else ()),
+            *(follower.record() for follower in others),
+        )
