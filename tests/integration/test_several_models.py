@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
+    """The configuration, and what is expected."""
     folder = tmp_path_factory.mktemp("models")
     folders = {key: make_checkpoint(kind, folder / key) for key, kind in KINDS.items()}
     expected = {key: [reference.generate(folders[key], prompt, NUM_TOKENS) for prompt in PROMPTS[key]] for key in KINDS}
@@ -61,7 +63,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for key in KINDS
     }
     models["first"]["model"]["name"] = NAMES["first"]
-    content = {"gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "models": models}
+    return {"gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "models": models}, expected
+
+
+@pytest.fixture(scope="module")
+def served(models: tuple[dict[str, Any], dict[str, list[list[int]]]]) -> Iterator[Served]:
+    """For tests that start no process."""
+    with running(*models) as served:
+        yield served
+
+
+@pytest.fixture
+def changing(models: tuple[dict[str, Any], dict[str, list[list[int]]]]) -> Iterator[Served]:
+    """A cluster for one test."""
+    with running(*models) as served:
+        yield served
+
+
+@contextmanager
+def running(content: dict[str, Any], expected: dict[str, list[list[int]]]) -> Iterator[Served]:
     with ProcessCluster(parse_config(content)) as cluster:
         yield Served(cluster, content, expected)
     assert cluster.killed == []
@@ -146,7 +166,15 @@ def test_status_and_metrics_show_which_model_a_worker_serves(served: Served) -> 
         assert {dict(labels)[label] for labels in samples[name]} == set(NAMES.values())
 
 
-async def test_the_death_of_a_worker_does_not_disturb_the_other_model(served: Served) -> None:
+async def test_what_becomes_of_one_model_does_not_disturb_the_other(changing: Served, tmp_path: Path) -> None:
+    """A worker is killed, a pool is resized, another is given a larger KV cache, a third model is refused."""
+    await a_worker_dies(changing)
+    await a_pool_is_resized(changing)
+    await a_pool_is_changed(changing, tmp_path / "cluster.yaml")
+    await wait_until_workers_idle(changing.cluster.workers, changing.cluster.secret)
+
+
+async def a_worker_dies(served: Served) -> None:
     """Answers of the other model go on while it is away, and its own come back."""
     cluster = served.cluster
     pid = cluster.pid("first/decode-0")
@@ -168,10 +196,9 @@ async def test_the_death_of_a_worker_does_not_disturb_the_other_model(served: Se
     assert await asyncio.to_thread(over_grpc, served, "first", 2) == served.expected["first"][2]
     after = {info.worker_id: info.incarnation for info in cluster.workers}
     assert {name for name in before if before[name] != after[name]} == {"first/decode-0"}
-    await wait_until_workers_idle(cluster.workers, cluster.secret)
 
 
-async def test_a_pool_of_one_model_is_resized_and_reconfigured(served: Served, tmp_path: Path) -> None:
+async def a_pool_is_resized(served: Served) -> None:
     cluster, console = served.cluster, Console(quiet=True)
     await asyncio.to_thread(run_scale, cluster.address, {"second/decode": 2}, console, WAIT_S)
     assert [(pool.name, pool.ready) for pool in state_of(served).pools] == [
@@ -182,10 +209,13 @@ async def test_a_pool_of_one_model_is_resized_and_reconfigured(served: Served, t
     ]
     assert await asyncio.to_thread(over_grpc, served, "second", 3) == served.expected["second"][3]
     await asyncio.to_thread(run_scale, cluster.address, {"second/decode": 1}, console, WAIT_S)
+
+
+async def a_pool_is_changed(served: Served, file: Path) -> None:
+    cluster, console = served.cluster, Console(quiet=True)
     incarnations = {info.worker_id: info.incarnation for info in cluster.workers}
     changed = {**served.content["models"]}
     changed["second"] = {**changed["second"], "pools": {"prefill": POOL, "decode": {**POOL, "num_blocks": 320}}}
-    file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump({**served.content, "models": changed}))
     await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions(wait_s=WAIT_S))
     after = {info.worker_id: info for info in cluster.workers}
@@ -202,4 +232,3 @@ async def test_a_pool_of_one_model_is_resized_and_reconfigured(served: Served, t
     file.write_text(yaml.safe_dump({**served.content, "models": {**changed, "third": changed["second"]}}))
     with pytest.raises(ConfigError, match=r"^models\.third\..*: models come and go with the cluster"):
         await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions())
-    await wait_until_workers_idle(cluster.workers, cluster.secret)
