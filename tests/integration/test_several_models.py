@@ -4,6 +4,7 @@ becomes of one does not concern the other."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -25,10 +26,12 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.control import ControlState, StateRequest
 from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from tests.integration.test_batches import contents
 from tests.integration.test_scaling import replaced
 from tests.support import reference
 from tests.support.metrics import read_samples
 from tests.support.tiny_models import make_checkpoint
+from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle
 
 NUM_TOKENS = 24
@@ -41,6 +44,7 @@ PROMPTS = {
     for start, key in enumerate(KINDS)
 }
 WAIT_S = 120.0
+SHORT = {"prompt": "to be", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
         for key in KINDS
     }
     models["first"]["model"]["name"] = NAMES["first"]
-    return {"gateway": {"port": 0}, "placement": {"local_prefill": "never"}, "models": models}, expected
+    gateway = {"port": 0, "batches": {"folder": str(folder / "batches")}}
+    return {"gateway": gateway, "placement": {"local_prefill": "never"}, "models": models}, expected
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +169,28 @@ def test_status_and_metrics_show_which_model_a_worker_serves(served: Served) -> 
     for name in ("disagg_output_tokens_total", "vllm:generation_tokens_total"):
         label = "model" if name.startswith("disagg") else "model_name"
         assert {dict(labels)[label] for labels in samples[name]} == set(NAMES.values())
+
+
+def test_lines_of_a_batch_name_a_model_each(served: Served) -> None:
+    asked = [*NAMES.values(), "third"]
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **SHORT}}
+        for name in asked
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    with httpx.Client(base_url=f"http://{served.cluster.http_address}", timeout=WAIT_S) as http:
+        file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).json()
+        given = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+        batch = f"/v1/batches/{http.post('/v1/batches', json=given).json()['id']}"
+        assert wait_until(lambda: http.get(batch).json()["status"] == "completed", LONG_WAIT_S)
+        ended = http.get(batch).json()
+        answers = contents(http, ended["output_file_id"])
+        found = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers}
+        assert found == {
+            name: http.post(url, json={"model": name, **SHORT}).json()["choices"][0]["text"] for name in NAMES.values()
+        }
+        (unknown,) = contents(http, ended["error_file_id"])
+        assert (unknown["custom_id"], unknown["response"]["status_code"]) == ("third", 404)
 
 
 async def test_what_becomes_of_one_model_does_not_disturb_the_other(changing: Served, tmp_path: Path) -> None:
