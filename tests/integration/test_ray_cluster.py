@@ -27,6 +27,7 @@ from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest, WorkerRecord
 from disagg.proto.errors import DisaggError
+from disagg.proto.ids import WorkerId
 from tests.support.processes import mentioning
 
 pytestmark = pytest.mark.ray
@@ -322,3 +323,31 @@ def test_a_temp_dir_that_is_too_long_for_sockets_is_refused(tmp_path: Path) -> N
     with pytest.raises(LaunchError, match=r"^ray\.temp_dir: .* is too long for Ray's sockets; at most 31 characters$"):
         cluster.start()
     assert not long.exists()
+
+
+@pytest.mark.slow
+def test_two_models_each_with_its_workers(temp_dir: Path) -> None:
+    """A killed worker of one comes back under its name; the other's serve on."""
+    models = {key: {"model": {"path": "fake"}, "pools": {"decode": {"size": 1}}} for key in ("a", "b")}
+    config = {name: section for name, section in make_config(temp_dir).items() if name != "model"}
+    with RayCluster(parse_config({**config, "models": models})) as cluster, Client(cluster.address) as client:
+
+        def route(model: str) -> tuple[str, str]:
+            answer = client.generate(PROMPT, model=model, max_tokens=20, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 20)
+            found = client.explain(answer.request_id)
+            return found.prefill_worker, found.decode_worker
+
+        assert [route(model) for model in models] == [("a/prefill-0", "a/decode-0"), ("b/prefill-0", "b/decode-0")]
+        before = {info.worker_id: info.pid for info in cluster.workers}
+        os.kill(before[WorkerId("a/decode-0")], signal.SIGKILL)
+        assert route("b") == ("b/prefill-0", "b/decode-0")
+        wait_for(cluster, lambda state: pid_of(state, "a/decode-0") not in (0, before[WorkerId("a/decode-0")]))
+        assert route("a") == ("a/prefill-0", "a/decode-0")
+        after = {info.worker_id: info.pid for info in cluster.workers}
+        assert {name for name in before if before[name] != after[name]} == {"a/decode-0"}
+
+
+def pid_of(state: ControlState, worker: str) -> int:
+    """0 while it has none."""
+    return next((record.info.pid for record in state.workers if record.worker_id == worker and record.info), 0)

@@ -172,10 +172,10 @@ def test_status_and_metrics_show_which_model_a_worker_serves(served: Served) -> 
 
 
 def test_lines_of_a_batch_name_a_model_each(served: Served) -> None:
-    asked = [*NAMES.values(), "third"]
+    url = "/v1/completions"
     lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, **SHORT}}
-        for name in asked
+        {"custom_id": name, "method": "POST", "url": url, "body": {"model": name, **SHORT}}
+        for name in (*NAMES.values(), "third")
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
     with httpx.Client(base_url=f"http://{served.cluster.http_address}", timeout=WAIT_S) as http:
