@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from disagg.autoscaler.config import AutoscalerOptions
-from disagg.cluster.config.model_pools import active_pools, model_path, models_of, pool_path
+from disagg.cluster.config.model_pools import active_pools, models_of, path_prefix, pool_path
 from disagg.cluster.config.schema import (
     MAX_MODELS,
     ClusterConfig,
@@ -33,7 +33,7 @@ def check(config: ClusterConfig) -> None:
     """Raises `ConfigError`, naming the path of a key."""
     _check_models(config)
     for key, alone in models_of(config).items():
-        _check_model(model_path(key), alone)
+        _check_model(path_prefix(key), alone)
     if config.controller.twin == "on" and config.placement.decodes != "auto":
         raise ConfigError(f"controller.twin: on is for placement.decodes auto, not {config.placement.decodes}")
     if config.network.certificates is not None and config.network.encryption == "off":

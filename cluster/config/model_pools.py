@@ -69,20 +69,20 @@ def _sized(pools: PoolsConfig, kind: str, size: int) -> PoolsConfig:
     return msgspec.structs.replace(pools, **{kind: msgspec.structs.replace(getattr(pools, kind), size=size)})
 
 
-def model_path(key: str) -> str:
+def path_prefix(key: str) -> str:
     """What the paths of a model's keys begin with: nothing, or `models.qwen.`."""
     return f"models.{key}." if key else ""
 
 
 def pool_path(name: PoolName) -> str:
     """The path of a pool of that name."""
-    return f"{model_path(model_of(name))}pools.{kind_of(name)}"
+    return f"{path_prefix(model_of(name))}pools.{kind_of(name)}"
 
 
 def unused_pools(config: ClusterConfig) -> tuple[str, ...]:
     """A note for each model with pools that its mode does not use: no error, because `--elastic` and `--colocated` may
     be given on top of a file."""
-    return tuple(note for key, alone in models_of(config).items() if (note := _unused(model_path(key), alone)))
+    return tuple(note for key, alone in models_of(config).items() if (note := _unused(path_prefix(key), alone)))
 
 
 def _unused(path: str, alone: ClusterConfig) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config, pool_path
-from disagg.cluster.config.model_pools import model_path
+from disagg.cluster.config.model_pools import path_prefix
 from disagg.cluster.control.core import ControlCore
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.models.catalog import FAKE_MODEL
@@ -161,7 +161,7 @@ class Plans:
             if change.how == "refused":
                 raise ConfigError(f"{change.field}: {change.detail}")
         for key, path in new.model_paths.items():
-            check_served(old.model_paths[key], path, f"{model_path(key)}model.path")
+            check_served(old.model_paths[key], path, f"{path_prefix(key)}model.path")
         if not request.surge:
             for name in plan.replaced:
                 if running.sizes[name] == 1:
