@@ -25,8 +25,8 @@ POOL_KEYS = (
     "cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
-    "model, kernels, gateway, mode, pools, placement, slo, network, controller, transfer, recovery, ray, autoscaler, "
-    "metrics, logging"
+    "model, kernels, gateway, mode, pools, models, placement, slo, network, controller, transfer, recovery, ray, "
+    "autoscaler, metrics, logging"
 )
 
 
