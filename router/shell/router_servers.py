@@ -24,7 +24,7 @@ class RouterServers:
 
     @property
     def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:
-        """As `RouterServer.on_drained`, of all."""
+        """Called when a router has nothing left on a draining worker; set by the owner of the membership."""
         return next(iter(self._routers.values())).on_drained
 
     @on_drained.setter
@@ -50,7 +50,7 @@ class RouterServers:
         await asyncio.gather(*(router.stop() for router in self._routers.values()))
 
     async def add_worker(self, info: WorkerInfo) -> None:
-        """As `RouterServer.add_worker`."""
+        """Connect the router of its model to a worker; one of a model that is not served is not used."""
         router = self._of(info.worker_id)
         if router is None:
             logger.warning("worker %s is of a model that this gateway does not serve; it is not used", info.worker_id)
@@ -58,12 +58,12 @@ class RouterServers:
             await router.add_worker(info)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """As `RouterServer.remove_worker`."""
+        """Disconnect from a worker; its requests are requeued at its model."""
         if (router := self._of(worker_id)) is not None:
             await router.remove_worker(worker_id)
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """As `RouterServer.drain_worker`. Nothing runs on a worker that is not used."""
+        """Place nothing there any more. Nothing runs on a worker that is not used."""
         router = self._of(worker_id)
         if router is None:
             self.on_drained(worker_id, incarnation)
@@ -71,12 +71,12 @@ class RouterServers:
             router.drain_worker(worker_id, incarnation)
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """As `RouterServer.resume_worker`."""
+        """Use that incarnation of a worker again, if it is draining."""
         if (router := self._of(worker_id)) is not None:
             router.resume_worker(worker_id, incarnation)
 
     def configure(self, configs: Mapping[str, RouterConfig]) -> None:
-        """As `RouterServer.configure`, each with the configuration of its key."""
+        """Follow other configurations, each router that of its key."""
         for key, router in self._routers.items():
             if key in configs:
                 router.configure(configs[key])
