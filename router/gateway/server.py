@@ -171,8 +171,7 @@ class GatewayServer:
         self.models = {source.key: _load(source, config) for source in config.models}
         self._routers = dict(routers)
         self._all = AllRouters([routers[source.key] for source in config.models])
-        self._longest = max(model.info.max_model_len for model in self.models.values())
-        """The longest context of a model, in tokens."""
+        self._longest_context = max(model.info.max_model_len for model in self.models.values())
         self._control = control
         self._security = secure(config, self._limits_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -195,7 +194,7 @@ class GatewayServer:
         self._calls = _Calls()
         undecoded_bytes = config.max_undecoded_bytes
         self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
-        largest_bytes = config.max_message_bytes(self._longest)
+        largest_bytes = config.max_message_bytes(self._longest_context)
         self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
         watches = config.max_keyless_watches
         self._health = _Health(WatchPlaces(watches, max(1, watches // 4)))
@@ -254,7 +253,7 @@ class GatewayServer:
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
-            DecodeRequests(self._decode_turns, config.max_body_values(self._longest)),
+            DecodeRequests(self._decode_turns, config.max_body_values(self._longest_context)),
         )
         if config.batches is not None and config.http_port is not None:
             self._batches = BatchService(
@@ -357,7 +356,7 @@ class GatewayServer:
 
     def _options(self) -> list[tuple[str, int]]:
         return [
-            ("grpc.max_receive_message_length", self.config.max_message_bytes(self._longest)),
+            ("grpc.max_receive_message_length", self.config.max_message_bytes(self._longest_context)),
             ("grpc.max_concurrent_streams", self.config.max_concurrent_streams),
             ("grpc.max_allowed_incoming_connections", self.config.max_grpc_connections),
             # TLS and the first frame of HTTP/2 together: a silent connection ends.
@@ -392,9 +391,9 @@ class GatewayServer:
     def _body_limits(self) -> BodyLimits:
         config = self.config
         return BodyLimits(
-            max_bytes=config.max_message_bytes(self._longest),
+            max_bytes=config.max_message_bytes(self._longest_context),
             timeout_s=config.read_timeout_s,
-            max_values=config.max_body_values(self._longest),
+            max_values=config.max_body_values(self._longest_context),
             turns=self._decode_turns,
             unfinished=self._unfinished,
         )
