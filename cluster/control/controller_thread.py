@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import ClusterPlan
 from disagg.cluster.control.server import Companion, Controller
+from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
@@ -18,13 +19,28 @@ T = TypeVar("T")
 
 
 class ControllerThread:
-    """Owner of the thread and its loop."""
+    """Owner of the thread and its loop. `saved`, `on_saved`: see `Controller`."""
 
     def __init__(
-        self, plan: ClusterPlan, launcher: Launcher, secret: ClusterSecret, companion: Companion | None = None
+        self,
+        plan: ClusterPlan,
+        launcher: Launcher,
+        secret: ClusterSecret,
+        companion: Companion | None = None,
+        *,
+        saved: SavedState | None = None,
+        on_saved: Callable[[SavedState], None] | None = None,
     ) -> None:
         self._plan = plan
-        self._controller = Controller(plan, launcher, secret, port=plan.config.controller.port, companion=companion)
+        self._controller = Controller(
+            plan,
+            launcher,
+            secret,
+            port=plan.config.controller.port,
+            saved=saved,
+            companion=companion,
+            on_saved=on_saved,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 

@@ -185,6 +185,8 @@ class Controller:
         )
         desired = Desired(target=self._plans.target(1)) if self._saved is None else self._saved.desired
         self._core = ControlCore({}, settings, running, controller_id=uuid.uuid4().hex[:8], desired=desired)
+        if desired.plan is not None:
+            logger.warning("%s", desired.plan.going_on)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
         server.add_generic_rpc_handlers((self._handlers(),))
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))

@@ -102,6 +102,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whose settings hold for which no worker is restarted."""
         return self.new if self.has_canary or not self.has_trial else self.old
 
+    @property
+    def going_on(self) -> str:
+        """What a controller says that goes on with it."""
+        if self.is_back:
+            what = f"taking generation {self.old.generation} of the configuration back to {self.new.generation}"
+        else:
+            what = f"applying generation {self.new.generation} of the configuration"
+        where = "" if self.configured is self.new else ", whose first new workers were not ready yet"
+        return f"an earlier controller was {what}{where}: going on with that"
+
     def reversed(self, why: str) -> Plan:
         """The way back."""
         return Plan(
