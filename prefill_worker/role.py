@@ -26,7 +26,7 @@ from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdin
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
 from disagg.proto.handover import Failure
-from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
+from disagg.proto.ids import AttemptKey, GatewayId, WorkerId, is_probe
 from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,8 @@ class PrefillRole:
         gateway_id = attempt.gateway_id
         link = self._link_of.get(over.key)
         transport = self._context.config.transport if link is None else link.transport_name
-        self._transfers.setdefault((decode_worker, transport), _Transfers()).note(over)
+        if not is_probe(gateway_id):
+            self._transfers.setdefault((decode_worker, transport), _Transfers()).note(over)
         match over.outcome, over.cause:
             case _, None:
                 self._kv_bytes_sent += over.kv_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 """Minted by the gateway, one per sequence; a client's own id is only a label."""
@@ -17,6 +17,19 @@ recognized."""
 
 GatewayId = NewType("GatewayId", str)
 """One per gateway process."""
+
+_PROBE: Final = "probe-"
+
+
+def probe_gateway_id(suffix: str) -> GatewayId:
+    """Of a controller that probes a worker as a gateway would use it."""
+    return GatewayId(_PROBE + suffix)
+
+
+def is_probe(gateway_id: str) -> bool:
+    """Whether requests of that gateway are such probes, which are left out of what is counted."""
+    return gateway_id.startswith(_PROBE)
+
 
 BlockHash = NewType("BlockHash", bytes)
 """The chained hash of a full block of tokens, `block_hash.HASH_BYTES` long."""

@@ -195,6 +195,9 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Without Ray, on Linux: whether processes are forked from ones that have loaded code and weights already, so that
     they start and restart sooner and share the weights; see `templates.py`. The price is one process more for each
     kind, of which their memory is shared."""
+    probes: bool = True
+    """Whether a new worker counts as ready only once a tiny request went through prefill, hand-over and decode with it;
+    see `cluster/probes/`."""
 
 
 class TransferSection(PairLimits, frozen=True, kw_only=True):

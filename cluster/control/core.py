@@ -5,6 +5,9 @@
                              ├─ reconcile ──> start, stop, restart after a pause, drain
     registered, left, ... ───┘       └──────> membership ──Publish──> gateways ──WorkerEmpty──> drained: stop
 
+A worker that registered is ready once a tiny request went through it (`cluster/probes/probes.py`); before that it is no
+member.
+
 The worker with the highest index leaves first. A worker that becomes desired again while it drains finishes draining,
 and is then started again. Gateways move what runs on a draining worker to others. Nothing is drained for longer than
 `drain_timeout_s`, or the deadline of the operator's request: then it leaves the membership, and gateways retry what is
@@ -37,6 +40,7 @@ from disagg.cluster.control.workers import (
     split_worker_id,
     worker_id,
 )
+from disagg.cluster.probes.probes import Probes, Verdict
 from disagg.cluster.rollout.rollout import Desired, Plan, Rollout, Target, configured
 from disagg.proto.control import (
     ControlRefused,
@@ -67,6 +71,8 @@ class Settings:
     """How long a process that left, and of which no end was reported, may take to come back."""
     gateways: int = 1
     """That it starts."""
+    probes: bool = True
+    """Whether new workers are probed before they count as ready."""
 
 
 class ControlCore:
@@ -105,6 +111,7 @@ class ControlCore:
         self._adopting_until: float | None = None
         self._enough_since: float | None = None
         """Since when there is a ready worker in each pool."""
+        self._probes = Probes()
         self._published = MembershipLog(controller_id)
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
         """Processes that gateways reported as draining, and that have not registered here."""
@@ -156,7 +163,7 @@ class ControlCore:
                 PoolState(name=name, desired=size, ready=num_ready(self._workers.values(), name))
                 for name, size in self.sizes.items()
             ),
-            workers=in_order(self._workers.values(), list(self.sizes)),
+            workers=in_order(self._workers.values(), list(self.sizes), self._probes.doing),
             gateways=self._gateways.records(),
             generation=self._target.generation,
             rollout=rollout,
@@ -175,7 +182,11 @@ class ControlCore:
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
         dues = [worker.due for worker in self._workers.values()]
-        dues += [*(gateway.due for gateway in self._gateways.own.values()), self._adopting_until]
+        dues += [
+            *(gateway.due for gateway in self._gateways.own.values()),
+            self._adopting_until,
+            self._probes.next_due(),
+        ]
         if self._enough_since is not None and self._gateways.absent:
             dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
         if self._rollout is not None and self._adopting_until is None:
@@ -191,6 +202,7 @@ class ControlCore:
             self._begin(now)
         self._take(event, now)
         self._expire(now)
+        self._probe(now)
         self._roll(now)
         self._reconcile(now)
         self._reconcile_gateways(now)
@@ -222,6 +234,13 @@ class ControlCore:
                     self._on_stopped(name, now)
             case events.ProcessExited(name=process, why=why):
                 self._on_exited(process, why, now)
+            case events.ProbeEnded(number=number, error=error, is_refusal=is_refusal):
+                present = {
+                    worker.info.incarnation
+                    for worker in self._workers.values()
+                    if worker.info is not None and worker.phase in ("ready", "starting")
+                }
+                self._judge(self._probes.ended(number, error, is_refusal, present, now), now)
             case events.StartsPending(reasons=reasons):
                 for worker in self._workers.values():
                     worker.pending = reasons.get(worker.worker_id, "")
@@ -258,7 +277,7 @@ class ControlCore:
         for pool, size in sizes.items():
             for index in range(size):
                 if (name := worker_id(pool, index)) in self._running:
-                    self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
+                    self._workers[name] = Worker(name, pool, index, "lost", due=grace_end, is_proven=True)
         self._gateways.adopt(self._running, grace_end)
         if self._workers:
             self._adopting_until = now + ADOPT_GRACE_S
@@ -285,11 +304,39 @@ class ControlCore:
             worker.fault("failed", why, now)
         else:
             self._out.append(events.Accept(name, incarnation))
-            if worker.phase != "draining":
-                worker.ready(info, now)
-                if self._rollout is not None:
-                    self._rollout.registered(worker)
-                self._resume_drains(now)
+            if worker.phase == "draining":
+                return
+            was_ready = worker.is_proven and (worker.info is None or worker.is_current(incarnation))
+            if was_ready or not self._settings.probes:
+                self._ready(worker, info, now)
+            else:
+                worker.listens(info)
+                self._probes.add(info, now)
+
+    def _ready(self, worker: Worker, info: WorkerInfo, now: float) -> None:
+        worker.ready(info, now)
+        if self._rollout is not None:
+            self._rollout.registered(worker)
+        self._resume_drains(now)
+
+    def _probe(self, now: float) -> None:
+        for worker in self._workers.values():
+            if worker.phase != "starting" or worker.info is None:
+                self._probes.forget(worker.worker_id)
+        ready = [w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None]
+        probes, verdicts = self._probes.begin(ready, [pool for pool, size in self.sizes.items() if size], now)
+        self._out += [events.StartProbe(probe) for probe in probes]
+        self._judge(verdicts, now)
+
+    def _judge(self, verdicts: list[Verdict], now: float) -> None:
+        for name, is_ready, why in verdicts:
+            worker = self._workers.get(name)
+            if worker is None or worker.info is None or worker.phase != "starting":
+                continue
+            if is_ready:
+                self._ready(worker, worker.info, now)
+            else:
+                worker.fault("failed", why, now)
 
     def _misfit(self, worker: Worker, info: WorkerInfo) -> str | None:
         """Why a worker cannot work with the others, as they are now. During a rollout that replaces all workers it must
@@ -300,7 +347,7 @@ class ControlCore:
             for other in self._workers.values()
             if other is not worker
             and other.model == worker.model
-            and other.is_member
+            and (other.is_member or other.phase == "starting")
             and (rollout is None or rollout.fits(candidate, other))
         )
         return misfit(info, [other for other in others if other is not None])
@@ -312,7 +359,7 @@ class ControlCore:
 
     def _on_left(self, event: events.WorkerLeft, now: float) -> None:
         worker = self._workers.get(event.worker_id)
-        if worker is not None and worker.phase == "ready" and worker.is_current(event.incarnation):
+        if worker is not None and worker.phase in ("ready", "starting") and worker.is_current(event.incarnation):
             worker.enter("lost", due=now + self._settings.lost_grace_s)
             worker.detail = "its connection to the controller broke"
 
@@ -320,7 +367,7 @@ class ControlCore:
         worker = self._workers.get(event.worker_id)
         if worker is None or not worker.is_current(event.incarnation):
             return
-        if worker.phase == "ready":
+        if worker.phase in ("ready", "starting"):
             worker.enter("lost", due=now + self._settings.lost_grace_s)
         worker.detail, worker.was_killed = f"it {event.why} and was killed", True
 
@@ -417,7 +464,7 @@ class ControlCore:
                     self._start(self._workers[name], now)
         surplus = [worker for worker in self._workers.values() if worker.index >= sizes[worker.pool]]
         for worker in sorted(surplus, key=lambda w: w.index, reverse=True):
-            if worker.phase in ("ready", "lost") and worker.info is not None:
+            if worker.phase in ("ready", "lost") and worker.info is not None and worker.is_proven:
                 self._drain(worker, now)
             elif worker.phase in ("starting", "lost", "failed"):
                 self._stop(worker)
@@ -433,6 +480,7 @@ class ControlCore:
         if worker.unready_since is None:
             worker.unready_since = now
         worker.num_starts += 1
+        worker.is_proven = False
         self._num_starts += 1
         worker.start_id = f"{self._controller_id}.{self._num_starts}"
         self._out.append(

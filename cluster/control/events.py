@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from disagg.cluster.control.gateways import GATEWAY
+from disagg.cluster.probes.probes import Probe
 from disagg.cluster.rollout.rollout import Plan
 from disagg.proto.control import MembershipChange, PoolName
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -87,6 +88,17 @@ class ProcessExited:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """The probe of that number is over, as `StartProbe` began it."""
+
+    number: int
+    error: str = ""
+    """Why it failed; empty where it went through."""
+    is_refusal: bool = False
+    """Whether it failed for want of room only."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartsPending:
     """What processes wait for that were begun and cannot run yet: all of them, by name."""
 
@@ -162,6 +174,7 @@ Event = (
     | WorkerHung
     | WorkersStopped
     | ProcessExited
+    | ProbeEnded
     | StartsPending
     | GatewayJoined
     | GatewayStartFailed
@@ -213,6 +226,13 @@ class StopGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Send a tiny request through new workers; followed by `ProbeEnded`."""
+
+    probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
 class Accept:
     """Confirm the registration of that process of a worker."""
 
@@ -251,4 +271,6 @@ class Configure:
     generation: int
 
 
-Command = Save | Configure | StartWorker | StopWorkers | StartGateway | StopGateway | Accept | Reject | Publish
+Command = (
+    Save | Configure | StartWorker | StopWorkers | StartGateway | StopGateway | StartProbe | Accept | Reject | Publish
+)

@@ -30,6 +30,8 @@ from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, router_configs
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
+from disagg.cluster.probes.probe_link import Prober
+from disagg.cluster.probes.probes import Probe
 from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
 from disagg.cluster.rollout.rollout import Desired
 from disagg.cluster.scaling.models import Autoscalers
@@ -155,6 +157,7 @@ class Controller:
         self._server: grpc.aio.Server | None = None
         self._poller: asyncio.Task[None] | None = None
         self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
+        self._prober = Prober(secret, self._on_probed)
         self._timer: asyncio.TimerHandle | None = None
         self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
@@ -182,6 +185,7 @@ class Controller:
             drain_timeout_s=config.controller.drain_timeout_s,
             lost_grace_s=self._lost_grace_s,
             gateways=config.gateway.replicas,
+            probes=config.controller.probes,
         )
         desired = Desired(target=self._plans.target(1)) if self._saved is None else self._saved.desired
         self._core = ControlCore({}, settings, running, controller_id=uuid.uuid4().hex[:8], desired=desired)
@@ -213,6 +217,7 @@ class Controller:
             await asyncio.gather(self._autoscaling, return_exceptions=True)
             self._autoscaling = None
         await self._supervisor.stop()
+        await self._prober.stop()
         if self._companion is not None:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._companion.stop)
         if self._launcher_thread is not None and self._core is not None:
@@ -372,6 +377,8 @@ class Controller:
             case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 logger.warning("%s (incarnation %s) is rejected and will stop: %s", worker_id, incarnation, reason)
                 self._reply(worker_id, incarnation, WorkerRejected(reason=reason))
+            case events.StartProbe(probe=probe):
+                self._prober.start(probe)
             case events.Publish(change=change, snapshot_for=snapshot_for):
                 self._publish(change, snapshot_for, core)
             case _:
@@ -401,6 +408,9 @@ class Controller:
     def _on_hung(self, process: ProcessIncarnation, why: str) -> None:
         if not is_gateway(process.name):  # its end is reported anyway
             self._handle(events.WorkerHung(WorkerId(process.name), Incarnation(process.incarnation), why))
+
+    def _on_probed(self, probe: Probe, error: str, is_refusal: bool) -> None:
+        self._handle(events.ProbeEnded(probe.number, error, is_refusal))
 
     def _set_timer(self, due: float | None) -> None:
         if self._timer is not None:

@@ -1,17 +1,20 @@
 """One worker in the observed state: its phases, and which may follow which. Pure.
 
-             registered            Scale, Drain             empty or late
+       registered, probed          Scale, Drain             empty or late
 starting ───────────────> ready ───────────────> draining ───────────────> stopping ──> gone, or starting again
    │  ^                   │   ^                                              ^
    │  └── retry ──┐  left │   │ registered                                   │
    v              │       v   │                                              │
  failed ──────────┼──>   lost ───────────────────────────────────────────────┘
                   └── by way of `stopping`, so that nothing of the earlier process is left
+
+A worker that registers stays `starting` until a probe has gone through it (`cluster/probes/`). A new process of one
+that was ready, lost or failed, which the launcher started by itself, goes back to `starting` for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,12 +24,12 @@ from disagg.proto.ids import Incarnation, WorkerId, kind_of, model_of
 from disagg.proto.messages import WorkerInfo
 
 TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
-    "starting": frozenset({"ready", "failed", "stopping"}),
-    "ready": frozenset({"ready", "draining", "lost", "failed"}),
+    "starting": frozenset({"starting", "ready", "failed", "lost", "stopping"}),
+    "ready": frozenset({"starting", "ready", "draining", "lost", "failed"}),
     "draining": frozenset({"stopping"}),
     "stopping": frozenset({"starting"}),
-    "lost": frozenset({"ready", "lost", "draining", "stopping", "failed"}),
-    "failed": frozenset({"ready", "failed", "stopping"}),
+    "lost": frozenset({"starting", "ready", "lost", "draining", "stopping", "failed"}),
+    "failed": frozenset({"starting", "ready", "failed", "stopping"}),
 }
 """Phase -> those that may follow. A worker is forgotten from `stopping` only."""
 
@@ -52,6 +55,8 @@ class Worker:
     phase: WorkerPhase = "starting"
     info: WorkerInfo | None = None
     """Of its present process, until that is gone."""
+    is_proven: bool = False
+    """Whether that process was ready once."""
     start_id: str = ""
     """Of the latest start; empty where an earlier controller started it and it has not registered here."""
     config_hash: str = ""
@@ -77,20 +82,28 @@ class Worker:
             raise ValueError(f"{self.worker_id}: {self.phase} -> {phase}")
         self.phase, self.due = phase, due
 
+    def listens(self, info: WorkerInfo) -> None:
+        """That process of it is there, and is to be probed."""
+        if self.phase != "starting" and not self.is_current(info.incarnation):
+            self.num_starts += 1  # by Ray, not by us
+        self.enter("starting")
+        self.info, self.is_proven, self.was_killed = info, False, False
+        self.start_id, self.config_hash = info.start_id, info.config_hash
+
     def ready(self, info: WorkerInfo, now: float) -> None:
         """That process of it can be used."""
         if self.phase != "starting" and not self.is_current(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
-        self.info, self.ready_since, self.was_killed = info, now, False
+        self.info, self.ready_since, self.was_killed, self.is_proven = info, now, False, True
         self.start_id, self.config_hash, self.unready_since = info.start_id, info.config_hash, None
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process failed; it is started again after a pause."""
-        ready_for_s = None if self.info is None else now - self.ready_since
+        ready_for_s = now - self.ready_since if self.info is not None and self.is_proven else None
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)
-        self.num_faults, self.detail, self.info = num_faults, why, None
+        self.num_faults, self.detail, self.info, self.is_proven = num_faults, why, None, False
 
     @property
     def model(self) -> str:
@@ -100,7 +113,7 @@ class Worker:
     @property
     def is_member(self) -> bool:
         """Whether it is in the gateways' membership. A lost one may run: gateways detect that by their own sessions."""
-        return self.info is not None and self.phase in ("ready", "lost", "draining")
+        return self.info is not None and self.is_proven and self.phase in ("ready", "lost", "draining")
 
     def is_current(self, incarnation: Incarnation) -> bool:
         """Whether that is its present process."""
@@ -110,22 +123,25 @@ class Worker:
         """Whether that is its latest start; true where one of the two is unknown."""
         return not (start_id and self.start_id) or start_id == self.start_id
 
-    def record(self) -> WorkerRecord:
-        """For the cluster state that `disagg status` shows. While it starts, `detail` is why it waits."""
+    def record(self, probing: str = "") -> WorkerRecord:
+        """For the cluster state that `disagg status` shows. While it starts, `detail` is why it waits; `probing`: what
+        its probe does."""
         return WorkerRecord(
             worker_id=self.worker_id,
             pool=self.pool,
             phase=self.phase,
-            info=self.info,
+            info=None if self.phase == "starting" else self.info,
             num_starts=self.num_starts,
-            detail=(self.pending if self.phase == "starting" else "") or self.detail,
+            detail=(probing or self.pending if self.phase == "starting" else "") or self.detail,
         )
 
 
-def in_order(workers: Iterable[Worker], pools: Sequence[PoolName]) -> tuple[WorkerRecord, ...]:
-    """The records of workers, in the order of their pools."""
+def in_order(
+    workers: Iterable[Worker], pools: Sequence[PoolName], doing: Callable[[WorkerId], str]
+) -> tuple[WorkerRecord, ...]:
+    """The records of workers, in the order of their pools. `doing`: what a new one waits for."""
     found = sorted(workers, key=lambda worker: (pools.index(worker.pool), worker.index))
-    return tuple(worker.record() for worker in found)
+    return tuple(worker.record(doing(worker.worker_id)) for worker in found)
 
 
 def num_ready(workers: Iterable[Worker], pool: PoolName) -> int:

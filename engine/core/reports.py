@@ -36,6 +36,7 @@ class WorkerCounters:
         self._seconds = 0.0
         self._prompt_tokens = 0
         self._totals = EngineTotals()
+        self._prompt_tokens_left_out = self._output_tokens_left_out = 0
 
     def note(self, steps: Iterable[StepSample], totals: EngineTotals) -> None:
         """The steps that the engine ran since the last time, and its totals after them."""
@@ -45,14 +46,19 @@ class WorkerCounters:
             self._seconds += step.ms / 1000
             self._prompt_tokens += step.prefill_tokens
 
+    def leave_out(self, prompt_tokens: int, output_tokens: int) -> None:
+        """These are, or will be, among what `note` gets, and are a probe's."""
+        self._prompt_tokens_left_out += prompt_tokens
+        self._output_tokens_left_out += output_tokens
+
     def metrics(self, transfers: tuple[TransferCount, ...]) -> WorkerMetrics:
         """All counters, with those of the roles."""
         return WorkerMetrics(
             step_seconds=tuple(self._steps),
             step_seconds_sum=self._seconds,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._prompt_tokens - self._prompt_tokens_left_out,
             cached_tokens=self._totals.cached_tokens,
-            output_tokens=self._totals.output_tokens,
+            output_tokens=self._totals.output_tokens - self._output_tokens_left_out,
             preemptions=self._totals.preemptions,
             swapped_out_blocks=self._totals.swapped_out_blocks,
             swapped_in_blocks=self._totals.swapped_in_blocks,

@@ -218,6 +218,10 @@ class WorkerService:
         for watch in self._watches:
             watch.note(batch.kv_events, batch.steps)
 
+    def leave_out(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Of the next batch these are a probe's, and do not count."""
+        self._counters.leave_out(prompt_tokens, output_tokens)
+
     # ------------------------------------------------------------ handlers
 
     async def _session(

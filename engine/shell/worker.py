@@ -41,7 +41,7 @@ from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
-from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_probe
 from disagg.proto.messages import (
     AuditReport,
     BlocksSnapshot,
@@ -100,6 +100,8 @@ class Worker:
         self._role_factories = role_factories
         self._roles: list[Role] = []
         self._pending_prompts = PendingPrompts()
+        self._probes: dict[GatewayId, int] = {}
+        """Of probes whose prompt is computed here, until it is: its tokens, by the gateway that the prober is."""
         self._info: WorkerInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
@@ -336,11 +338,20 @@ class Worker:
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:
             if isinstance(event, TokenSampled):
+                if is_probe(event.gateway_id):
+                    self._leave_out(event)
                 self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
             else:
                 self._route(event)
         self._pending_prompts.added(batch.added)
         self._service.publish(batch)
+
+    def _leave_out(self, event: TokenSampled) -> None:
+        """A token of a probe, and its prompt with the first one, do not count. What was handed over comes with a token
+        that the other worker sampled."""
+        prompt_tokens = self._probes.pop(event.gateway_id, None)
+        if prompt_tokens is not None or event.index > 0:
+            self._service.leave_out(prompt_tokens or 0, 1)
 
     def _owns(self, key: AttemptKey) -> bool:
         return any(role.owns(key) for role in self._roles)
@@ -378,6 +389,8 @@ class Worker:
             if role.takes(dispatch):
                 if not self._owns(spec.key):  # else it is dropped, and the engine has the first one
                     self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
+                    if is_probe(spec.gateway_id):
+                        self._probes[spec.gateway_id] = spec.num_known_tokens
                 role.dispatch(dispatch)
                 return
         detail = f"{self.config.worker_id} with roles {', '.join(self.config.roles)} cannot run this dispatch"
@@ -385,6 +398,7 @@ class Worker:
 
     def on_gateway_lost(self, gateway_id: GatewayId) -> None:
         """A gateway's session broke: it will place its requests elsewhere, so theirs here end. Idempotent."""
+        self._probes.pop(gateway_id, None)
         for role in self._roles:
             for key in role.keys_of_gateway(gateway_id):
                 role.cancel(key)

@@ -77,6 +77,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
         "router/gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",
+        "cluster/probes/*_link.py",
         "cluster/on_ray/joined.py",
         "loadtests/generator/*",
         "src/disagg/client/*",

@@ -7,15 +7,23 @@ from collections.abc import Collection, Mapping
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.events import Command, Event
+from disagg.cluster.probes.probes import Probe
 from disagg.cluster.rollout.rollout import Desired
 from disagg.proto.control import PoolName, WorkerRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import KvLayout, WorkerInfo
+from disagg.proto.messages import KvLayout, RoleName, WorkerInfo
 
 GATEWAY_ID = GatewayId("g1")
 ADDRESS = "127.0.0.1:8470"
 DRAIN_TIMEOUT_S = 300.0
 LOST_GRACE_S = 10.0
+
+
+_ROLES: dict[str, tuple[RoleName, ...]] = {
+    "decode": ("decode",),
+    "colocated": ("prefill", "decode"),
+    "workers": ("prefill", "decode"),
+}
 
 
 def make_info(
@@ -31,7 +39,8 @@ def make_info(
     return WorkerInfo(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}.{incarnation}"),
-        roles=("prefill",),
+        roles=_ROLES.get(name.partition("-")[0], ("prefill",)),
+        is_elastic=name.startswith("workers-"),
         address="127.0.0.1:1",
         pid=incarnation,
         start_id=start_id,
@@ -49,7 +58,8 @@ def make_info(
 class Driver:
     """A core, its clock, and short names for what happens to it. Commands are given back as short lines:
     `start prefill-0`, `start prefill-0 as t2`, `stop prefill-0 decode-0`, `accept x`, `reject x: why`, `configure 2`,
-    `gateway prefill-0 decode-0`, `stop gateway`, `publish prefill-0 decode-0(draining)`. Saving gives no line."""
+    `gateway prefill-0 decode-0`, `stop gateway`, `publish prefill-0 decode-0(draining)`,
+    `probe prefill-0 decode-0`. Saving gives no line."""
 
     def __init__(
         self,
@@ -57,14 +67,19 @@ class Driver:
         running: Collection[str] = (),
         desired: Desired | None = None,
         gateways: int = 1,
+        probes: bool = False,
     ) -> None:
-        settings = Settings(drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S, gateways=gateways)
+        settings = Settings(
+            drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S, gateways=gateways, probes=probes
+        )
         self.core = ControlCore(sizes, settings, running, controller_id="c1", desired=desired)
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
         """Of the latest start of each worker."""
         self.config_hashes: dict[str, str] = {}
         """The same; the worker registers with it."""
+        self.probes: list[Probe] = []
+        """All that were begun."""
         self.saved: Desired | None = None
         """What the core had saved last."""
 
@@ -115,6 +130,10 @@ class Driver:
     def scale(self, **sizes: int) -> list[str]:
         return self(events.Scale(sizes))
 
+    def probed(self, error: str = "", is_refusal: bool = False, which: int = -1) -> list[str]:
+        """The latest probe ended, or another one."""
+        return self(events.ProbeEnded(self.probes[which].number, error, is_refusal))
+
     def record(self, name: str) -> WorkerRecord:
         (record,) = [record for record in self.core.state().workers if record.worker_id == name]
         return record
@@ -141,6 +160,9 @@ class Driver:
                 return f"start {name}" + (f" as {config_hash}" if config_hash else "")
             case events.StopWorkers(worker_ids=names):
                 return f"stop {' '.join(names)}"
+            case events.StartProbe(probe=probe):
+                self.probes.append(probe)
+                return f"probe {' '.join(info.worker_id for info in probe.workers)}"
             case events.Accept(worker_id=name):
                 return f"accept {name}"
             case events.Reject(worker_id=name, reason=reason):

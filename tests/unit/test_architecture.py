@@ -52,6 +52,7 @@ PURE_FILES = (
     "cluster/control/state_diff.py",
     "cluster/control/workers.py",
     "cluster/hosts/ranks.py",
+    "cluster/probes/probes.py",
     "cluster/rollout/rollout.py",
     "cluster/on_ray/nodes/table.py",
     "decode_worker/ordered_sender.py",
