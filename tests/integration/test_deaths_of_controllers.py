@@ -120,6 +120,7 @@ class Succession:
         self.plan = plan_cluster(parse_config(configuration(self.port)))
         self.controller = DyingController(self.launcher, self.plan, None)
         assert wait_until(self.controller.settled, LONG_WAIT_S), self.controller.thread.state()
+        self.gateway_pid = self.launcher.pid("gateway")
 
     @property
     def address(self) -> str:
@@ -144,7 +145,8 @@ class Succession:
         assert blocks == {"prefill-0": 256} | {f"decode-{index}": num_blocks for index in range(decode)}
         assert self.launcher.running() == {*blocks, "gateway"}
         pids = {self.launcher.pid(name) for name in self.launcher.running()}
-        assert pids == {info.pid for info in infos} | {state.gateways[0].pid}
+        assert pids == {info.pid for info in infos} | {self.gateway_pid}
+        assert (state.gateways[0].pid, state.gateways[0].detail) == (self.gateway_pid, "")
 
     def check_idle(self) -> None:
         infos = [record.info for record in self.controller.thread.state().workers if record.info is not None]

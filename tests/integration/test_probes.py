@@ -43,7 +43,7 @@ def record_of(cluster: ProcessCluster, name: str) -> WorkerRecord:
 @pytest.mark.parametrize(
     ("fault", "joins", "why"),
     [
-        ("transport.receive=corrupt(worker=decode-1)", "decode", r"checksum"),
+        ("transport.receive=corrupt(worker=decode-1)", "decode", r"the decode worker rejected chunk 0"),
         ("engine.step=raise(worker=prefill-1)", "prefill", r"prefill-1: failed \("),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_worker_that_listens_and_does_not_work_is_not_used(
 def test_a_cluster_whose_workers_do_not_work_together_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINTS_VARIABLE, "transport.send=corrupt")
     cluster = ProcessCluster(parse_config(BREAKABLE))
-    with pytest.raises(LaunchError, match=rf"^prefill-0: {MAX_TRIES} probes of it failed; the last .*checksum"):
+    with pytest.raises(LaunchError, match=rf"^prefill-0: {MAX_TRIES} probes of it failed; the last .*rejected chunk 0"):
         cluster.start()
 
 
