@@ -32,6 +32,7 @@ from disagg.cluster.config.schema import (
     TransferSection,
     WorkersConfig,
 )
+from disagg.cluster.models.catalog import looks_like_path
 from disagg.proto.errors import ConfigError
 
 __all__ = [
@@ -76,7 +77,8 @@ def load_config(file: Path | None) -> ClusterConfig:
 
 
 def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
-    """The files of gateway and network as absolute paths: a process elsewhere has another working directory."""
+    """The files of gateway and network as absolute paths: a process elsewhere has another working directory. So has a
+    model's folder that is there, seen from this process."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(folder / Path(path).expanduser())
@@ -99,7 +101,19 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     if network.certificates is not None:
         given = {name: absolute(getattr(network.certificates, name)) for name in ("ca", "cert", "key")}
         network = msgspec.structs.replace(network, certificates=msgspec.structs.replace(network.certificates, **given))
-    return msgspec.structs.replace(config, gateway=gateway, network=network)
+    models = {
+        key: msgspec.structs.replace(section, model=_with_absolute_path(section.model))
+        for key, section in config.models.items()
+    }
+    return msgspec.structs.replace(
+        config, gateway=gateway, network=network, model=_with_absolute_path(config.model), models=models
+    )
+
+
+def _with_absolute_path(model: ModelSection) -> ModelSection:
+    if model.path is None or not looks_like_path(model.path) or not Path(model.path).expanduser().is_dir():
+        return model
+    return msgspec.structs.replace(model, path=str(Path(model.path).expanduser().absolute()))
 
 
 def parse_config(raw: object) -> ClusterConfig:

@@ -459,7 +459,7 @@ class ControlCore:
         for pool, size in sizes.items():
             for index in range(size):
                 name = worker_id(pool, index)
-                if name not in self._workers:
+                if name not in self._workers and not self._waits_for_stage(pool, index):
                     self._workers[name] = Worker(name, pool, index)
                     self._start(self._workers[name], now)
         surplus = [worker for worker in self._workers.values() if worker.index >= sizes[worker.pool]]
@@ -471,6 +471,12 @@ class ControlCore:
         for worker in self._workers.values():
             if worker.phase == "draining" and self._is_empty(worker):
                 self._stop(worker)
+
+    def _waits_for_stage(self, pool: PoolName, index: int) -> bool:
+        """Whether a place that the new configuration does not have may be over already: a new controller knows how far
+        the rollout is once the workers that run have registered."""
+        rollout = self._rollout
+        return rollout is not None and self._adopting_until is not None and index >= rollout.plan.new.sizes.get(pool, 0)
 
     def _start(self, worker: Worker, now: float) -> None:
         if worker.phase != "starting":

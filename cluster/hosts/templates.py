@@ -147,6 +147,8 @@ class Templates:
         except OSError as error:
             logger.warning("no template of a %s: %s", start.kind, error)
             self._broken.add(key)
+        if self._closed and key in self._running:  # closed meanwhile, which saw this one or not
+            self._end(key)
         return self._running.get(key)
 
 

@@ -91,6 +91,11 @@ def resolve_model(name_or_path: str, cache: Path | None = None) -> Path:
     return folder
 
 
+def looks_like_path(name: str) -> bool:
+    """Whether a model is given by its folder, or its id on a hub, and not by its name in the cache."""
+    return len(Path(name).parts) > 1 or name.startswith((".", "~"))
+
+
 def verify_model(name: str, cache: Path | None = None) -> list[str]:
     """Hash all files of an imported model; what is wrong with each that is not as it was imported.
 
@@ -104,15 +109,14 @@ def verify_model(name: str, cache: Path | None = None) -> list[str]:
 
 
 def _find_model(name_or_path: str, cache: Path) -> Path:
-    given = Path(name_or_path).expanduser()
-    looks_like_path = len(given.parts) > 1 or name_or_path.startswith((".", "~"))
-    folder = given if looks_like_path else cache / name_or_path
+    given, is_path = Path(name_or_path).expanduser(), looks_like_path(name_or_path)
+    folder = given if is_path else cache / name_or_path
     if (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file():
         return folder.resolve()
     imported = cache / model_name(name_or_path)
-    if looks_like_path and not given.exists() and (imported / MANIFEST).is_file():  # a hub id, imported before
+    if is_path and not given.exists() and (imported / MANIFEST).is_file():  # a hub id, imported before
         return imported.resolve()
-    if looks_like_path:
+    if is_path:
         raise ConfigError(f"model: {folder} is not an imported checkpoint; run: disagg model import {name_or_path}")
     have = ", ".join(entry.name for entry in list_models(cache)) or "none yet"
     raise ConfigError(

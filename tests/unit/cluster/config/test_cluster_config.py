@@ -336,6 +336,19 @@ def test_files_are_found_from_the_configuration_s_folder(tmp_path: Path) -> None
     assert override(load_config(file), {}).gateway == gateway
 
 
+def test_a_model_s_folder_is_found_from_the_working_directory_of_who_reads_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("v1", "there", "there/v1"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "there/disagg.yaml").write_text("model: {name: m, path: ./v1}")
+    (tmp_path / "there/named.yaml").write_text("model: {path: v1}")
+    (tmp_path / "there/hub.yaml").write_text("model: {path: org/v1}")
+    monkeypatch.chdir(tmp_path)
+    paths = [load_config(Path("there") / f"{name}.yaml").model.path for name in ("disagg", "named", "hub")]
+    assert paths == [str(tmp_path / "v1"), "v1", "org/v1"]
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.8.8.8", True), ("10.0.0.1", False), ("box", False)],

@@ -399,11 +399,34 @@ def test_the_next_controller_does_not_wait_for_ever_for_a_worker_that_is_gone() 
     apply(before, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d2"})
     control = Driver({}, running=["prefill-0", "decode-0", "gateway"], desired=before.saved)
     control.config_hashes = dict(before.config_hashes)
-    assert control.tick() == ["start decode-1 as d2"], "the canary had not been started"
+    assert control.tick() == []
     control.register("prefill-0")
-    control.tick(ADOPT_GRACE_S)
+    lines = control.tick(ADOPT_GRACE_S)
+    assert "start decode-1 as d2" in lines, "the canary had not been started"
     assert control.stopped("decode-0") == ["start decode-0 as d1"]
     assert control.core.state().rollout is not None
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_the_next_controller_starts_no_surge_worker_that_was_over(is_gone: bool) -> None:
+    """The one before died while the surge worker drained, or when it was gone."""
+    before = running({"prefill": 1, "decode": 1}, TWO)
+    apply(before, {"prefill": 1, "decode": 1}, {"prefill": "p1", "decode": "d2"})
+    before.register("decode-1")
+    replace(before, "decode-0")
+    assert before.phases()["decode-1"] == "draining"
+    there = ["prefill-0", "decode-0", *([] if is_gone else ["decode-1"])]
+    control = Driver({}, running=[*there, "gateway"], desired=before.saved)
+    control.config_hashes = dict(before.config_hashes)
+    assert control.tick() == []
+    for name in there:
+        assert not [line for line in control.register(name, 2 if name == "decode-0" else 1) if "start" in line]
+    control.joined()
+    if not is_gone:
+        assert control.empty("decode-1")[-1] == "stop decode-1"
+        assert control.stopped("decode-1") == []
+    state = control.core.state()
+    assert (state.generation, state.is_settled) == (2, True)
 
 
 def test_the_next_controller_still_takes_back_what_fails() -> None:
