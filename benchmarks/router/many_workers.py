@@ -40,6 +40,7 @@ CONFIG = {
     "model": {"path": "fake"},
     "gateway": {"port": 0},
     "transfer": {"transport": "shm"},
+    "controller": {"probes": False},  # they have no engine
     "pools": {"prefill": {"size": 1}, "decode": {"size": 1}},
 }
 PLACEMENT_BLOCKS, PLACEMENT_REQUESTS, PLACEMENT_REPEATS = 100_000, 5_000, 3

@@ -202,17 +202,17 @@ class Probes:
         if len(trial.info.roles) == 2 and not trial.info.is_elastic:
             return None
         role: RoleName = "prefill" if "decode" in trial.left else "decode"
-        ready = list(ready)
         new = [other.info for other in self._trials.values() if other is not trial and other.running is None]
-        candidates = [info for info in (*ready, *new) if role in info.roles and _fit(info, trial.info)]
-        return min(
-            candidates,
-            key=lambda info: (info.worker_id in trial.avoided, info not in ready, self._num_running(info)),
-            default=None,
-        )
+        candidates = [
+            (info.worker_id in trial.avoided, is_new, self._num_running(info.worker_id), info)
+            for infos, is_new in ((ready, False), (new, True))
+            for info in infos
+            if role in info.roles and _fit(info, trial.info)
+        ]
+        return min(candidates, key=lambda candidate: candidate[:3])[3] if candidates else None
 
-    def _num_running(self, info: WorkerInfo) -> int:
-        return sum(info in probe.workers for probe in self._running.values())
+    def _num_running(self, worker_id: WorkerId) -> int:
+        return sum(worker_id == info.worker_id for probe in self._running.values() for info in probe.workers)
 
 
 def _fit(one: WorkerInfo, other: WorkerInfo) -> bool:
