@@ -25,3 +25,11 @@ def test_steps_fall_into_their_intervals() -> None:
 def test_what_the_roles_count_goes_along() -> None:
     moved = TransferCount(decode_worker=WorkerId("d0"), transport="fake", num_bytes=3)
     assert WorkerCounters().metrics((moved,)).transfers == (moved,)
+
+
+def test_what_a_probe_computed_is_left_out() -> None:
+    it = WorkerCounters()
+    it.leave_out(prompt_tokens=8, output_tokens=1)  # of the batch that comes
+    it.note([StepSample(ms=3.0, prefill_tokens=72)], EngineTotals(output_tokens=5))
+    found = it.metrics(())
+    assert (found.prompt_tokens, found.output_tokens, sum(found.step_seconds)) == (64, 4, 1)
