@@ -147,7 +147,11 @@ class Templates:
         except OSError as error:
             logger.warning("no template of a %s: %s", start.kind, error)
             self._broken.add(key)
-        if self._closed and key in self._running:  # closed meanwhile, which saw this one or not
+        return self._unless_closed(key)
+
+    def _unless_closed(self, key: _Key) -> Template | None:
+        """The one that was just started; it ends where all were closed meanwhile."""
+        if self._closed and key in self._running:
             self._end(key)
         return self._running.get(key)
 

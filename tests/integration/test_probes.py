@@ -75,7 +75,7 @@ def test_a_cluster_whose_workers_do_not_work_together_does_not_come_up(monkeypat
         cluster.start()
 
 
-def figures(found: Samples) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def figures(found: Samples) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """What is counted of requests, tokens and transfers and is not zero."""
     return {
         (name, labels): count
