@@ -1,0 +1,68 @@
+"""SQLite as the stores of a gateway use it: in WAL mode, beside other processes of the machine.
+
+SQLite's locks do not work over network file systems, so the folder must be on a local disk.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+_OPEN_PAUSE_S: Final = 0.05
+
+
+def open_database(
+    path: Path, schema: str, synchronous: Literal["FULL", "NORMAL"], busy_timeout_s: float
+) -> sqlite3.Connection:
+    """A connection for one thread at a time, whose transactions begin and end as they are told to. Blocks.
+
+    Args:
+        path: of the file; its folder is made where it is missing, for its owner alone.
+        schema: statements that change nothing where they ran before.
+        synchronous: `FULL` keeps a commit over a loss of power, `NORMAL` over the death of the process.
+        busy_timeout_s: how long a statement waits for other processes.
+
+    Raises:
+        OSError: if the folder cannot be made.
+        sqlite3.Error: if the file cannot be used.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    try:
+        _switch_to_wal(db, time.monotonic() + busy_timeout_s)
+        db.execute(f"PRAGMA synchronous={synchronous}")
+        db.executescript(schema)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _switch_to_wal(db: sqlite3.Connection, deadline: float) -> None:
+    """SQLite does not wait here where two processes open a new file at the same time."""
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_OPEN_PAUSE_S)
+        else:
+            return
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """What happens inside happens as a whole, or not at all: then the error is raised, that of the commit too."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk has ended it already
+            db.execute("ROLLBACK")
+        raise
