@@ -854,3 +854,45 @@ class RatePrediction(_message.Message):
     rate_factor: float
     attainment: float
     def __init__(self, rate_factor: _Optional[float] = ..., attainment: _Optional[float] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("days", "key", "limit")
+    DAYS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    days: int
+    key: str
+    limit: int
+    def __init__(self, days: _Optional[int] = ..., key: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("entries", "first_date", "last_date", "has_more")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DATE_FIELD_NUMBER: _ClassVar[int]
+    LAST_DATE_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[KeyUsage]
+    first_date: str
+    last_date: str
+    has_more: bool
+    def __init__(self, entries: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ..., first_date: _Optional[str] = ..., last_date: _Optional[str] = ..., has_more: bool = ...) -> None: ...
+
+class KeyUsage(_message.Message):
+    __slots__ = ("date", "key", "model", "requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+    DATE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    date: str
+    key: str
+    model: str
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    def __init__(self, date: _Optional[str] = ..., key: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...

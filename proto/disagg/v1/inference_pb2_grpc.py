@@ -343,6 +343,11 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.GetShapeRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.GetShapeResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/disagg.v1.AdminService/GetUsage',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -432,6 +437,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """GetUsage returns what keys used by day and model, where the gateway keeps it: an admin's key reads that of all keys,
+        another one its own. A gateway that keeps none answers UNAVAILABLE, with the reason no_usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -489,6 +502,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetShape,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.GetShapeRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.GetShapeResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.GetUsageRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -789,6 +807,33 @@ class AdminService(object):
             '/disagg.v1.AdminService/GetShape',
             disagg_dot_v1_dot_inference__pb2.GetShapeRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.GetShapeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/GetUsage',
+            disagg_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,7 @@ from disagg.client.types import (
     Targets,
     TokenLogprob,
     Usage,
+    UsageByDay,
 )
 from disagg.client.wire import make_request
 
@@ -61,6 +62,7 @@ __all__ = [
     "Targets",
     "TokenLogprob",
     "Usage",
+    "UsageByDay",
     "error_of",
     "make_request",
 ]

@@ -29,6 +29,7 @@ from disagg.client.types import (
     Shape,
     ShapeComparison,
     Targets,
+    UsageByDay,
 )
 from disagg.client.wire import delta_of, state_of
 from disagg.proto.errors import DisaggError
@@ -174,6 +175,12 @@ class AsyncClient(ClientBase):
     async def shape(self) -> Shape:
         """Where answers decode, since when, and what was compared lately."""
         return await self._run(self._calls.shape())
+
+    async def usage(self, days: int = 7, key: str = "", limit: int = 10_000) -> UsageByDay:
+        """What keys used by day and model in the last `days` days (UTC), the present one included: an admin's key reads
+        that of all or of one (`key`, a tenant's name), another its own. At most `limit` entries, the latest days first.
+        Raises `UnavailableError` where the gateway keeps none."""
+        return await self._run(self._calls.usage(days, key, limit))
 
     async def set_decodes(self, decodes: str, comparison: ShapeComparison | None = None) -> None:
         """Place answers so from now on, `spread` or `gather`, in a cluster of mode elastic; what runs stays where it

@@ -34,6 +34,7 @@ from disagg.client.types import (
     Shape,
     ShapeComparison,
     Targets,
+    UsageByDay,
 )
 from disagg.client.wire import answer_of, make_request, only_name, sizes_request, target_metadata, tokenize_request
 from disagg.v1 import inference_pb2 as pb
@@ -178,6 +179,12 @@ class Calls:
     def shape(self) -> Flow[Shape]:
         """Where answers decode."""
         response: Shape = yield self._call(self._admin.GetShape, pb.GetShapeRequest())
+        return response
+
+    def usage(self, days: int, key: str, limit: int) -> Flow[UsageByDay]:
+        """What keys used."""
+        request = pb.GetUsageRequest(days=days, key=key, limit=limit)
+        response: UsageByDay = yield self._call(self._admin.GetUsage, request, LOAD_TIMEOUT_S)
         return response
 
     def set_decodes(self, decodes: str, comparison: ShapeComparison | None) -> Flow[None]:

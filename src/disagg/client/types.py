@@ -25,6 +25,7 @@ ShapeComparison = pb.ShapeComparison
 ShapeOption = pb.ShapeOption
 RatePrediction = pb.RatePrediction
 RecentRequest = pb.RecentRequest
+UsageByDay = pb.GetUsageResponse
 WorkerCapacity = pb.WorkerCapacity
 WorkerState = pb.WorkerState
 TransferState = pb.TransferState
