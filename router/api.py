@@ -252,6 +252,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     parent_span: str = ""
     is_probe: bool = False
     """An operator's test of one pair: no part of what is counted."""
+    is_background: bool = False
+    """Of a priority below 0, such as a line of a batch: no part of which targets were met."""
     model_version: str = ""
     """Of the model that makes the answer, see `placement.Version`; empty before the first token."""
     num_prompt_tokens: int = 0
@@ -356,6 +358,16 @@ class PlacementView(NamedTuple):
     """The exposed time of a transfer, fitted over all pairs: a latency, and a time for each byte."""
 
 
+class BackgroundView(NamedTuple):
+    """Of requests of a priority below 0, such as lines of batches: those whose prompt is not computed yet."""
+
+    num_queued: int = 0
+    num_prefill: int = 0
+    """That a worker has."""
+    prompt_tokens: int = 0
+    """Of both."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """The cluster in the router's view."""
@@ -363,6 +375,7 @@ class ClusterView:
     workers: tuple[WorkerView, ...]
     num_queued: int
     num_running: int
+    background: BackgroundView = field(default_factory=BackgroundView)
     unreachable: tuple[WorkerInfo, ...] = ()
     """Workers that belong to the cluster and have no session with this router."""
     stages: Mapping[str, int] = field(default_factory=dict)

@@ -94,8 +94,11 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     batches = gateway.batches
     if batches is not None:
         batches = msgspec.structs.replace(batches, folder=absolute(batches.folder))
+    usage = gateway.usage
+    if usage is not None:
+        usage = msgspec.structs.replace(usage, folder=absolute(usage.folder))
     gateway = msgspec.structs.replace(
-        gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording, batches=batches
+        gateway, tls=tls, api_keys=absolute(gateway.api_keys), record_events=recording, batches=batches, usage=usage
     )
     network = config.network
     if network.certificates is not None:

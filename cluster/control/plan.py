@@ -228,6 +228,8 @@ def gateway_config(
         shares_ports=config.gateway.replicas > 1,
         own_http_port=own_port + index if own_port else 0,
         shows_workers=index == 0,
+        ttft_target_s=seconds(config.slo.ttft_ms),
+        tpot_target_s=seconds(config.slo.tpot_ms),
     )
 
 

@@ -54,6 +54,22 @@ class BatchOptions(StoreLimits, frozen=True, kw_only=True, forbid_unknown_fields
     """Lines that each gateway runs at a time."""
     reserved_share: Fraction = 0.1
     """The share of all decode places that lines leave free for interactive requests."""
+    max_step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    """Lines start only while a decode step with one more is predicted to take at most so long. `null` is 0.6 of
+    `slo.tpot_ms`, and no bound without that target."""
+
+
+class UsageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gateway.usage`: what each key used by day and model is kept in SQLite."""
+
+    folder: Name
+    """Of the file `usage.sqlite`, on a local disk; gateways of one machine share it. A path in the YAML is relative to
+    its folder."""
+    retention_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 400
+    """How many days are kept, the present one included."""
+    wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
+    """For how long the end of an answer waits at most until its use is in the file, so that a client never has an end
+    that a killed gateway has not counted. 0 waits for none: then what ended in the last moment may be lost."""
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +117,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     sends none."""
     batches: BatchOptions | None = None
     """`{folder, max_file_bytes, ...}`: serve OpenAI's files and batches. `null` serves none."""
+    usage: UsageOptions | None = None
+    """`{folder, retention_days, wait_ms}`: keep what each key used by day, for `disagg usage`, the page and
+    `/v1/usage`. `null` keeps none."""
     max_keyless_watches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""
@@ -147,6 +166,10 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """With names and keys that differ. The first one is shown where there is room for one."""
     name: str = "gateway"
     """Of this process, for its metrics."""
+    ttft_target_s: float | None = None
+    """Of requests that bring none, see `RouterConfig.ttft_slo_s`; None where there is none."""
+    tpot_target_s: float | None = None
+    """The same, see `RouterConfig.tpot_slo_s`."""
     shares_ports: bool = False
     """Whether other gateways listen at the same ports. Then this one has ports of its own, too."""
     own_http_port: Port = 0

@@ -14,14 +14,12 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from typing_extensions import override
 
 from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState
@@ -33,7 +31,6 @@ from disagg.router.api import Router, TenantLimits
 from disagg.router.gateway.all_routers import AllRouters
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import CALLER, UNAUTHENTICATED
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.batches.service import BatchService
@@ -55,18 +52,21 @@ from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.protocol import ConnectionLimits
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.http.usage import UsageHandler
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.rpc.admin import AdminService, Control, no_controller
 from disagg.router.gateway.rpc.decoding import DecodeRequests
+from disagg.router.gateway.rpc.health import Health
 from disagg.router.gateway.rpc.interceptors import Authenticate
 from disagg.router.gateway.rpc.probe import PairProbe, PairProbes
+from disagg.router.gateway.rpc.running_calls import RunningCalls
 from disagg.router.gateway.rpc.service import InferenceService
-from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
-from disagg.router.gateway.status import abort_on_error
+from disagg.router.gateway.rpc.watch_places import WatchPlaces
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
+from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -79,63 +79,6 @@ _MAX_OWN_CONNECTIONS = 256
 """HTTP connections at a time at the port that only this gateway has, beside the others."""
 _OVERALL = ""
 """The service name of the health of the whole server."""
-
-
-class _Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """The tasks of the running calls: `grpc.aio.Server.stop` cancels them, and returns before they have ended."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Every call passes here, in the task that it runs in."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await continuation(handler_call_details)
-
-    def cancel(self) -> None:
-        """Cancel all that run."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def ended(self) -> None:
-        """Wait until no call runs."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        await asyncio.sleep(0)  # grpc's own task of a call ends after ours
-
-
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the library has no types
-    """Health, without the method that the library declares and does not implement: gRPC would log a traceback a
-    call."""
-
-    def __init__(self, keyless: WatchPlaces) -> None:
-        super().__init__()
-        self._keyless = keyless
-
-    @override
-    async def List(self, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is Check and Watch")
-
-    @override
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Without a key there are few streams."""
-        if CALLER.get() is not UNAUTHENTICATED:
-            await super().Watch(request, context)
-            return
-        address = address_of(context.peer())
-        async with abort_on_error(context):
-            self._keyless.take(address)
-        try:
-            await super().Watch(request, context)
-        finally:
-            self._keyless.give_back(address)
 
 
 class GatewayServer:
@@ -185,19 +128,21 @@ class GatewayServer:
             shows_workers=config.shows_workers,
             start_phases=start_phases,
         )
+        self._usage = UsageRecorder(config.usage, time.time)
+        self._metrics.usage = self._usage
         self._readiness = Readiness(self._all.view, waits_for_workers=waits_for_workers)
         self._audit = Audit(self._metrics.count_refusal, time.monotonic)
         self._admin: AdminService | None = None
         self._page: Page | None = None
         self._port: int | None = None
         self._http_port: int | None = None
-        self._calls = _Calls()
+        self._calls = RunningCalls()
         undecoded_bytes = config.max_undecoded_bytes
         self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
         largest_bytes = config.max_message_bytes(self._longest_context)
         self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
         watches = config.max_keyless_watches
-        self._health = _Health(WatchPlaces(watches, max(1, watches // 4)))
+        self._health = Health(WatchPlaces(watches, max(1, watches // 4)))
         self._batches: BatchService | None = None
         self._waits_for_workers = waits_for_workers
         self._offload: Offload | None = None
@@ -249,6 +194,7 @@ class GatewayServer:
             max_tenant_bytes=config.max_tenant_tokenizing_bytes,
         )
         self._metrics.offload = self._offload
+        self._usage.start()
         models = self._make_models(self._offload)
         interceptors = (
             self._calls,
@@ -257,7 +203,13 @@ class GatewayServer:
         )
         if config.batches is not None and config.http_port is not None:
             self._batches = BatchService(
-                config.batches, config.name, _mint_id(), self._all.view, wakes_workers=not self._waits_for_workers
+                config.batches,
+                config.name,
+                _mint_id(),
+                self._all.view,
+                wakes_workers=not self._waits_for_workers,
+                ttft_s=config.ttft_target_s,
+                tpot_s=config.tpot_target_s,
             )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
         self._add_services(server, models)
@@ -277,6 +229,7 @@ class GatewayServer:
             await server.stop(None)
             await self._stop_http(0.0)
             self._offload.close()
+            await self._usage.stop()
             if self._batches is not None:
                 self._batches.close()
             raise ConfigError(f"gateway: cannot listen on {config.host}:{port}: {error}") from error
@@ -285,7 +238,8 @@ class GatewayServer:
         self._security.watch.start()
         if self._batches is not None:
             completions = self._make_completions(models, self._body_limits())
-            self._batches.start(LineAnswers(completions, self._security.authenticator, _mint_id))
+            lines = LineAnswers(completions, self._security.authenticator, _mint_id)
+            self._batches.start(lines, self._usage.add_line)
         await self.set_serving(serving)
 
     async def set_serving(self, serving: bool) -> None:
@@ -319,6 +273,7 @@ class GatewayServer:
         await self._calls.ended()
         if batches is not None:
             batches.close()
+        await self._usage.stop()
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self._security.watch.stop)
@@ -399,7 +354,9 @@ class GatewayServer:
         )
 
     def _make_completions(self, models: Models, limits: BodyLimits) -> Completions:
-        return Completions(models, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time)
+        return Completions(
+            models, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time, self._usage
+        )
 
     def _make_http(self, models: Models, max_connections: int) -> HttpServer:
         config, limits, batches = self.config, self._body_limits(), self._batches
@@ -415,6 +372,7 @@ class GatewayServer:
             self._page,
             files=None if batches is None else Files(batches, config.read_timeout_s),
             batches=None if batches is None else Batches(batches, limits),
+            usage=UsageHandler(self._usage),
         )
         tls = self._security.tls
         connections = ConnectionLimits(
@@ -434,6 +392,7 @@ class GatewayServer:
             write_timeout_s=self.config.write_timeout_s,
             metrics=self._metrics,
             readiness=self._readiness,
+            usage=self._usage,
         )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
         probes = {
@@ -456,9 +415,10 @@ class GatewayServer:
             start_phases=self._start_phases,
             name=self.config.name,
             models=names,
+            usage=self._usage,
         )
         if serves_page(self.config):
-            self._page = Page(self._admin, names, time.monotonic, time.time)
+            self._page = Page(self._admin, names, time.monotonic, time.time, self._usage)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

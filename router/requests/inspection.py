@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
 from disagg.proto.ids import RequestId
-from disagg.router.api import STAGES, ClusterView
+from disagg.router.api import STAGES, BackgroundView, ClusterView
 from disagg.router.placement.fleet import Fleet
 from disagg.router.requests.record import RequestRecord
 from disagg.router.states import AttemptState, RequestState
@@ -26,12 +26,14 @@ def cluster_view(
     fleet: Fleet, records: Iterable[RequestRecord], telemetry: Telemetry, events: Mapping[str, int], now: float
 ) -> ClusterView:
     """The cluster now. `records` are the requests in flight; `events` counts what failed or was dropped, by name."""
+    records = list(records)
     stages = Counter(stage_of(record) for record in records)
     num_queued = stages["queued"]
     return ClusterView(
         workers=fleet.views(now),
         num_queued=num_queued,
         num_running=stages.total() - num_queued,
+        background=_background(records),
         stages={stage: stages[stage] for stage in STAGES},
         rates=telemetry.rates(now),
         slos=telemetry.slos(now),
@@ -40,6 +42,16 @@ def cluster_view(
         restarts=fleet.counts.restarts(),
         events=dict(events),
     )
+
+
+def _background(records: Iterable[RequestRecord]) -> BackgroundView:
+    stages: Counter[str] = Counter()
+    num_tokens = 0
+    for record in records:
+        if record.trace.is_background and (stage := stage_of(record)) in ("queued", "prefill"):
+            stages[stage] += 1
+            num_tokens += record.trace.num_prompt_tokens
+    return BackgroundView(stages["queued"], stages["prefill"], num_tokens)
 
 
 def stage_of(record: RequestRecord) -> str:

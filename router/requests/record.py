@@ -271,6 +271,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         trace_parent=request.trace_parent,
         parent_span=request.parent_span,
         is_probe=request.pair is not None,
+        is_background=request.priority < 0,
         num_prompt_tokens=request.num_prompt_tokens,
         prefix_marks=marks_in(request.block_hashes),
         model_version=request.model_version,

@@ -149,8 +149,8 @@ class Telemetry:
 
 def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
     """Which of its targets an ended request met, and whether all: `ttft`, `tpot`, `both`. Without targets that it did
-    not have, and those that are unknown because its client left first."""
-    if trace.ttft_slo_s is None and trace.tpot_slo_s is None:
+    not have, and those that are unknown because its client left first; none of one in the background."""
+    if trace.is_background or (trace.ttft_slo_s is None and trace.tpot_slo_s is None):
         return {}
     targets = {"ttft": trace.ttft_slo_s, "tpot": trace.tpot_slo_s}
     had = {slo: limit_s for slo, limit_s in targets.items() if limit_s is not None}

@@ -22,10 +22,12 @@ from disagg.router.gateway.http.page import Page
 from disagg.router.gateway.http.transport.body_budget import BodyBudget
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.router.gateway.http.usage import UsageHandler
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.usage.recorder import UsageRecorder
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
 
 CREATED = 1_700_000_000
@@ -52,6 +54,7 @@ class TestApp:
         authenticator: Authenticator | None = None,
         sites: Sites | None = None,
         page: Page | None = None,
+        usage: UsageRecorder | None = None,
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
@@ -74,9 +77,10 @@ class TestApp:
             mint_seed=lambda: 7,
             mint_id=self._mint_id,
         )
+        usage = usage or UsageRecorder(None, lambda: NOW)
         models = Models([generator])
         self.completions = Completions(
-            models, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW
+            models, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW, usage
         )
         self.app = HttpApp(
             self.completions,
@@ -88,6 +92,7 @@ class TestApp:
             sites or Sites(),
             self.readiness,
             page,
+            usage=UsageHandler(usage),
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(

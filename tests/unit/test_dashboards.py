@@ -15,6 +15,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.messages import StartPhase
 from disagg.router.gateway.metrics.registry import GatewayMetrics
+from disagg.router.gateway.usage.recorder import UsageRecorder
 from tests.support.metrics import busy_view, read_samples
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -37,6 +38,7 @@ def known_labels() -> dict[str, set[str]]:
         certificates=lambda: {"gateway": 1.8e9},
         start_phases=[StartPhase("launch", 1.0)],
     )
+    metrics.usage = UsageRecorder(None, lambda: 0.0)
     metrics.count_call("http", "ok")
     metrics.count_refusal("grpc", "unknown")
     samples = read_samples(metrics.render()[0])

@@ -85,6 +85,7 @@ class Answer:
         self._clock = clock
         self._index = answer_index
         self._cancelled = False
+        self._end: Finish | None = None
         self._handle = router.submit(routed, arrival)
         self._trace = router.trace(routed.request_id)
 
@@ -93,6 +94,15 @@ class Answer:
         if self._handle.completion is None and not self._cancelled:
             self._cancelled = True
             self._handle.cancel()
+
+    def used(self) -> tuple[int, int]:
+        """Cached prompt tokens and output tokens: of an ended answer as its client reads them, else all that were made
+        so far. The first tokens of an answer that is continued count."""
+        if self._end is not None:
+            return self._end.num_cached_tokens, self._end.num_output_tokens
+        num_made = 0 if self._trace is None else self._trace.num_output_tokens
+        num_made += len(self._routed.resumed_token_ids)
+        return self._traced_cached_tokens(), max(num_made, self._text.num_tokens)
 
     async def events(self) -> AsyncGenerator[Delta | Finish, None]:
         """The answer; for one consumer. However it ends, nothing of it is left in the cluster.
@@ -125,7 +135,8 @@ class Answer:
                 if piece.stopped:
                     self._handle.num_answered = text.num_tokens
                     self.cancel()
-                    yield self._finish(stopped=True)
+                    self._end = self._finish(stopped=True)
+                    yield self._end
                     return
             tail = text.finish()
             if tail.text or tail.reasoning:
@@ -138,7 +149,8 @@ class Answer:
                     reasoning=tail.reasoning,
                     num_reasoning_tokens=text.num_reasoning_tokens,
                 )
-            yield self._finish(tail.stopped)
+            self._end = self._finish(tail.stopped)
+            yield self._end
         finally:
             self.cancel()
 

@@ -12,6 +12,7 @@ flight.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -125,14 +126,20 @@ class Generator:
         if checked is None:
             checked = check_request(given, self.limits, time_left_s)
         check_deadline(time_left_s)
+        call.use.model = given.model
         own = self.charge([given], call.caller) if charge is None else None
         charge = charge or own
         answers: list[Answer] = []
+        routed: RoutedRequest | None = None
         try:
             await self._check_grammar(checked, call)
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
+            if checked.seed is not None and checked.num_answers == 1:
+                call.use.stream = stream_id(call.caller.tenant, routed)
+            call.use.continues |= bool(checked.resumed)
             resumed = await self._resumed_text(checked, routed)
             if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
+                call.use.add(routed.num_prompt_tokens, 0, resumed.num_tokens)
                 for event in _rest_of(routed, resumed, reason):
                     yield event
                 return
@@ -148,6 +155,8 @@ class Generator:
                 async for event in events:
                     yield event
         finally:
+            if routed is not None and answers:
+                _note_use(call, routed, [answer.used() for answer in answers])
             for answer in answers:
                 answer.cancel()
             if own is not None:
@@ -297,6 +306,22 @@ def prefix_salt(tenant: str, cache_salt: str) -> bytes:
         return b""
     name = tenant.encode()
     return struct.pack("<I", len(name)) + name + cache_salt.encode()
+
+
+def _note_use(call: Call, routed: RoutedRequest, used: Sequence[tuple[int, int]]) -> None:
+    """Add to the call what its answers to one prompt used: the prompt once there is a token, and as cached what the one
+    answer found that found the least. `used`: cached and output tokens of each."""
+    num_output = sum(num_tokens for _, num_tokens in used)
+    num_prompt = routed.num_prompt_tokens if num_output else 0
+    call.use.add(num_prompt, min(num_cached for num_cached, _ in used), num_output)
+
+
+def stream_id(tenant: str, routed: RoutedRequest) -> bytes:
+    """What an answer and its continuations by other calls have in common, as far as one can tell: tenant, prompt and
+    seed. 16 bytes."""
+    salt = prefix_salt(tenant, "") or b"-"
+    seed = struct.pack("<Q", routed.sampling.seed)
+    return hashlib.blake2b(salt + seed + routed.prompt_token_ids, digest_size=16).digest()
 
 
 def _end_of(checked: CheckedRequest, routed: RoutedRequest, text: TextStream) -> Literal["stop", "length"] | None:

@@ -5,6 +5,7 @@
     addresses and processes of workers   an admin
     exact counts over all tenants        the scope `metrics`, an admin
     explain a request                    its tenant, an admin
+    read what a tenant used              its tenant, an admin
     change the cluster, list requests    an admin: the scope `admin`
 
 On a gateway without keys that others can reach, callers on this machine are admins.
@@ -74,6 +75,16 @@ def require_counts(caller: Caller) -> None:
     """Raises `PermissionDeniedError` for a caller who may not see exact counts over all tenants."""
     if not caller.sees_counts:
         raise PermissionDeniedError("this needs a key with the scope metrics or admin")
+
+
+def usage_of(caller: Caller, tenant: str) -> str | None:
+    """Whose use is read where `tenant` is asked for, or where it is empty all that the caller may see: None is of all.
+    Raises `PermissionDeniedError`."""
+    if caller.is_admin:
+        return tenant or None
+    if tenant and not caller.may_see(tenant):
+        raise PermissionDeniedError("this needs a key with the scope admin, or of that name")
+    return caller.tenant
 
 
 def require_inference(caller: Caller) -> None:

@@ -1,9 +1,10 @@
-"""Runs the batches of a store: claims one, runs its lines that have no answer, writes the answers, ends it.
+"""Runs the batches of a store, one of each tenant at a time: claims them, runs the lines that have no answer, writes
+the answers, ends them.
 
-    claim ──> index the input ──> lines, as many at a time as there is room ──> finish
-                  └─> fail             └─ each turn: answers kept, lease renewed, cancelled or expired?
+    claim ──> index the input ──> lines, as many at a time as there is room, the tenants in turn ──> finish
+                  └─> fail             └─ each turn: answers kept, leases renewed, cancelled or expired?
 
-A runner that is cancelled gives its lease back. Lines that ran then are run again by the next owner.
+A runner that is cancelled gives its leases back. Lines that ran then are run again by the next owner.
 """
 
 from __future__ import annotations
@@ -14,40 +15,65 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from disagg.router.gateway.batches import lines
-from disagg.router.gateway.batches.store import LEASE_S, Answer, Batch, BatchStore
+from disagg.router.gateway.batches.room import Room, shares
+from disagg.router.gateway.batches.store import Answer, Batch, BatchStore
+from disagg.router.gateway.usage.counts import CallUse
 
 logger = logging.getLogger(__name__)
 
+MAX_OPEN: Final = 16
+"""Batches that run at a time, each of another tenant; further tenants wait for the end of one."""
+TURN_S: Final = 0.5
+_PACE_S: Final = 0.02
+"""Between two looks for room, while prompts of lines are computed."""
 _FIRST_ERROR_STATUS: Final = 400
-AnswerLine = Callable[[Batch, lines.Line], Awaitable[tuple[int, bytes]]]
-"""Runs one line for the batch's tenant: its HTTP status and JSON body. Raises nothing but cancellation."""
+NO_ROOM: Final = "there is no room for its further answers (gateway.batches.max_total_bytes); delete some files"
 
 
-def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: int, most: int) -> int:
-    """How many more lines may start now. (pure)
+class LineResult(NamedTuple):
+    """What a line came to."""
 
-    Args:
-        num_free: decode places that nothing uses.
-        num_waiting: interactive requests that wait for a place; while there are any, no line starts.
-        reserve: free places that are left to interactive requests.
-        num_running: lines that run.
-        most: lines that may run at a time.
-    """
-    if num_waiting:
-        return 0
-    return max(0, min(num_free - reserve, most - num_running))
+    status: int
+    """Of HTTP."""
+    body: bytes
+    """JSON."""
+    use: CallUse
+    """Of its last try: tries before it ended with the loss of a worker, or used nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
+AnswerLine = Callable[[Batch, lines.Line], Awaitable[LineResult]]
+"""Runs one line for the batch's tenant. Raises nothing but cancellation."""
+
+
+class _Done(NamedTuple):
+    answer: Answer
+    use: CallUse
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A batch that this runner owns."""
+
     batch: Batch
     path: Path
-    offsets: array[int]
+    indexing: asyncio.Task[array[int]] | None
+    """Until the offsets of the lines are known."""
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    left: deque[int] = field(default_factory=deque)
+    """Lines without an answer that do not run."""
+    running: set[asyncio.Task[_Done]] = field(default_factory=set)
+    looked: float = -math.inf
+    """When its state was looked at last."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether each line has an answer."""
+        return self.indexing is None and not self.left and not self.running
 
 
 class BatchRunner:
@@ -57,9 +83,10 @@ class BatchRunner:
         store: used by this runner alone; whoever else looks at the batches has a connection of its own.
         owner: name of this process's life; one that starts again has another.
         answer_line: see `AnswerLine`.
-        num_room: from the lines that run, how many more may start; see `num_admissible`.
+        room: from the lines that run, what may start.
         wall_clock: seconds since the epoch.
-        turn_s: how often lease and the batch's state are looked at, and room at least.
+        kept: called with the tenant and what a line used, once its answer is kept.
+        turn_s: how often leases and the batches' states are looked at, and room at least.
     """
 
     def __init__(
@@ -67,86 +94,152 @@ class BatchRunner:
         store: BatchStore,
         owner: str,
         answer_line: AnswerLine,
-        num_room: Callable[[int], int],
+        room: Callable[[int], Room],
         wall_clock: Callable[[], float],
-        turn_s: float = LEASE_S / 30,
+        kept: Callable[[str, CallUse], None],
+        turn_s: float = TURN_S,
     ) -> None:
         self._store = store
         self._owner = owner
         self._answer_line = answer_line
-        self._num_room = num_room
+        self._room = room
         self._clock = wall_clock
+        self._kept = kept
         self._turn_s = turn_s
+        self._open: dict[str, _Open] = {}
+        """By tenant."""
+        self._claimed = -math.inf
+        self._is_paced = False
+        """Whether there is more room soon, though no line may have ended."""
 
-    async def run_one(self) -> bool:
-        """Run the oldest batch that nobody owns to its end, or until it is lost; whether there was one."""
-        batch = await asyncio.to_thread(self._store.claim, self._owner, self._clock())
-        if batch is None:
-            return False
-        await self._run_claimed(batch)
-        return True
-
-    async def _run_claimed(self, batch: Batch) -> None:
-        path = self._store.path(batch.input_file)
+    async def run(self) -> bool:
+        """Run batches until there is none that nobody else owns; whether there was one."""
+        had_any = False
+        self._claimed = -math.inf
         try:
-            offsets = await asyncio.to_thread(lines.index, path, batch.endpoint)
+            while await self._claim():
+                had_any = True
+                for each in list(self._open.values()):
+                    await self._look(each)
+                self._start()
+                await self._keep()
+                for each in list(self._open.values()):
+                    if each.is_done:
+                        await self._end(each, "completed")
+            return had_any
+        finally:
+            for each in list(self._open.values()):
+                await self._drop(each)
+
+    async def _claim(self) -> bool:
+        """Look for batches of tenants that have none open, at most once a turn; whether any is open."""
+        now = self._clock()
+        if self._open and self._claimed <= now < self._claimed + self._turn_s:
+            return True
+        self._claimed = now
+        while len(self._open) < MAX_OPEN:
+            batch = await asyncio.to_thread(self._store.claim, self._owner, now, tuple(self._open))
+            if batch is None:
+                break
+            path = self._store.path(batch.input_file)
+            task = asyncio.create_task(asyncio.to_thread(lines.index, path, batch.endpoint), name=f"index-{batch.id}")
+            self._open[batch.tenant] = _Open(batch, path, task)
+        return bool(self._open)
+
+    async def _look(self, each: _Open) -> None:
+        """Renew the lease, and see what became of the batch meanwhile."""
+        now = self._clock()
+        if not each.looked <= now < each.looked + self._turn_s:
+            each.looked = now
+            batch = await asyncio.to_thread(self._store.renew, each.batch.id, self._owner, now)
+            if batch is None:
+                await self._lose(each)
+            elif batch.status == "cancelling":
+                await self._end(each, "cancelled")
+            elif batch.expires <= now:
+                await self._end(each, "expired")
+        if each.indexing is not None and each.indexing.done():
+            await self._begin(each, each.indexing)
+
+    async def _begin(self, each: _Open, indexing: asyncio.Task[array[int]]) -> None:
+        """Its input is indexed."""
+        each.indexing, batch = None, each.batch
+        try:
+            each.offsets = indexing.result()
+        except asyncio.CancelledError:
+            return
         except (lines.InputError, OSError) as error:
             reason = str(error) if isinstance(error, lines.InputError) else "its input file cannot be read"
             logger.info("batch %s of tenant %r failed: %s", batch.id, batch.tenant, error)
+            await self._drop(each)
             await asyncio.to_thread(self._store.fail, batch.id, self._owner, reason, self._clock())
             return
-        await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(offsets))
-        status = await self._run(_Input(batch, path, offsets))
-        if status is None:
-            logger.warning("batch %s: another gateway has taken it over and goes on with it", batch.id)
-        else:
-            await asyncio.to_thread(self._store.finish, batch.id, self._owner, status, self._clock())
+        await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(each.offsets))
+        done = await asyncio.to_thread(self._store.answered, batch.id)
+        each.left.extend(number for number in range(len(each.offsets)) if number not in done)
 
-    async def _run(self, given: _Input) -> str | None:
-        """The state that the batch ends in; None where this runner has lost it."""
-        done = await asyncio.to_thread(self._store.answered, given.batch.id)
-        left = deque(number for number in range(len(given.offsets)) if number not in done)
-        running: set[asyncio.Task[Answer]] = set()
-        looked = -math.inf
-        try:
-            while True:
-                now = self._clock()
-                if not looked <= now < looked + self._turn_s:
-                    batch = await asyncio.to_thread(self._store.renew, given.batch.id, self._owner, now)
-                    if batch is None:
-                        return None
-                    if batch.status == "cancelling":
-                        return "cancelled"
-                    if batch.expires <= now:
-                        return "expired"
-                    looked = now
-                self._start(given, left, running)
-                if not running and not left:
-                    return "completed"
-                if not await self._keep(given.batch.id, running):
-                    return None
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+    def _start(self) -> None:
+        self._is_paced = False
+        able = [each for each in self._open.values() if each.left]
+        if not able:
+            return
+        num_lines, waiting, self._is_paced = self._room(sum(len(each.running) for each in self._open.values()))
+        able = [each for each in able if each.batch.tenant not in waiting]
+        counts = shares(num_lines, [len(each.running) for each in able], [len(each.left) for each in able])
+        for each, count in zip(able, counts, strict=True):
+            for _ in range(count):
+                number = each.left.popleft()
+                name = f"batch-{each.batch.id}-{number}"
+                each.running.add(asyncio.create_task(self._answer(each, number), name=name))
 
-    def _start(self, given: _Input, left: deque[int], running: set[asyncio.Task[Answer]]) -> None:
-        for _ in range(min(len(left), self._num_room(len(running)))):
-            number = left.popleft()
-            running.add(asyncio.create_task(self._answer(given, number), name=f"batch-{given.batch.id}-{number}"))
-
-    async def _keep(self, batch_id: str, running: set[asyncio.Task[Answer]]) -> bool:
-        """Wait a turn, then keep what was answered. False where the batch is lost."""
-        if not running:
+    async def _keep(self) -> None:
+        """Wait a turn, or until a line or an index is ready, then keep what was answered."""
+        tasks: set[asyncio.Task[Any]] = {task for each in self._open.values() for task in each.running}
+        tasks |= {each.indexing for each in self._open.values() if each.indexing is not None}
+        if tasks:
+            wait_s = min(_PACE_S, self._turn_s) if self._is_paced else self._turn_s
+            await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        elif self._open and not any(each.is_done for each in self._open.values()):
             await asyncio.sleep(self._turn_s)
-            return True
-        ended, _ = await asyncio.wait(running, timeout=self._turn_s, return_when=asyncio.FIRST_COMPLETED)
-        running -= ended
-        answers = [task.result() for task in ended]
-        return not answers or await asyncio.to_thread(self._store.answer, batch_id, self._owner, answers)
+        for each in list(self._open.values()):
+            if ended := {task for task in each.running if task.done()}:
+                each.running -= ended
+                await self._keep_answers(each, [task.result() for task in ended])
 
-    async def _answer(self, given: _Input, number: int) -> Answer:
-        line = await asyncio.to_thread(lines.read, given.path, given.offsets[number])
-        status, body = await self._answer_line(given.batch, line)
-        data = lines.answer(given.batch.id, number, line.custom_id, status, body)
-        return Answer(number, status < _FIRST_ERROR_STATUS, data)
+    async def _keep_answers(self, each: _Open, done: list[_Done]) -> None:
+        batch = each.batch
+        kept = await asyncio.to_thread(self._store.answer, batch.id, self._owner, [one.answer for one in done])
+        if kept == "lost":
+            await self._lose(each)
+        elif kept == "full":
+            logger.warning("batch %s of tenant %r fails: %s", batch.id, batch.tenant, NO_ROOM)
+            await self._end(each, "failed", NO_ROOM)
+        else:
+            for one in done:
+                self._kept(batch.tenant, one.use)
+
+    async def _end(self, each: _Open, status: str, error: str | None = None) -> None:
+        await self._drop(each)
+        await asyncio.to_thread(self._store.finish, each.batch.id, self._owner, status, self._clock(), error)
+
+    async def _lose(self, each: _Open) -> None:
+        logger.warning("batch %s: another gateway has taken it over and goes on with it", each.batch.id)
+        await self._drop(each)
+
+    async def _drop(self, each: _Open) -> None:
+        """Give up what runs of a batch; it is not open any more."""
+        self._open.pop(each.batch.tenant, None)
+        self._claimed = -math.inf  # its tenant may have another one
+        tasks: list[asyncio.Task[Any]] = [*each.running, *([] if each.indexing is None else [each.indexing])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        each.running.clear()
+        each.left.clear()
+        each.indexing = None
+
+    async def _answer(self, each: _Open, number: int) -> _Done:
+        line = await asyncio.to_thread(lines.read, each.path, each.offsets[number])
+        status, body, use = await self._answer_line(each.batch, line)
+        data = lines.answer(each.batch.id, number, line.custom_id, status, body)
+        return _Done(Answer(number, status < _FIRST_ERROR_STATUS, data), use)

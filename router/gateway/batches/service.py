@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +19,11 @@ from typing import Final, TypeVar
 
 from disagg.proto.errors import ConfigError, OverloadedError
 from disagg.router.api import ClusterView
-from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner, num_admissible
+from disagg.router.gateway.batches.room import Room, bounds_for, room_in
+from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner
 from disagg.router.gateway.batches.store import BatchStore
 from disagg.router.gateway.config import BatchOptions
+from disagg.router.gateway.usage.counts import CallUse
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +47,27 @@ class BatchService:
         life: of this process; another one each time.
         view: the cluster now.
         wakes_workers: whether a request makes a worker start where there is none.
+        ttft_s, tpot_s: the configured targets of interactive requests; None where there is none.
 
     Raises:
         ConfigError: if the folder cannot be used.
     """
 
     def __init__(
-        self, options: BatchOptions, name: str, life: str, view: Callable[[], ClusterView], *, wakes_workers: bool
+        self,
+        options: BatchOptions,
+        name: str,
+        life: str,
+        view: Callable[[], ClusterView],
+        *,
+        wakes_workers: bool,
+        ttft_s: float | None,
+        tpot_s: float | None,
     ) -> None:
         self.options = options
-        self._former, self._owner = f"{name}/", f"{name}/{life}"
+        self._name, self._owner = name, f"{name}/{os.getpid()}/{life}"
         self._view = view
+        self._bounds = bounds_for(ttft_s, tpot_s, options.max_step_ms)
         self._wakes_workers = wakes_workers
         folder = Path(options.folder)
         try:
@@ -63,6 +75,8 @@ class BatchService:
             self.uploads = folder / "uploads"
             self.uploads.mkdir(mode=0o700, exist_ok=True)
             _remove_stale(self.uploads)
+            if orphans := self._store.remove_orphans():
+                logger.warning("batches: removed %d contents that no file names, such as %s", len(orphans), orphans[0])
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"gateway.batches.folder: {folder} cannot be used: {error}") from error
         self._thread = ThreadPoolExecutor(1, "batch-store")
@@ -70,9 +84,10 @@ class BatchService:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, answer_line: AnswerLine) -> None:
-        """Run batches from now on, at first those that a former life of this gateway left."""
-        runner = BatchRunner(self._runners_store, self._owner, answer_line, self._num_room, time.time)
+    def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
+        """Run batches from now on, at first those that a former life of this gateway left. `kept`: see
+        `BatchRunner`."""
+        runner = BatchRunner(self._runners_store, self._owner, answer_line, self._room, time.time, kept)
         self._task = asyncio.create_task(self._run(runner), name="batches")
 
     async def stop_lines(self) -> None:
@@ -117,10 +132,9 @@ class BatchService:
         while True:
             try:
                 if is_first:
-                    await asyncio.to_thread(self._runners_store.release, self._former)
+                    await asyncio.to_thread(self._release_former)
                     is_first = False
-                while await runner.run_one():
-                    pass
+                await runner.run()
                 wait_s = _IDLE_S
             except (OSError, sqlite3.Error):
                 logger.exception(
@@ -131,28 +145,36 @@ class BatchService:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), wait_s)
 
-    def _num_room(self, num_running: int) -> int:
-        view, options = self._view(), self.options
-        return num_startable(view, num_running, options.reserved_share, options.max_running, self._wakes_workers)
+    def _release_former(self) -> None:
+        """Of gateways of this name whose process is gone; those of other clusters on this machine may have the name."""
+        for owner in self._runners_store.owners():
+            name, _, rest = owner.partition("/")
+            if name == self._name and not _is_alive(rest.partition("/")[0]):
+                self._runners_store.release(owner)
+
+    def _room(self, num_running: int) -> Room:
+        options = self.options
+        return room_in(
+            self._view(),
+            num_running,
+            options.reserved_share,
+            options.max_running,
+            wakes_workers=self._wakes_workers,
+            bounds=self._bounds,
+        )
 
 
-def num_startable(view: ClusterView, num_lines: int, reserved_share: float, most: int, wakes_workers: bool) -> int:
-    """How many more lines may start now. (pure) Without a decode worker it is one, where a request makes one start.
-
-    Args:
-        view: the cluster now. What this router has placed may be missing in a worker's report, and what others have
-            placed is missing in this router's count: the larger one counts.
-        num_lines: that run.
-        reserved_share, most: see `BatchOptions`.
-        wakes_workers: whether a request makes a worker start where there is none.
-    """
-    workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
-    if not workers:
-        return int(wakes_workers and not num_lines)
-    places = sum(worker.info.max_num_seqs for worker in workers)
-    reported = sum(worker.load.num_running + worker.load.num_waiting + worker.load.num_suspended for worker in workers)
-    reserve = math.ceil(places * reserved_share)
-    return num_admissible(places - max(reported, view.num_running), view.num_queued, reserve, num_lines, most)
+def _is_alive(pid: str) -> bool:
+    """Whether there is such a process. Where it cannot be known, as if there were."""
+    if not pid.isdecimal() or int(pid) == os.getpid():
+        return False  # an earlier version wrote no process id; an earlier process may have had this one's
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _remove_stale(uploads: Path) -> None:

@@ -19,20 +19,18 @@ SQLite's locks do not work over network file systems, so gateways of several mac
 from __future__ import annotations
 
 import os
-import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
+from disagg.router.gateway.database import open_database, transaction
 
-LEASE_S: Final = 15.0
-"""How long a batch stays with its owner after the last renewal."""
 _BUSY_TIMEOUT_S: Final = 10.0
+Kept = Literal["kept", "lost", "full"]
 RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
 """States with work left for an owner."""
 _SCHEMA: Final = """
@@ -43,7 +41,7 @@ CREATE TABLE IF NOT EXISTS batches(
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, endpoint TEXT NOT NULL, input_file TEXT NOT NULL, status TEXT NOT NULL,
     created REAL NOT NULL, expires REAL NOT NULL, ended REAL, total INTEGER NOT NULL DEFAULT 0,
     output_file TEXT, error_file TEXT, error TEXT, owner TEXT, lease_until REAL NOT NULL DEFAULT 0,
-    num_completed INTEGER, num_failed INTEGER, metadata TEXT);
+    num_completed INTEGER, num_failed INTEGER, metadata TEXT, answer_bytes INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
@@ -56,9 +54,13 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_files: Count = 100
     """Files of a tenant, those of answers among them; one more is refused."""
     max_total_bytes: Bytes = 4 << 30
-    """Contents of all files of all tenants; an upload that exceeds it is refused."""
+    """Contents of all files of all tenants, and answers of batches that run. An upload that exceeds it is refused, and
+    a batch whose next answer would exceed it fails, with the answers that it has."""
     max_batches: Count = 100
     """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
+    """How long a batch stays with its gateway after a sign of life; then another gateway of the folder goes on with
+    it."""
 
 
 class File(NamedTuple):
@@ -123,27 +125,14 @@ class BatchStore:
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._contents = folder / "files"
         self._limits = limits
-        self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._db = sqlite3.connect(
-            folder / "batches.sqlite", timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._db = open_database(folder / "batches.sqlite", _SCHEMA, "FULL", _BUSY_TIMEOUT_S)
+        if not any(row[1] == "answer_bytes" for row in self._db.execute("PRAGMA table_info(batches)")):
+            self._db.execute("ALTER TABLE batches ADD COLUMN answer_bytes INTEGER NOT NULL DEFAULT 0")
+        self._contents.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
         """Close the connection."""
         self._db.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def path(self, file_id: str) -> Path:
         """Where the contents of a file are; `file_id` is one that the store knows or is about to add."""
@@ -151,9 +140,9 @@ class BatchStore:
 
     def add_file(self, file: File, uploaded: Path) -> None:
         """Take over the contents at `uploaded`, on the same file system. Raises `LimitError`; then nothing changed."""
-        with self._transaction() as db:
+        with transaction(self._db) as db:
             (count,) = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (file.tenant,)).fetchone()
-            (total,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+            total = self._num_bytes()
             if count >= self._limits.max_files:
                 raise LimitError(file.tenant, "files", f"there are {count} already; delete some", None)
             if total + file.num_bytes > self._limits.max_total_bytes:
@@ -174,7 +163,7 @@ class BatchStore:
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Whether there was one. Raises `InvalidRequestError` where a batch still reads it."""
-        with self._transaction() as db:
+        with transaction(self._db) as db:
             used = f"SELECT 1 FROM batches WHERE input_file = ? AND status IN {RUNNABLE}"
             if self.file(tenant, file_id) is None:
                 return False
@@ -195,7 +184,7 @@ class BatchStore:
         metadata: str | None = None,
     ) -> Batch:
         """Add a batch, `validating`. Raises `InvalidRequestError` without such a file, `LimitError` for too many."""
-        with self._transaction() as db:
+        with transaction(self._db) as db:
             if self.file(tenant, input_file) is None:
                 raise InvalidRequestError("input_file_id", "there is no such file")
             open_ones = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN {RUNNABLE}"
@@ -233,26 +222,49 @@ class BatchStore:
         )
         return self.batch(tenant, batch_id)
 
-    def claim(self, owner: str, now: float) -> Batch | None:
-        """The oldest batch with work left that nobody else owns; from now on it is `owner`'s for `LEASE_S`."""
+    def claim(self, owner: str, now: float, but_of: Collection[str] = ()) -> Batch | None:
+        """The oldest batch with work left that nobody else owns, of another tenant than these; from now on it is
+        `owner`'s for `lease_s`."""
         row = self._db.execute(
             "UPDATE batches SET owner = ?, lease_until = ? WHERE id = (SELECT id FROM batches WHERE "
-            f"status IN {RUNNABLE} AND (owner = ? OR lease_until <= ?) ORDER BY created, id LIMIT 1) RETURNING id",
-            (owner, now + LEASE_S, owner, now),
+            f"status IN {RUNNABLE} AND (owner = ? OR lease_until <= ?) AND tenant NOT IN "
+            f"({', '.join('?' * len(but_of))}) ORDER BY created, id LIMIT 1) RETURNING id",
+            (owner, now + self._limits.lease_s, owner, now, *but_of),
         ).fetchall()
         return self._get(row[0][0]) if row else None
 
     def renew(self, batch_id: str, owner: str, now: float) -> Batch | None:
         """Keep a batch; None once another owner has it."""
         renewed = self._db.execute(
-            "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?", (now + LEASE_S, batch_id, owner)
+            "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?",
+            (now + self._limits.lease_s, batch_id, owner),
         )
         return self._get(batch_id) if renewed.rowcount else None
 
-    def release(self, owners: str) -> None:
-        """Give up what owners hold whose names begin so: on a graceful stop one's own batch, and at a start those of
-        this gateway's former lives. They can be claimed at once."""
-        self._db.execute("UPDATE batches SET lease_until = 0 WHERE substr(owner, 1, ?) = ?", (len(owners), owners))
+    def owners(self) -> list[str]:
+        """Of batches with work left."""
+        found = self._db.execute(
+            f"SELECT DISTINCT owner FROM batches WHERE status IN {RUNNABLE} AND owner IS NOT NULL AND lease_until > 0"
+        )
+        return [owner for (owner,) in found]
+
+    def release(self, owner: str) -> None:
+        """Give up what an owner holds: on a graceful stop one's own batches, and at a start those of a process that is
+        gone. They can be claimed at once."""
+        self._db.execute("UPDATE batches SET lease_until = 0 WHERE owner = ?", (owner,))
+
+    def remove_orphans(self) -> list[str]:
+        """Remove contents that no row names: their process was killed before its commit. Returns their names. An upload
+        of another gateway is not among them, because it is moved here and committed under one lock."""
+        with transaction(self._db) as db:
+            known = {name for (name,) in db.execute("SELECT id FROM files")}
+            running = [name for (name,) in db.execute(f"SELECT id FROM batches WHERE status IN {RUNNABLE}")]
+            being_written = tuple(f"file-{batch_id}-" for batch_id in running)
+            found = [path for path in self._contents.iterdir() if path.name not in known]
+            orphans = [path for path in found if not path.name.startswith(being_written)]
+            for path in orphans:
+                path.unlink(missing_ok=True)
+        return [path.name for path in orphans]
 
     def begin(self, batch_id: str, owner: str, total: int) -> None:
         """The input is valid and has so many lines. A batch that is being cancelled stays so."""
@@ -266,17 +278,32 @@ class BatchStore:
         """The lines that need not run."""
         return {line for (line,) in self._db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
-    def answer(self, batch_id: str, owner: str, answers: Sequence[Answer]) -> bool:
-        """Keep answers, in one transaction; lines that have one keep it. False, and nothing kept, where `owner` has
-        lost the batch or it has ended."""
-        with self._transaction() as db:
+    def answer(self, batch_id: str, owner: str, answers: Sequence[Answer]) -> Kept:
+        """Keep answers, in one transaction; lines that have one keep it. Nothing is kept where `owner` has lost the
+        batch or it has ended ("lost"), and where they exceed `max_total_bytes` ("full")."""
+        with transaction(self._db) as db:
             owned = f"SELECT 1 FROM batches WHERE id = ? AND owner = ? AND status IN {RUNNABLE}"
             if not db.execute(owned, (batch_id, owner)).fetchone():
-                return False
-            db.executemany(
-                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", [(batch_id, *answer) for answer in answers]
+                return "lost"
+            lines = ", ".join("?" * len(answers))
+            found = db.execute(
+                f"SELECT line FROM answers WHERE batch = ? AND line IN ({lines})",
+                (batch_id, *(answer.line for answer in answers)),
             )
-        return True
+            done = {line for (line,) in found}
+            new = [answer for answer in answers if answer.line not in done]
+            num_bytes = sum(len(answer.data) + 1 for answer in new)
+            if self._num_bytes() + num_bytes > self._limits.max_total_bytes:
+                return "full"
+            db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", [(batch_id, *answer) for answer in new])
+            db.execute("UPDATE batches SET answer_bytes = answer_bytes + ? WHERE id = ?", (num_bytes, batch_id))
+        return "kept"
+
+    def _num_bytes(self) -> int:
+        """Of all files, and of the answers that are no file yet."""
+        (of_files,) = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+        open_ones = f"SELECT coalesce(sum(answer_bytes), 0) FROM batches WHERE status IN {RUNNABLE}"
+        return int(of_files) + int(self._db.execute(open_ones).fetchone()[0])
 
     def fail(self, batch_id: str, owner: str, reason: str, now: float) -> None:
         """The input cannot be run."""
@@ -285,16 +312,16 @@ class BatchStore:
             (reason, now, batch_id, owner),
         )
 
-    def finish(self, batch_id: str, owner: str, status: str, now: float) -> None:
+    def finish(self, batch_id: str, owner: str, status: str, now: float, error: str | None = None) -> None:
         """Write the files of answers, then end the batch as `status`. Nothing happens where `owner` has lost it."""
         made = [self._write(batch_id, ok, now) for ok in (True, False)]
-        with self._transaction() as db:
+        with transaction(self._db) as db:
             ended: Any = db.execute(
-                "UPDATE batches SET status = ?, ended = ?, output_file = ?, error_file = ?, "
+                "UPDATE batches SET status = ?, ended = ?, error = ?, output_file = ?, error_file = ?, "
                 "num_completed = (SELECT count(*) FROM answers WHERE batch = id AND ok), "
                 "num_failed = (SELECT count(*) FROM answers WHERE batch = id AND NOT ok) WHERE id = ? AND owner = ?"
                 f" AND status IN {RUNNABLE}",
-                (status, now, *(None if file is None else file.id for file in made), batch_id, owner),
+                (status, now, error, *(None if file is None else file.id for file in made), batch_id, owner),
             )
             if ended.rowcount:
                 rows = [file for file in made if file is not None]

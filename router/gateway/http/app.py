@@ -34,12 +34,14 @@ from disagg.router.gateway.http.transport.errors import (
     error_json,
 )
 from disagg.router.gateway.http.transport.sites import Sites
+from disagg.router.gateway.http.usage import UsageHandler
 from disagg.router.gateway.readiness import STOPPING, Readiness
 from disagg.router.gateway.request_headers import HEADER as TRACE_HEADER
 from disagg.router.gateway.request_headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 
 logger = logging.getLogger(__name__)
 
+USAGE_PATH: Final = "/v1/usage"
 _MAX_SHOWN_CHARS: Final = 256
 """Of a wrong path, as an error repeats it."""
 _OPEN_PATHS: Final = ("/livez", "/readyz")
@@ -67,6 +69,7 @@ class HttpApp:
         readiness: whether new requests are taken; once they are not, connections close with their answer.
         page: for operators; `None` serves none.
         files, batches: answer OpenAI's files and batches; None where none are served.
+        usage: shows what was used; None has no such path.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class HttpApp:
         page: Page | None = None,
         files: Files | None = None,
         batches: Batches | None = None,
+        usage: UsageHandler | None = None,
     ) -> None:
         self._open_paths = frozenset((*_OPEN_PATHS, *(page.paths if page is not None else ())))
         self._audit = audit
@@ -96,6 +100,7 @@ class HttpApp:
             *_routes(completions, information),
             *_page_routes(page),
             *_batch_routes(files, batches),
+            *(() if usage is None else (Route(USAGE_PATH, usage.list, methods=["GET"]),)),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,12 +197,15 @@ def _page_routes(page: Page | None) -> Sequence[Route]:
         *(Route(path, page.file, methods=["GET"]) for path in page.paths),
         Route("/ui/state", page.state, methods=["GET"]),
         Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
+        Route("/ui/usage", page.usage, methods=["GET"]),
     )
 
 
 def _is_inference(method: str, path: str) -> bool:
     """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
-    return method not in ("GET", "HEAD") or (path.startswith("/v1/") and not path.startswith("/v1/models"))
+    if method not in ("GET", "HEAD"):
+        return True
+    return path.startswith("/v1/") and not path.startswith("/v1/models") and path != USAGE_PATH
 
 
 def _batch_routes(files: Files | None, batches: Batches | None) -> Sequence[Route]:

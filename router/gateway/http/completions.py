@@ -7,7 +7,7 @@ A stream's status waits for the first event, so that whatever is wrong before ha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -50,6 +50,7 @@ from disagg.router.gateway.requests.validate import (
     check_targets,
 )
 from disagg.router.gateway.text.tokenizer import Tokenizer
+from disagg.router.gateway.usage.recorder import UsageRecorder
 
 TIMEOUT_HEADER: Final = "x-request-timeout-ms"
 """How long the complete answer may take, in milliseconds."""
@@ -86,6 +87,7 @@ class Completions:
         mint_id: a request id that was never used, for all prompts of a call but the first.
         clock: the generator's.
         wall_clock: seconds since 1970.
+        usage: records what the calls use.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Completions:
         mint_id: Callable[[], RequestId],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        usage: UsageRecorder,
     ) -> None:
+        self._usage = usage
         self._models = models
         self._metrics = metrics
         self._readiness = readiness
@@ -124,6 +128,7 @@ class Completions:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
         call = replace(call, priority=min(call.priority, parsed.priority))
         checked = await in_pieces(_check(generator, parsed))
+        call.use.model = generator.model.info.name
         with _charged(generator, parsed, call) as charge:
             async with aclosing(self._run(generator, parsed, call, charge, checked)) as events:
                 return await self._whole(generator, parsed, call, kind, events)
@@ -133,20 +138,26 @@ class Completions:
             call = self._call(exchange, request_id)
             if (only := self._models.only) is not None:
                 exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
-            generator, parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
-            exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
-            call = replace(call, priority=_within(call.caller, parsed.priority))
-            position = _position(generator, exchange, parsed)
-            if position is not None:
-                given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
-                parsed = replace(parsed, inputs=(given,))
-            checked = await in_pieces(_check(generator, parsed))
-            with _charged(generator, parsed, call) as charge:
-                run = self._run(generator, parsed, call, charge, checked)
-                if position is not None and (position.num_tokens or position.num_chars):
-                    run = rest_after(run, replace(position))
-                async with exchange.until_disconnect(), aclosing(run) as events:
-                    await self._write(generator, exchange, parsed, call, kind, events, position)
+            async with self._usage.counted(call):
+                await self._answer_call(exchange, call, kind)
+
+    async def _answer_call(self, exchange: Exchange, call: Call, kind: _Kind) -> None:
+        generator, parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
+        exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
+        call = replace(call, priority=_within(call.caller, parsed.priority))
+        position = _position(generator, exchange, parsed)
+        if position is not None:
+            given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
+            parsed = replace(parsed, inputs=(given,))
+        checked = await in_pieces(_check(generator, parsed))
+        call.use.model = generator.model.info.name
+        with _charged(generator, parsed, call) as charge:
+            run = self._run(generator, parsed, call, charge, checked)
+            if position is not None and (position.num_tokens or position.num_chars):
+                call.use.continues = True
+                run = rest_after(run, replace(position))
+            async with exchange.until_disconnect(), aclosing(run) as events:
+                await self._write(generator, exchange, parsed, call, kind, events, position)
 
     def _accepted(self, parsed: ParsedCall, call: Call) -> tuple[Generator, ParsedCall]:
         """The generator of the model, and the call of somebody who may use it; with the grammar of tool calls where
@@ -170,11 +181,14 @@ class Completions:
         position: Position | None,
     ) -> None:
         if not parsed.stream:
-            await exchange.respond(200, await self._whole(generator, parsed, call, kind, events))
+            body = await self._whole(generator, parsed, call, kind, events)
+            await self._usage.finished(call)
+            await exchange.respond(200, body)
             return
         style, choices, usage, echoes = await self._form(generator, parsed, call, kind)
         most = parsed.inputs[0].max_tokens
-        await _stream(exchange, events, StreamWriter(style, choices, usage, most, echoes, position))
+        writer = StreamWriter(style, choices, usage, most, echoes, position)
+        await _stream(exchange, events, writer, lambda: self._usage.finished(call))
 
     async def _whole(self, generator: Generator, parsed: ParsedCall, call: Call, kind: _Kind, events: Events) -> bytes:
         """A complete answer as JSON."""
@@ -315,8 +329,10 @@ def _within(caller: Caller, priority: int) -> int:
     return priority if limit is None else min(priority, limit)
 
 
-async def _stream(exchange: Exchange, events: Events, writer: StreamWriter) -> None:
-    """Write the events as they come. What is written last goes with the end of the stream."""
+async def _stream(
+    exchange: Exchange, events: Events, writer: StreamWriter, before_end: Callable[[], Awaitable[None]]
+) -> None:
+    """Write the events as they come. What is written last goes with the end of the stream, after `before_end`."""
     rest = b""
     try:
         async for event in events:
@@ -333,6 +349,7 @@ async def _stream(exchange: Exchange, events: Events, writer: StreamWriter) -> N
         if exchange.started and not exchange.ended and (data := rest + writer.flush()):
             await exchange.write(data)
         raise
+    await before_end()
     await exchange.end(rest + writer.last())
 
 

@@ -3,9 +3,10 @@
     /, /ui/*.js, ...     files, which are the same for everybody, and so need no key
     /ui/state            the cluster and the latest requests; asked for once a second by each open page
     /ui/requests/{id}    one request, as `disagg explain --json` has it
+    /ui/usage            what the caller's key used by day, an admin's all; asked for twice a minute
 
-Both kinds of data come from `AdminService`, with the rights that its calls have: a caller who is no admin sees no
-addresses and no requests of other tenants, and without `metrics` no exact counts.
+The first two kinds of data come from `AdminService`, with the rights that its calls have: a caller who is no admin sees
+no addresses and no requests of other tenants, and without `metrics` no exact counts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Caller
+from disagg.router.gateway.auth.rights import usage_of
 from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.transport.errors import Headers
+from disagg.router.gateway.http.usage import usage_json
 from disagg.router.gateway.rpc.admin_answers import explanation_json
+from disagg.router.gateway.usage.counts import DEFAULT_DAYS, NO_USAGE, UsageView
 from disagg.v1 import inference_pb2 as pb
 
 FOLDER: Final = Path(__file__).parents[1] / "ui"
@@ -52,6 +57,7 @@ MAX_WORKERS: Final = 256
 MAX_PAIRS: Final = 64
 """Pairs of workers with the most bytes between them."""
 MAX_REQUESTS: Final = 20
+MAX_USAGE_ROWS: Final = 100
 
 
 class Views(Protocol):
@@ -84,11 +90,18 @@ class Page:
         model_names: that requests use.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
+        usage: what keys used; None where it is not known.
     """
 
     def __init__(
-        self, views: Views, model_names: Sequence[str], clock: Callable[[], float], wall_clock: Callable[[], float]
+        self,
+        views: Views,
+        model_names: Sequence[str],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        usage: UsageView | None = None,
     ) -> None:
+        self._usage = usage
         self._views = views
         self._model_names = list(model_names)
         self._clock = clock
@@ -119,6 +132,18 @@ class Page:
         """`GET /ui/requests/{request_id}`."""
         found = self._views.explain(RequestId(exchange.path_params["request_id"]), CALLER.get())
         await _send(exchange, msgspec.json.encode(explanation_json(found)))
+
+    async def usage(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /ui/usage`: as `/v1/usage`; without data where none is kept."""
+        shown: dict[str, Any] = {"data": None}
+        if self._usage is not None:
+            try:
+                page = await self._usage.read(DEFAULT_DAYS, usage_of(CALLER.get(), ""), MAX_USAGE_ROWS)
+                shown = usage_json(page)
+            except UnavailableError as error:
+                if error.code != NO_USAGE:
+                    raise
+        await _send(exchange, msgspec.json.encode(shown))
 
     async def _latest(self, caller: Caller) -> bytes:
         rights = caller.is_admin, caller.sees_counts

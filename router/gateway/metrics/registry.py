@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import typing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,20 @@ from disagg.router.gateway.metrics.family_constructors import counter, gauge, of
 from disagg.router.gateway.metrics.vllm import vllm_families
 
 Protocol = Literal["grpc", "http"]
+
+
+class UsageState(typing.Protocol):
+    """What is shown of the recorder of usage."""
+
+    @property
+    def num_unwritten(self) -> int:
+        """Calls that are counted and not in the file yet."""
+        ...
+
+    @property
+    def writes(self) -> Mapping[str, int]:
+        """Transactions, by outcome."""
+        ...
 
 
 class GatewayMetrics(Collector):
@@ -71,6 +86,8 @@ class GatewayMetrics(Collector):
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
         """Set when the gateway starts."""
+        self.usage: UsageState | None = None
+        """Set by the gateway, where it records usage."""
         self._views = dict(views)
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
@@ -139,6 +156,8 @@ class GatewayMetrics(Collector):
             [((phase.name,), phase.seconds) for phase in self._start_phases],
         )
         yield from loop_families(self._loop_times, self.offload)
+        if self.usage is not None:
+            yield from usage_families(self.usage)
         views = {name: self._shown(view()) for name, view in self._views.items()}
         yield from of_models(
             {name: cluster_families(view, shows_workers=self._shows_workers) for name, view in views.items()}
@@ -174,6 +193,22 @@ def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:
         "How often a pool was resized, or would have been in a dry run.",
         ("pool", "direction"),
         [(tuple(name.rsplit(" ", 1)), count) for name, count in sorted(state.changes.items())],
+    )
+
+
+def usage_families(state: UsageState) -> Iterator[Metric]:
+    """Families about the file of what keys used."""
+    yield gauge(
+        "disagg_usage_unwritten_calls",
+        "Calls that are counted and not yet in the file of usage: more than a few mean that it cannot be written.",
+        (),
+        [((), state.num_unwritten)],
+    )
+    yield counter(
+        "disagg_usage_writes",
+        "Transactions of the file of usage, by outcome: ok, failed.",
+        ("outcome",),
+        [((outcome,), count) for outcome, count in sorted(state.writes.items())],
     )
 
 

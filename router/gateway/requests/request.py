@@ -20,6 +20,7 @@ from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
+from disagg.router.gateway.usage.counts import CallUse
 
 BYTES_PER_ID = 1
 """Size of an id, to distinguish small work from large: no more work than a byte of text."""
@@ -139,6 +140,8 @@ class Call:
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""
     """Id of the caller's span; empty where there is none."""
+    use: CallUse = field(default_factory=CallUse, compare=False)
+    """What all prompts of the call use; grows while it is answered."""
 
     def for_another(self, request_id: RequestId) -> Call:
         """The same for a further prompt of the call."""

@@ -32,7 +32,7 @@ from disagg.router.api import RouterViews
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.auth.rights import Rights
+from disagg.router.gateway.auth.rights import Rights, usage_of
 from disagg.router.gateway.rpc.admin_answers import (
     apply_answer,
     explanation,
@@ -40,11 +40,13 @@ from disagg.router.gateway.rpc.admin_answers import (
     pool_states,
     recent_request,
     state_in,
+    usage_answer,
 )
 from disagg.router.gateway.rpc.probe import Probe
 from disagg.router.gateway.rpc.shape import MAX_CHARS, Shape, check, why
 from disagg.router.gateway.rpc.state_feed import StateFeed
 from disagg.router.gateway.status import abort_on_error
+from disagg.router.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -90,6 +92,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         name: of this gateway.
         start_phases: of the gateway's process.
         models: the names of the served ones.
+        usage: what keys used; None where it is not known.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
         models: Sequence[str] = (),
+        usage: UsageView | None = None,
     ) -> None:
+        self._usage = usage
         self._router = router
         self._models = tuple(models)
         self._control = control
@@ -240,10 +245,25 @@ class AdminService(pb_grpc.AdminServiceServicer):
             placement = self._router.view().placement
             latest = self._router.recent(MAX_LISTED)
             num_targeted = sum(
-                not trace.is_probe and (trace.ttft_slo_s is not None or trace.tpot_slo_s is not None)
+                not trace.is_probe
+                and not trace.is_background
+                and (trace.ttft_slo_s is not None or trace.tpot_slo_s is not None)
                 for trace in latest
             )
             return self._shape.answer(placement.policy, placement.decodes, num_targeted)
+
+    @override
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        async with abort_on_error(context):
+            days = request.days if request.HasField("days") else DEFAULT_DAYS
+            limit = request.limit if request.HasField("limit") else MAX_ROWS
+            for name, value, most in (("days", days, MAX_DAYS), ("limit", limit, MAX_ROWS)):
+                if not 1 <= value <= most:
+                    raise InvalidRequestError(name, f"must be from 1 to {most}, not {value}")
+            whose = usage_of(self._rights.caller(context), request.key)
+            if self._usage is None:
+                raise UnavailableError("this gateway keeps no usage", NO_USAGE)
+            return usage_answer(await self._usage.read(days, whose, limit))
 
     @override
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:

@@ -23,6 +23,7 @@ from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
+from disagg.router.gateway.usage.counts import Page, date_of
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.spans import spans_of
 from disagg.router.telemetry.telemetry import ANSWERED, met_targets
@@ -358,3 +359,22 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: Wo
         state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
         state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved
     return state
+
+
+def usage_answer(page: Page) -> pb.GetUsageResponse:
+    """What keys used."""
+    entries = [
+        pb.KeyUsage(
+            date=date_of(key.day),
+            key=key.tenant,
+            model=key.model,
+            requests=counts.requests,
+            failed=counts.failed,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            completion_tokens=counts.completion_tokens,
+        )
+        for key, counts in page.rows
+    ]
+    dates = date_of(page.first_day), date_of(page.last_day)
+    return pb.GetUsageResponse(entries=entries, first_date=dates[0], last_date=dates[1], has_more=page.has_more)

@@ -31,6 +31,7 @@ from disagg.router.gateway.requests.values import check_ids, check_length
 from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.router.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
 from disagg.router.gateway.status import abort_on_error
+from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -56,6 +57,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         write_timeout_s: how long a client may leave a message unread.
         metrics: counts the calls.
         readiness: whether new ones are taken.
+        usage: records what they use.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         write_timeout_s: float,
         metrics: GatewayMetrics,
         readiness: Readiness,
+        usage: UsageRecorder,
     ) -> None:
+        self._usage = usage
         self._models = models
         self._mint_id = mint_id
         self._clock = clock
@@ -83,10 +87,23 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         async with abort_on_error(context, begun.request_id):
             with self._metrics.counted("grpc"), self._readiness.answering():
                 generator = self._models.find(CALLER.get(), request.model)
-                run = self._run(generator, await _read(generator, request), begun, context)
-                async with StallWatch(self._write_timeout_s) as watch, aclosing(run) as events:
+                given, call = await _read(generator, request), self._call(begun, context)
+                run = generator.run(given, call)
+                async with (
+                    self._usage.counted(call),
+                    StallWatch(self._write_timeout_s) as watch,
+                    aclosing(run) as events,
+                ):
+                    last, num_left = None, given.n or 1
                     async for event in events:
-                        await self._write(context, _response(event), watch)
+                        num_left -= isinstance(event, Finish)
+                        if num_left <= 0:
+                            last = _response(event)
+                        else:
+                            await self._write(context, _response(event), watch)
+                    await self._usage.finished(call)
+                    if last is not None:
+                        await self._write(context, last, watch)
 
     @override
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
@@ -100,7 +117,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
                     raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
                 if given.resumed is not None:
                     raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
-                async with aclosing(self._run(generator, given, begun, context)) as events:
+                call = self._call(begun, context)
+                async with self._usage.counted(call), aclosing(generator.run(given, call)) as events:
                     await _gather(events, answer)
         return answer
 
@@ -153,13 +171,10 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await context.send_initial_metadata(tuple(metadata))
         return _Begun(request_id, trace_parent, parent)
 
-    def _run(
-        self, generator: Generator, given: GenerationInput, begun: _Begun, context: Context
-    ) -> AsyncGenerator[Delta | Finish, None]:
-        """The answers, with deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong
-        targets."""
+    def _call(self, begun: _Begun, context: Context) -> Call:
+        """With deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong targets."""
         time_left_s = context.time_remaining()
-        call = Call(
+        return Call(
             request_id=begun.request_id,
             deadline=None if time_left_s is None else self._clock() + time_left_s,
             targets=check_targets(context.invocation_metadata() or ()),
@@ -167,7 +182,6 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             trace_parent=begun.trace_parent,
             parent_span=begun.parent_span,
         )
-        return generator.run(given, call)
 
     async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
         """Send one message; returns when the client's flow control took it. Raises `UnavailableError` where that takes

@@ -5,11 +5,13 @@ import { setModels, startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
 import { byId, setText } from "./dom.js";
 import { showRequest, showRequests, startRequests } from "./requests.js";
+import { refreshUsage } from "./usage.js";
 
 const INTERVAL_MS = 1000;
 const TIMEOUT_MS = 10000;
 let timer = 0;
 let askedForKey = false;
+let hadState = false;
 
 async function poll() {
   clearTimeout(timer);
@@ -17,6 +19,8 @@ async function poll() {
   try {
     const response = await call("/ui/state", { signal: AbortSignal.timeout(TIMEOUT_MS) });
     show(await response.json());
+    if (!hadState) refreshUsage();
+    hadState = true;
   } catch (error) {
     failed(error);
   }
@@ -52,6 +56,7 @@ function openKey() {
 function useKey(value) {
   key.set(value.trim());
   setText(byId("status"), "Connecting");
+  hadState = false;
   poll();
 }
 
@@ -61,7 +66,10 @@ byId("key-forget").addEventListener("click", () => {
   byId("key").close();
   useKey("");
 });
-document.addEventListener("visibilitychange", poll);
+document.addEventListener("visibilitychange", () => {
+  hadState = false;
+  poll();
+});
 startChat(showRequest);
 startRequests();
 poll();

@@ -23,6 +23,7 @@ from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
 from disagg.cli.planning import commands as planning
+from disagg.cli.usage import register as register_usage
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ app.add_typer(load_app, name="load", rich_help_panel=MEASURE)
 app.add_typer(batch_app, name="batch", rich_help_panel=OPERATE)
 app.add_typer(key_app, name="key", rich_help_panel=OPERATE)
 app.add_typer(model_app, name="model", rich_help_panel=MODELS)
+register_usage(app, OPERATE)
 
 
 class LauncherName(StrEnum):

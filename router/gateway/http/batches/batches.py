@@ -104,7 +104,8 @@ def shown(batch: Batch) -> dict[str, Any]:
     ended = None if batch.ended is None else int(batch.ended)
     errors = None
     if batch.error is not None:
-        error = {"code": "invalid_input", "message": batch.error, "param": "input_file_id", "line": None}
+        code, param = ("no_room", None) if batch.total else ("invalid_input", "input_file_id")
+        error = {"code": code, "message": batch.error, "param": param, "line": None}
         errors = {"object": "list", "data": [error]}
     times = {f"{name}_at": ended for name in ("completed", "failed", "expired", "cancelled") if batch.status == name}
     return {

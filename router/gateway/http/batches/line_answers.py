@@ -11,10 +11,12 @@ from disagg.proto.errors import AuthenticationError, DisaggError, InternalError,
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Authenticator
 from disagg.router.gateway.batches.lines import Line
+from disagg.router.gateway.batches.runner import LineResult
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.transport.errors import error_json
 from disagg.router.gateway.requests.request import Call, Targets
+from disagg.router.gateway.usage.counts import CallUse
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +44,30 @@ class LineAnswers:
         self._authenticator = authenticator
         self._mint_id = mint_id
 
-    async def __call__(self, batch: Batch, line: Line) -> tuple[int, bytes]:
-        """Status and body."""
+    async def __call__(self, batch: Batch, line: Line) -> LineResult:
+        """Status, body, and what the last try used."""
         num_lost = num_tries = 0
         while True:
+            use = CallUse()
             try:
-                return 200, await self._run(batch, line)
+                return LineResult(200, await self._run(batch, line, use), use)
             except DisaggError as error:
                 num_tries += 1
                 num_lost += isinstance(error, UnavailableError) and not error.code.startswith("no_")
                 wait_s = retry_after_s(error)
                 if wait_s is None or num_lost >= _MAX_LOST:
-                    return error.http_status, error_json(error)
+                    use.failed = True
+                    return LineResult(error.http_status, error_json(error), use)
             except Exception:
                 logger.exception("batch %s: line %r failed by a bug", batch.id, line.custom_id)
-                return 500, error_json(InternalError("the gateway failed; its log has the reason"))
+                use.failed = True
+                return LineResult(500, error_json(InternalError("the gateway failed; its log has the reason")), use)
             await asyncio.sleep(min(_MAX_RETRY_S, max(wait_s, 0.05 * 2 ** min(num_tries, 10))))
 
-    async def _run(self, batch: Batch, line: Line) -> bytes:
+    async def _run(self, batch: Batch, line: Line, use: CallUse) -> bytes:
         caller = self._authenticator.find(batch.tenant)
         if caller is None:
             raise AuthenticationError("the tenant of this batch has no key any more")
         CALLER.set(caller)  # of this line's task
-        call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY)
+        call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY, use=use)
         return await self._completions.line(batch.endpoint, bytes(line.body), call)

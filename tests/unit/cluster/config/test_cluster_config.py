@@ -17,7 +17,7 @@ from disagg.cluster.config.cluster_config import (
 from disagg.cluster.config.reader import parse_size
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RecordingOptions
-from disagg.router.gateway.config import TlsFiles, is_loopback
+from disagg.router.gateway.config import BatchOptions, TlsFiles, UsageOptions, is_loopback
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
@@ -328,10 +328,13 @@ def test_a_tls_section_that_cannot_be(tls: object, message: str) -> None:
 def test_files_are_found_from_the_configuration_s_folder(tmp_path: Path) -> None:
     file = tmp_path / "disagg.yaml"
     tls, recording = "{cert: tls/c.pem, key: /etc/k.pem}", "{folder: events, max_bytes: 1GiB}"
-    file.write_text(f"gateway: {{api_keys: keys.yaml, tls: {tls}, record_events: {recording}}}")
+    stores = "batches: {folder: batches}, usage: {folder: usage}"
+    file.write_text(f"gateway: {{api_keys: keys.yaml, tls: {tls}, record_events: {recording}, {stores}}}")
     gateway = load_config(file).gateway
     assert gateway.record_events == RecordingOptions(folder=str(tmp_path / "events"), max_bytes=1 << 30)
     assert gateway.api_keys == str(tmp_path / "keys.yaml")
+    assert gateway.batches == BatchOptions(folder=str(tmp_path / "batches"))
+    assert gateway.usage == UsageOptions(folder=str(tmp_path / "usage"))
     assert gateway.tls == TlsFiles(cert=str(tmp_path / "tls/c.pem"), key="/etc/k.pem")
     assert override(load_config(file), {}).gateway == gateway
 

@@ -1,4 +1,4 @@
-"""Batches are run to their end: by one runner, by the next after a kill, cancelled, expired, wrong."""
+"""Batches are run to their end: by one runner, by the next after a kill, side by side, cancelled, expired, wrong."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import msgspec
 import pytest
 
 from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.runner import BatchRunner, num_admissible
-from disagg.router.gateway.batches.store import LEASE_S, Batch, BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.room import Room, num_admissible
+from disagg.router.gateway.batches.runner import NO_ROOM, BatchRunner, LineResult
+from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.router.gateway.usage.counts import CallUse
 
 URL = "/v1/completions"
+LEASE_S = StoreLimits().lease_s
 
 
 def _line(name: str, url: str = URL) -> bytes:
@@ -22,42 +25,56 @@ def _line(name: str, url: str = URL) -> bytes:
 class _Bench:
     """A store with one batch, and what runs its lines."""
 
-    def __init__(self, folder: Path, content: bytes, most: int = 3) -> None:
+    def __init__(self, folder: Path, content: bytes, most: int = 3, limits: StoreLimits | None = None) -> None:
         self.folder, self.most, self.now = folder, most, 0.0
+        self.limits = limits or StoreLimits()
         self.ran: list[str] = []
+        self.used: list[tuple[str, str]] = []
+        """Tenant and name of each line that was kept."""
+        self.waiting: tuple[str, ...] = ()
         self.peak = self.running = 0
         self.hang_from: int | None = None
         """After so many lines, the others hang."""
         self.kept = asyncio.Event()
         """The answers of all that do not hang are in the store."""
-        self.store = BatchStore(folder, StoreLimits())
-        (folder / "upload").write_bytes(content)
-        self.store.add_file(File("file-1", "a", "in", "batch", len(content), 0.0), folder / "upload")
-        self.store.create("b", "a", URL, "file-1", 0.0, 100.0)
+        self.store = BatchStore(folder, self.limits)
+        self.add("b", "a", content)
+
+    def add(self, batch_id: str, tenant: str, content: bytes) -> None:
+        file_id = f"file-{batch_id}"
+        (self.folder / "upload").write_bytes(content)
+        self.store.add_file(File(file_id, tenant, "in", "batch", len(content), 0.0), self.folder / "upload")
+        self.store.create(batch_id, tenant, URL, file_id, self.now, 100.0)
 
     def runner(self, owner: str) -> BatchRunner:
-        store = BatchStore(self.folder, StoreLimits())
-        return BatchRunner(
-            store, owner, self._answer, lambda n: num_admissible(9, 0, 0, n, self.most), self._clock, 0.01
-        )
+        store = BatchStore(self.folder, self.limits)
+        return BatchRunner(store, owner, self._answer, self._room, self._clock, self._kept, 0.01)
+
+    def _room(self, num_running: int) -> Room:
+        return Room(num_admissible(9, 0, 0, num_running, self.most), self.waiting)
 
     def _clock(self) -> float:
         if self.batch().num_completed == self.hang_from:
             self.kept.set()
         return self.now
 
-    async def _answer(self, batch: Batch, line: Line) -> tuple[int, bytes]:
+    def _kept(self, tenant: str, use: CallUse) -> None:
+        self.used.append((tenant, use.model))
+
+    async def _answer(self, batch: Batch, line: Line) -> LineResult:
         if self.hang_from is not None and len(self.ran) >= self.hang_from:
             await asyncio.Event().wait()
         self.ran.append(line.custom_id)
+        self.waiting = ()
         self.running += 1
         self.peak = max(self.peak, self.running)
         await asyncio.sleep(0)
         self.running -= 1
-        return (400 if line.custom_id == "bad" else 200), b'{"text":"' + line.custom_id.encode() + b'"}'
+        status = 400 if line.custom_id == "bad" else 200
+        return LineResult(status, b'{"text":"' + line.custom_id.encode() + b'"}', CallUse(line.custom_id))
 
-    def batch(self) -> Batch:
-        found = self.store.batch("a", "b")
+    def batch(self, batch_id: str = "b", tenant: str = "a") -> Batch:
+        found = self.store.batch(tenant, batch_id)
         assert found is not None
         return found
 
@@ -68,24 +85,25 @@ class _Bench:
 
 async def test_all_lines_are_answered_in_order_and_errors_apart(tmp_path: Path) -> None:
     bench = _Bench(tmp_path, _line("x") + _line("bad") + _line("y"), most=2)
-    assert await bench.runner("me").run_one()
+    assert await bench.runner("me").run()
     batch = bench.batch()
     assert (batch.status, batch.total, batch.num_completed, batch.num_failed) == ("completed", 3, 2, 1)
     assert (bench.names(batch.output_file), bench.names(batch.error_file)) == (["x", "y"], ["bad"])
     assert bench.peak <= 2
-    assert not await bench.runner("me").run_one()
+    assert sorted(bench.used) == [("a", "bad"), ("a", "x"), ("a", "y")]
+    assert not await bench.runner("me").run()
 
 
 async def test_the_next_owner_runs_only_the_lines_without_an_answer(tmp_path: Path) -> None:
     names = [f"line-{number}" for number in range(20)]
     bench = _Bench(tmp_path, b"".join(map(_line, names)))
     bench.hang_from = 8
-    killed = asyncio.create_task(bench.runner("killed").run_one())
+    killed = asyncio.create_task(bench.runner("killed").run())
     await bench.kept.wait()
     killed.cancel()
     await asyncio.gather(killed, return_exceptions=True)
     bench.hang_from, bench.now = None, LEASE_S
-    assert await bench.runner("next").run_one()
+    assert await bench.runner("next").run()
     assert bench.names(bench.batch().output_file) == names
     assert sorted(bench.ran) == sorted(names)
 
@@ -94,7 +112,7 @@ async def test_the_next_owner_runs_only_the_lines_without_an_answer(tmp_path: Pa
 async def test_a_batch_that_ends_early_keeps_its_answers(tmp_path: Path, status: str) -> None:
     bench = _Bench(tmp_path, b"".join(_line(str(number)) for number in range(9)))
     bench.hang_from = 2
-    running = asyncio.create_task(bench.runner("me").run_one())
+    running = asyncio.create_task(bench.runner("me").run())
     await bench.kept.wait()
     if status == "cancelled":
         bench.store.cancel("a", "b")
@@ -117,13 +135,42 @@ async def test_a_batch_that_ends_early_keeps_its_answers(tmp_path: Path, status:
 )
 async def test_a_wrong_input_fails_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
     bench = _Bench(tmp_path, content)
-    assert await bench.runner("me").run_one()
+    assert await bench.runner("me").run()
     assert (bench.batch().status, bench.ran) == ("failed", [])
     assert (bench.batch().error or "").startswith(reason)
 
 
-def test_lines_start_only_in_room_that_nobody_waits_for() -> None:
-    assert num_admissible(10, 0, 4, 0, 100) == 6
-    assert num_admissible(10, 0, 4, 98, 100) == 2
-    assert num_admissible(10, 1, 4, 0, 100) == 0
-    assert num_admissible(3, 0, 4, 0, 100) == 0
+async def test_tenants_take_turns_and_each_has_one_batch_at_a_time(tmp_path: Path) -> None:
+    """Lines of the second tenant run from the beginning, though the first one came first and has many more."""
+    bench = _Bench(tmp_path, b"".join(_line(f"a{number}") for number in range(20)), most=2)
+    bench.add("b2", "a", _line("a-later"))
+    bench.add("c", "t", b"".join(_line(f"t{number}") for number in range(5)))
+    assert await bench.runner("me").run()
+    statuses = [bench.batch(*each).status for each in (("b", "a"), ("b2", "a"), ("c", "t"))]
+    assert statuses == ["completed"] * 3
+    assert bench.ran[-1] == "a-later"
+    assert bench.ran.index("t4") < bench.ran.index("a19")
+    assert bench.peak == 2
+
+
+async def test_a_tenant_that_waits_holds_up_no_other(tmp_path: Path) -> None:
+    bench = _Bench(tmp_path, _line("a0"))
+    bench.add("c", "t", _line("t0"))
+    bench.waiting = ("a",)
+    assert await bench.runner("me").run()
+    assert bench.ran == ["t0", "a0"]
+    assert bench.batch().status == bench.batch("c", "t").status == "completed"
+
+
+async def test_a_batch_without_room_for_its_answers_fails_with_those_it_has(tmp_path: Path) -> None:
+    content = b"".join(_line(str(number)) for number in range(9))
+    answer = len(b'{"id":"batch_req_b_0","custom_id":"0","response":{"status_code":200,"request_id":"b-0",')
+    answer += len(b'"body":{"text":"0"}},"error":null}\n')
+    limits = StoreLimits(max_total_bytes=len(content) + 4 * answer)
+    bench = _Bench(tmp_path, content, most=1, limits=limits)
+    assert await bench.runner("me").run()
+    batch = bench.batch()
+    assert (batch.status, batch.error, batch.num_completed) == ("failed", NO_ROOM, 4)
+    assert bench.names(batch.output_file) == ["0", "1", "2", "3"]
+    assert bench.store.path(batch.output_file or "").stat().st_size == 4 * answer
+    assert len(bench.used) == 4

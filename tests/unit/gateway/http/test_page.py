@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.errors import RequestNotFoundError
+from disagg.proto.errors import RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.http.page import (
@@ -25,6 +25,7 @@ from disagg.router.gateway.http.page import (
 )
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.usage import counts as usage
 from disagg.v1 import inference_pb2 as pb
 from tests.support.architecture import REPOSITORY
 from tests.support.http_app import NOW, TestApp, error_of
@@ -111,6 +112,36 @@ async def test_data_needs_a_key_and_requests_of_all_an_admins(model: ServedModel
     assert [request["id"] for request in found["requests"]] == [f"r{number}" for number in range(MAX_REQUESTS)]
     assert (found["models"], found["now"], found["running"]) == (["tiny"], NOW, 3)
     assert views.seen == [TENANT, ADMIN]
+
+
+class FakeUsage:
+    """Remembers whose use was asked for."""
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.seen: list[str | None] = []
+        self._keeps = keeps
+
+    async def read(self, days: int, tenant: str | None, limit: int) -> usage.Page:
+        self.seen.append(tenant)
+        if not self._keeps:
+            raise UnavailableError("none is kept", usage.NO_USAGE)
+        row = usage.Row(usage.Key("a", 20_000, "tiny"), usage.Counts(5, 1, 40, 16, 30))
+        return usage.Page([row], 20_000 - days + 1, 20_000, False)
+
+
+async def test_usage_is_shown_to_its_tenant_and_of_all_to_an_admin(model: ServedModel, views: FakeViews) -> None:
+    kept = FakeUsage()
+    page = Page(views, "tiny", lambda: views.now, lambda: NOW, kept)
+    app = TestApp(model, page=page, authenticator=KEYS)
+    assert error_of(await get(app, "/ui/usage"))[0] == 401
+    found = (await get(app, "/ui/usage", "k-a")).json()
+    assert (found["first_date"], found["last_date"], len(found["data"])) == ("2024-09-28", "2024-10-04", 1)
+    assert (await get(app, "/ui/usage", "k-admin")).json() == found
+    assert kept.seen == [TENANT.tenant, None]
+    for without in (None, FakeUsage(keeps=False)):
+        page = Page(views, "tiny", lambda: views.now, lambda: NOW, without)
+        app = TestApp(model, page=page, authenticator=KEYS)
+        assert (await get(app, "/ui/usage", "k-a")).json() == {"data": None}
 
 
 async def test_one_request_is_shown_to_its_tenant(model: ServedModel, views: FakeViews) -> None:

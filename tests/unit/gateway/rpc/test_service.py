@@ -18,6 +18,7 @@ from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, limits_of
 
@@ -53,6 +54,7 @@ def make(
         write_timeout_s=write_timeout_s,
         metrics=metrics or CountedCalls(),
         readiness=Readiness(router.view),
+        usage=UsageRecorder(None, lambda: 0.0),
     )
 
 

@@ -460,3 +460,21 @@ def test_whether_all_targets_were_met(outcome: str, first_at: float | None, met:
     assert met_targets(trace) is met
     trace.ttft_slo_s = None
     assert met_targets(trace) is None
+
+
+def test_lines_of_batches_are_none_that_met_their_targets() -> None:
+    it = alone(ttft_slo_s=1.0)
+    answer(it, msgspec.structs.replace(aimed("line", 9e9), priority=-1), 0.5)
+    assert trace_of(it, "line").outcome == "length"
+    assert (view(it).stats.slos, view(it).slos["both"], met_targets(trace_of(it, "line"))) == ({}, (0, 0), None)
+
+
+def test_prompts_of_lines_are_counted_until_they_are_computed() -> None:
+    it = Scenario("p0", "d0", config=RouterConfig(local_prefill="never", policy="least_loaded"))
+    for name, priority in (("line", -1), ("other", -1), ("interactive", 0)):
+        it.submit(msgspec.structs.replace(routed_request(name, 64), priority=priority))
+    before = view(it).background
+    assert (before.num_queued + before.num_prefill, before.prompt_tokens) == (2, 128)
+    it.update("p0", tokens_update("line", 0, 0, 7), prefilled_update("line", 0))
+    after = view(it).background
+    assert (after.num_queued + after.num_prefill, after.prompt_tokens) == (1, 64)

@@ -1,0 +1,147 @@
+"""How many lines of batches may run, and whose: what interactive requests leave, in turn for the tenants. (pure)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+from disagg.router.api import ClusterView, WorkerView
+
+TPOT_SHARE: Final = 0.6
+"""Of the configured TPOT target, for the longest step with lines: the rest is for requests that come, and for what
+steps take longer than predicted."""
+TTFT_SHARE: Final = 0.1
+"""Of the configured TTFT target, for prompts of lines that an interactive prompt may find before it."""
+_GUESSED_TOKENS: Final = 256.0
+"""Of a prompt or a sequence, where none is known."""
+
+
+class Room(NamedTuple):
+    """What may start now."""
+
+    num_lines: int
+    waiting: Collection[str] = ()
+    """Tenants whose own requests or lines wait for a worker: none of theirs starts."""
+    is_paced: bool = False
+    """There is more room soon: once prompts of lines that have started are computed."""
+
+
+class StepBounds(NamedTuple):
+    """How much of a worker's time lines may take; None for no bound."""
+
+    decode_ms: float | None = None
+    """How long a decode step may be predicted to take with one more line."""
+    prefill_ms: float | None = None
+    """How long the prompts of lines that are not computed yet may be predicted to take each worker."""
+
+
+NO_BOUNDS: Final = StepBounds()
+
+
+def bounds_for(ttft_s: float | None, tpot_s: float | None, max_step_ms: float | None) -> StepBounds:
+    """By the configured targets; `max_step_ms` is instead of what follows from the TPOT target."""
+    decode_ms = 1000 * TPOT_SHARE * tpot_s if max_step_ms is None and tpot_s is not None else max_step_ms
+    return StepBounds(decode_ms, None if ttft_s is None else 1000 * TTFT_SHARE * ttft_s)
+
+
+def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: int, most: int) -> int:
+    """How many more lines may start now.
+
+    Args:
+        num_free: decode places that nothing uses.
+        num_waiting: interactive requests that wait for a place; while there are any, no line starts.
+        reserve: free places that are left to interactive requests.
+        num_running: lines that run.
+        most: lines that may run at a time.
+    """
+    if num_waiting:
+        return 0
+    return max(0, min(num_free - reserve, most - num_running))
+
+
+def room_in(
+    view: ClusterView,
+    num_lines: int,
+    reserved_share: float,
+    most: int,
+    *,
+    wakes_workers: bool = False,
+    bounds: StepBounds = NO_BOUNDS,
+) -> Room:
+    """What may start now. Without a decode worker it is one line, where a request makes a worker start.
+
+    Args:
+        view: the cluster now. What this router has placed may be missing in a worker's report, and what others have
+            placed is missing in this router's count: the larger one counts.
+        num_lines: that run.
+        reserved_share, most: see `BatchOptions`.
+        wakes_workers: whether a request makes a worker start where there is none.
+        bounds: see there.
+    """
+    workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
+    waiting = frozenset(tenant for tenant, (num_waiting, _) in view.tenants.items() if num_waiting)
+    if not workers:
+        return Room(int(wakes_workers and not num_lines), waiting)
+    places = sum(worker.info.max_num_seqs for worker in workers)
+    reported = sum(_num_sequences(worker) for worker in workers)
+    num_used = max(reported, view.num_running)
+    num_free = places - num_used
+    num_interactive = view.num_queued - view.background.num_queued
+    most_now = num_admissible(num_free, num_interactive, math.ceil(places * reserved_share), num_lines, most)
+    if bounds.decode_ms is not None and most_now:
+        fitting = sum(_places_by_step(worker, bounds.decode_ms) for worker in workers)
+        most_now = max(0, min(most_now, fitting - num_used))
+    if bounds.prefill_ms is None or not most_now:
+        return Room(most_now, waiting)
+    by_prompts = _num_by_prompts(view, bounds.prefill_ms)
+    return Room(min(most_now, by_prompts), waiting, is_paced=by_prompts < most_now)
+
+
+def shares(num_more: int, running: Sequence[int], left: Sequence[int]) -> list[int]:
+    """How many lines each batch may start: the next place is for the one that has the fewest running.
+
+    Args:
+        num_more: lines that may start.
+        running: of each batch.
+        left: of each batch, how many lines could start.
+    """
+    counts = [0] * len(running)
+    for _ in range(num_more):
+        able = [i for i in range(len(counts)) if counts[i] < left[i]]
+        if not able:
+            break
+        counts[min(able, key=lambda i: running[i] + counts[i])] += 1
+    return counts
+
+
+def _num_by_prompts(view: ClusterView, prefill_ms: float) -> int:
+    """How many more prompts of lines may be under way: at least one, where there is none."""
+    workers = [worker for worker in view.workers if "prefill" in worker.info.roles and worker.takes_requests]
+    known = [worker.steps.prefill_token_ms for worker in workers if worker.steps is not None]
+    num_under_way = view.background.num_queued + view.background.num_prefill
+    if not known:
+        return max(0, 1 - num_under_way)
+    tokens_each = view.background.prompt_tokens / num_under_way if num_under_way else _GUESSED_TOKENS
+    each_ms = tokens_each * sum(known) / len(known)
+    each_has = max(1, math.floor(prefill_ms / each_ms)) if each_ms > 0.0 else 1
+    return max(0, each_has * len(workers) - num_under_way)
+
+
+def _num_sequences(worker: WorkerView) -> int:
+    load = worker.load
+    return load.num_running + load.num_waiting + load.num_suspended
+
+
+def _places_by_step(worker: WorkerView, max_step_ms: float) -> int:
+    """With how many sequences a decode step of the worker is predicted to take so long. At least one: else a batch
+    would not run on a worker whose shortest step is longer, where it can spoil nothing."""
+    times, num = worker.steps, worker.info.max_num_seqs
+    if times is None:
+        return num
+    num_now = worker.load.num_running
+    context = worker.load.blocks_active * worker.info.block_size / num_now if num_now else _GUESSED_TOKENS
+    each_ms = times.decode_ms + times.context_ms * context
+    if each_ms <= 0.0:
+        return num
+    return max(1, min(num, int((max_step_ms - times.base_ms) / each_ms)))

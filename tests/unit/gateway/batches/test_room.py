@@ -1,0 +1,100 @@
+"""How many lines may start: what interactive requests leave, and as far as steps stay short; whose: the tenants in
+turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.proto.messages import Load
+from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.router.api import BackgroundView, ClusterView, WorkerView
+from disagg.router.gateway.batches.room import Room, StepBounds, bounds_for, num_admissible, room_in, shares
+from tests.support.router import worker_info
+
+TIMES = StepCoefficients(base_ms=5.0, prefill_token_ms=0.4, attended_ms=0.0, decode_ms=0.5, context_ms=0.001)
+
+
+def _view(num_running: int = 0, blocks: int = 0, **changes: Any) -> ClusterView:
+    info = msgspec.structs.replace(worker_info("d0"), roles=("decode",), max_num_seqs=100, block_size=16)
+    worker = WorkerView(info, Load(num_running=num_running, blocks_active=blocks), steps=TIMES)
+    return dataclasses.replace(ClusterView((worker,), 0, num_running), **changes)
+
+
+def test_lines_start_only_in_room_that_nobody_waits_for() -> None:
+    assert num_admissible(10, 0, 4, 0, 100) == 6
+    assert num_admissible(10, 0, 4, 98, 100) == 2
+    assert num_admissible(10, 1, 4, 0, 100) == 0
+    assert num_admissible(3, 0, 4, 0, 100) == 0
+
+
+def test_lines_that_wait_hold_up_their_tenant_only() -> None:
+    tenants = {"a": (3, 1), "b": (0, 4)}
+    assert room_in(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == Room(90, {"a"})
+    assert room_in(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == Room(0, {"a"})
+
+
+@pytest.mark.parametrize(
+    ("num_running", "blocks", "max_step_ms", "expected"),
+    [
+        (0, 0, None, 90),
+        (0, 0, 20.0, 19),  # 15 ms for sequences of 0.5 + 0.256 ms
+        (10, 625, 20.0, 0),  # of 1,000 tokens each: 1.5 ms, so ten are enough
+        (8, 500, 20.0, 2),
+        (0, 0, 1.0, 1),  # even an empty step takes longer: one line, else the batch would never run
+        (1, 10, 1.0, 0),
+    ],
+)
+def test_lines_start_as_far_as_steps_stay_short(
+    num_running: int, blocks: int, max_step_ms: float | None, expected: int
+) -> None:
+    bounds = StepBounds(decode_ms=max_step_ms)
+    assert room_in(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_lines == expected
+
+
+@pytest.mark.parametrize(
+    ("background", "prefill_ms", "expected"),
+    [
+        (BackgroundView(), None, Room(90, frozenset())),
+        (BackgroundView(), 500.0, Room(4, frozenset(), is_paced=True)),  # prompts of 256 tokens take 102.4 ms
+        (BackgroundView(0, 2, 200), 100.0, Room(0, frozenset(), is_paced=True)),  # 40 ms each
+        (BackgroundView(1, 2, 30), 20.0, Room(2, frozenset(), is_paced=True)),  # 4 ms each
+        (BackgroundView(0, 1, 9999), 50.0, Room(0, frozenset(), is_paced=True)),
+        (BackgroundView(), 1.0, Room(1, frozenset(), is_paced=True)),
+    ],
+)
+def test_prompts_of_lines_take_little_time_of_those_that_compute_prompts(
+    background: BackgroundView, prefill_ms: float | None, expected: Room
+) -> None:
+    view = _view(background=background, num_queued=background.num_queued)
+    prefill = WorkerView(worker_info("p0"), Load(), steps=TIMES)
+    view = dataclasses.replace(view, workers=(*view.workers, prefill))
+    assert room_in(view, 0, 0.1, 1000, bounds=StepBounds(prefill_ms=prefill_ms)) == expected
+
+
+def test_bounds_follow_from_the_targets() -> None:
+    assert bounds_for(1.0, 0.05, None) == pytest.approx((30.0, 100.0))
+    assert bounds_for(None, 0.05, 12.0) == (12.0, None)
+    assert bounds_for(None, None, None) == (None, None)
+
+
+def test_without_a_worker_one_line_may_make_one_start() -> None:
+    none = ClusterView((), 0, 0)
+    assert [
+        room_in(none, lines, 0.1, 9, wakes_workers=wakes).num_lines for lines, wakes in ((0, False), (0, True))
+    ] == [
+        0,
+        1,
+    ]
+    assert room_in(none, 1, 0.1, 9, wakes_workers=True).num_lines == 0
+
+
+def test_the_next_place_is_for_the_batch_with_the_fewest_lines() -> None:
+    assert shares(6, [4, 0, 1], [99, 99, 99]) == [0, 4, 2]
+    assert shares(5, [0, 0], [1, 99]) == [1, 4]
+    assert shares(5, [7], [2]) == [2]
+    assert shares(0, [1], [1]) == [0]
+    assert shares(3, [], []) == []

@@ -1,0 +1,208 @@
+"""What calls are counted with, over both protocols: as their clients read it, or what was made; and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from disagg.proto.errors import UnavailableError
+from disagg.router.api import Completion
+from disagg.router.gateway.auth.auth import AnonymousAccess, Caller
+from disagg.router.gateway.auth.rights import usage_of
+from disagg.router.gateway.config import UsageOptions
+from disagg.router.gateway.requests.request import Call
+from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.usage.counts import Counts
+from disagg.router.gateway.usage.recorder import UsageRecorder
+from disagg.v1 import inference_pb2 as pb
+from tests.support.gateway import MODEL_NAME, FakeRouter, Wait
+from tests.support.http_app import NOW, AsgiCall, TestApp, error_of
+from tests.unit.gateway.rpc.test_service import FakeContext, make
+
+IDS: dict[str, Any] = {"prompt": [75, 76, 77]}
+LETTERS = [[75], [76, 77], [78]]
+
+
+@pytest.fixture
+async def recorder(tmp_path: Path) -> AsyncIterator[UsageRecorder]:
+    made = UsageRecorder(UsageOptions(folder=str(tmp_path)), lambda: NOW)
+    made.start()
+    yield made
+    await made.stop()
+
+
+def app_of(model: ServedModel, recorder: UsageRecorder, script: Any = LETTERS, caller: Caller | None = None) -> TestApp:
+    return TestApp(model, FakeRouter(script), AnonymousAccess(caller or Caller("a", False)), usage=recorder)
+
+
+async def counts(recorder: UsageRecorder) -> Counts:
+    (row,) = (await recorder.read(1, "a", 9)).rows
+    assert row.key.model == MODEL_NAME
+    return row.counts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_over_http_counts_as_its_usage_says(
+    model: ServedModel, recorder: UsageRecorder, stream: bool
+) -> None:
+    script = [*LETTERS, Completion("stop", 4, 2)]
+    response = await app_of(model, recorder, script).text(**IDS, n=3, stream=stream)
+    assert response.status_code == 200
+    assert await counts(recorder) == Counts(1, 0, 3, 2, 12)
+
+
+async def test_several_prompts_are_one_call(model: ServedModel, recorder: UsageRecorder) -> None:
+    response = await app_of(model, recorder).text(prompt=[[75], [76, 77]], n=2)
+    usage = response.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 16)
+    assert await counts(recorder) == Counts(1, 0, 3, 0, 16)
+
+
+async def test_tokens_behind_a_stop_string_do_not_count(model: ServedModel, recorder: UsageRecorder) -> None:
+    ids = model.tokenizer.encode_text("hello world", special=False)
+    stop = model.tokenizer.decode(ids[:2])
+    usage = (await app_of(model, recorder, [[token] for token in ids]).text(stop=stop)).json()["usage"]
+    assert usage["completion_tokens"] == 2 < len(ids)
+    found = await counts(recorder)
+    assert (found.requests, found.completion_tokens, found.prompt_tokens) == (1, 2, usage["prompt_tokens"])
+
+
+async def test_an_answer_that_fails_counts_what_was_made(model: ServedModel, recorder: UsageRecorder) -> None:
+    script = [[75, 76], UnavailableError("gone", "no_decode_capacity")]
+    assert error_of(await app_of(model, recorder, script).text(**IDS))[0] == 503
+    assert await counts(recorder) == Counts(1, 1, 3, 0, 2)
+
+
+async def test_wrong_requests_do_not_count_and_refused_ones_do(model: ServedModel, recorder: UsageRecorder) -> None:
+    app = app_of(model, recorder)
+    wrong_ones: list[dict[str, Any]] = [{"top_p": 7}, {"model": "another"}, {"prompt": []}]
+    for wrong in wrong_ones:
+        assert (await app.text(**{**IDS, **wrong})).status_code in (400, 404)
+    app.router.refusal = UnavailableError("no", "no_decode_capacity")
+    await app.text(**IDS)
+    assert await counts(recorder) == Counts(1, 1)
+
+
+async def test_a_client_that_leaves_pays_for_what_was_made(model: ServedModel, recorder: UsageRecorder) -> None:
+    app = app_of(model, recorder, [[75, 76], Wait()])
+    body = b'{"model": "%s", "prompt": [75, 76, 77], "stream": true}' % MODEL_NAME.encode()
+    call = AsgiCall(app.app, "/v1/completions", body)
+    await app.router.arrived.wait()
+    await app.router.handles[0].waiting.wait()
+    call.leave()
+    await call.task
+    app.router.script = lambda _: LETTERS
+    await app.text(**IDS)
+    assert await counts(recorder) == Counts(2, 0, 6, 0, 6)
+
+
+class Ordered(UsageRecorder):
+    """Notes when an answer is recorded, beside what the context of the call has written."""
+
+    def __init__(self, context: FakeContext) -> None:
+        super().__init__(None, lambda: NOW)
+        self._context = context
+        self.seen: list[int] = []
+        self.calls: list[Call] = []
+
+    @override
+    async def finished(self, call: Call) -> None:
+        self.seen.append(len(self._context.written))
+        self.calls.append(call)
+        await super().finished(call)
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_the_last_message_of_a_stream_comes_after_its_use_is_recorded(
+    model: ServedModel, num_answers: int
+) -> None:
+    context: Any = FakeContext()
+    recorder = Ordered(context)
+    request = pb.GenerateRequest(model=MODEL_NAME, token_ids=pb.TokenIds(ids=[75, 76, 77]), n=num_answers)
+    service = make(model, FakeRouter(LETTERS))
+    service._usage = recorder
+    await service.Generate(request, context)
+    finishes = [i for i, message in enumerate(context.written) if message.HasField("finished")]
+    assert (len(finishes), finishes[-1]) == (num_answers, len(context.written) - 1)
+    assert recorder.seen[0] == len(context.written) - 1
+    use = recorder.calls[0].use
+    assert (use.prompt_tokens, use.completion_tokens, use.is_recorded) == (3, 4 * num_answers, True)
+
+
+async def test_a_stream_has_the_same_identity_when_it_is_continued(model: ServedModel) -> None:
+    """By tenant, prompt and seed; only a continuation says that it is one."""
+
+    async def use_of(**changes: Any) -> Any:
+        context: Any = FakeContext()
+        recorder = Ordered(context)
+        given: dict[str, Any] = {"model": MODEL_NAME, "token_ids": pb.TokenIds(ids=[75, 76, 77])}
+        request = pb.GenerateRequest(**{**given, "sampling": pb.SamplingParams(seed=7), **changes})
+        service = make(model, FakeRouter(LETTERS))
+        service._usage = recorder
+        await service.Generate(request, context)
+        return recorder.calls[0].use
+
+    first = await use_of()
+    again = await use_of(resume=pb.Resume(token_ids=[80, 81]))
+    others = [
+        await use_of(sampling=pb.SamplingParams(seed=8)),
+        await use_of(token_ids=pb.TokenIds(ids=[75, 76])),
+        await use_of(sampling=pb.SamplingParams()),
+        await use_of(n=2),
+    ]
+    assert first.stream == again.stream != b""
+    assert (first.continues, again.continues) == (False, True)
+    assert again.completion_tokens == 6  # those that it had, and four
+    assert first.stream not in {other.stream for other in others}
+    assert [other.stream for other in others[2:]] == [b"", b""]
+
+
+def test_a_key_reads_its_own_use_and_an_admin_all() -> None:
+    admin, tenant = Caller("ops", True), Caller("a", False)
+    assert [usage_of(admin, ""), usage_of(admin, "a"), usage_of(tenant, ""), usage_of(tenant, "a")] == [
+        None,
+        "a",
+        "a",
+        "a",
+    ]
+    with pytest.raises(Exception, match="scope admin, or of that name"):
+        usage_of(tenant, "b")
+
+
+async def test_the_list_over_http(model: ServedModel, recorder: UsageRecorder) -> None:
+    app = app_of(model, recorder, caller=Caller("a", False, infers=False))
+    found = await app.client.get("/v1/usage")
+    assert found.json() == {
+        "object": "list",
+        "data": [],
+        "first_date": "2023-11-08",
+        "last_date": "2023-11-14",
+        "has_more": False,
+    }
+    await app_of(model, recorder).text(**IDS)
+    (row,) = (await app.client.get("/v1/usage?days=1&key=a&limit=5")).json()["data"]
+    assert row == {
+        "object": "usage",
+        "date": "2023-11-14",
+        "key": "a",
+        "model": MODEL_NAME,
+        "num_requests": 1,
+        "num_failed": 0,
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "completion_tokens": 4,
+    }
+    assert error_of(await app.client.get("/v1/usage?key=b"))[0] == 403
+    for query, field in (
+        ("days=0", "days"),
+        ("days=%C2%B2", "days"),
+        ("limit=10001", "limit"),
+        (f"key={'k' * 65}", "key"),
+    ):
+        assert error_of(await app.client.get(f"/v1/usage?{query}"))[:2] == (400, field)
+    none = TestApp(model, FakeRouter(), AnonymousAccess(Caller("a", False)))
+    assert error_of(await none.client.get("/v1/usage")) == (503, None, "no_usage")
