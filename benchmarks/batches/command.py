@@ -1,8 +1,10 @@
-"""A batch whose gateway is killed in its middle: is each line answered, and once?
+"""A batch whose gateway is killed in its middle: is each line answered, and once? What does a batch cost interactive
+requests? How much later does the end of an answer come because its use is written first?
 
-    python -m benchmarks.batches [--json FILE] [--lines 2000]
+    python -m benchmarks.batches [--json FILE] [--lines 2000] [--seconds 45] [--only killed|beside|usage]
 
-A real cluster of processes with the deterministic model. Each answer is compared with the one that the model must give.
+The first: a real cluster of processes with the deterministic model. Each answer is compared with the one that the model
+must give. The second: see beside.py; the third: usage.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.batches.beside import beside, ratios
+from benchmarks.batches.usage import usage_cost, usage_figures
 from benchmarks.common import print_table, report, write_json
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -38,14 +42,40 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.batches", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each of the four stretches beside a batch")
+    parser.add_argument("--only", choices=("killed", "beside", "usage"))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
-        row = killed(Path(folder), args.lines)
-    print_table("A batch whose gateway is killed", list(row), [[str(value) for value in row.values()]])
-    summary = {name: row[name] for name in ("answered_once", "lost")}
+    rows: list[Row] = []
+    summary: Row = {}
+    failed = False
+    if args.only in (None, "killed"):
+        with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+            row = killed(Path(folder), args.lines)
+        print_rows("A batch whose gateway is killed", [row])
+        rows.append(row)
+        summary |= {name: row[name] for name in ("answered_once", "lost")}
+        failed = row["answered_once"] != args.lines or row["wrong"] > 0
+    if args.only in (None, "beside"):
+        with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+            found = beside(Path(folder), args.seconds)
+        print_rows("Interactive requests beside a batch", found)
+        rows += found
+        summary |= ratios(found)
+    if args.only in (None, "usage"):
+        with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
+            costs = usage_cost(Path(folder))
+        print_rows("The end of an answer", costs)
+        rows += costs
+        summary |= usage_figures(costs)
+    print(" ".join(f"{name}={value}" for name, value in summary.items()))
     if args.json is not None:
-        write_json(args.json, report([row], summary))
-    return int(row["answered_once"] != args.lines or row["wrong"] > 0)
+        write_json(args.json, report(rows, summary))
+    return int(failed)
+
+
+def print_rows(title: str, rows: list[Row]) -> None:
+    """A table of rows with the same fields."""
+    print_table(title, list(rows[0]), [[str(value) for value in row.values()] for row in rows])
 
 
 def killed(folder: Path, num_lines: int) -> Row:
