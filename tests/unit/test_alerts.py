@@ -27,6 +27,7 @@ VALUES = {
     "met": {"true", "false"},
     "stage": {"queued", "prefill", "transfer", "decode"},
     "job": {"disagg"},
+    "outcome": {"ok", "failed"},
 }
 PROMTOOL = shutil.which("promtool")
 
@@ -47,6 +48,7 @@ def test_what_there_is_an_alert_for() -> None:
         "DisaggNoDecodeWorker",
         "DisaggAttainmentLow",
         "DisaggQueueGrowing",
+        "DisaggUsageNotWritten",
         "DisaggWorkerUnreachable",
         "DisaggWorkerRestarts",
         "DisaggKvNearlyFull",
@@ -54,7 +56,7 @@ def test_what_there_is_an_alert_for() -> None:
         "DisaggCertificateExpiresSoon",
         "DisaggCertificateExpires",
     }
-    assert len(rules()) == 10
+    assert len(rules()) == 11
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
