@@ -148,6 +148,13 @@ CASES = [
         stage="queued",
     ),
     case(
+        "DisaggUsageNotWritten",
+        "What keys use cannot be written: 300 tries failed in five minutes",
+        {'disagg_usage_writes_total{job="disagg", outcome="failed"}': "0+60x20"},
+        "12m",
+        job="disagg",
+    ),
+    case(
         "DisaggWorkerUnreachable",
         "1 workers of role prefill belong to the cluster and cannot be reached",
         {'disagg_instances{job="disagg", role="prefill", state="unreachable"}': "1x10"},
@@ -199,7 +206,7 @@ CASES = [
 def test_promtool_takes_the_alerts_and_they_fire(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     checked = subprocess.run([PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False)
-    assert (checked.returncode, "10 rules found" in checked.stdout) == (0, True), checked.stderr + checked.stdout
+    assert (checked.returncode, "11 rules found" in checked.stdout) == (0, True), checked.stderr + checked.stdout
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": CASES}))
     fired = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, check=False)
