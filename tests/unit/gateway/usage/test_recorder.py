@@ -26,7 +26,7 @@ NOW = 1_764_115_200.0
 
 @asynccontextmanager
 async def recording(folder: Path, **options: float) -> AsyncIterator[UsageRecorder]:
-    recorder = UsageRecorder(UsageOptions(folder=str(folder), **options), lambda: NOW)
+    recorder = UsageRecorder(UsageOptions(folder=str(folder), **{"wait_ms": 10_000.0, **options}), lambda: NOW)
     recorder.start()
     yield recorder
     await recorder.stop()
