@@ -121,7 +121,8 @@ class UsageRecorder:
         self._add(tenant, use, failed=use.failed, is_open=False)
 
     async def read(self, days: int, tenant: str | None, limit: int) -> Page:
-        """See `UsageStore.read`. Raises `UnavailableError` where nothing is recorded, or the file cannot be read."""
+        """What is in the file of the last `days` days: of a tenant, or of all, at most `limit` rows. Raises
+        `UnavailableError` where nothing is recorded, or the file cannot be read."""
         if self._task is None:
             raise UnavailableError("this gateway keeps no usage; set gateway.usage in its configuration", NO_USAGE)
         now = self._wall_clock()

@@ -22,8 +22,8 @@ from disagg.cli.batch import batch_app
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
+from disagg.cli.operations.usage_command import register as register_usage
 from disagg.cli.planning import commands as planning
-from disagg.cli.usage import register as register_usage
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The options of `disagg usage`. What it does is in operations/usage.py."""
+"""The options of `disagg usage`. What it does is in usage.py."""
 
 from __future__ import annotations
 
