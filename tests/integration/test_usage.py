@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ NUM_STREAMS = 6
 Sums = Counter[str]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
-    folder = tmp_path_factory.mktemp("usage")
+@contextmanager
+def running_in(folder: Path) -> Iterator[ProcessCluster]:
+    """A cluster that keeps everything in `folder`. At the end nothing is left in it."""
     keys = folder / "keys.yaml"
     entries = [{"tenant": name, "key": key, "admin": name == "ops"} for name, key in KEYS.items()]
     keys.touch(mode=0o600)
@@ -65,6 +66,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
             yield running
             asyncio.run(wait_until_workers_idle(running.workers, running.secret))
     assert running.killed == []
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with running_in(tmp_path_factory.mktemp("usage")) as running:
+        yield running
 
 
 def http_of(cluster: ProcessCluster, tenant: str) -> httpx.Client:
@@ -154,8 +161,13 @@ def test_both_protocols_count_as_their_clients_do(cluster: ProcessCluster) -> No
         assert sums["cached_tokens"] > 0
 
 
-async def test_streams_count_once_though_worker_and_gateway_are_killed(cluster: ProcessCluster) -> None:
-    """Streams over gRPC and HTTP, which their clients continue at the next gateway."""
+def test_streams_count_once_though_worker_and_gateway_are_killed(tmp_path: Path) -> None:
+    with running_in(tmp_path) as cluster:
+        asyncio.run(kill_both(cluster))
+
+
+async def kill_both(cluster: ProcessCluster) -> None:
+    """In the middle of streams over gRPC, which their client continues at the next gateway."""
     before = {tenant: await asyncio.to_thread(recorded, cluster, tenant) for tenant in "ab"}
     num_begun = 0
 
