@@ -53,7 +53,7 @@ def test_a_worker_that_listens_and_does_not_work_is_not_used(
     monkeypatch.setenv(FAILPOINTS_VARIABLE, fault)
     name = f"{joins}-1"
     with ProcessCluster(parse_config(BREAKABLE)) as cluster, Client(cluster.address) as client:
-        cluster.control(ScaleRequest(sizes={joins: 2}))  # type: ignore[dict-item]
+        cluster.control(ScaleRequest(sizes={joins: 2}))
         assert wait_until(lambda: record_of(cluster, name).phase == "failed", LONG_WAIT_S)
         partner = "prefill-0" if joins == "decode" else "decode-0"
         said = rf"{MAX_TRIES} probes of it failed; the last probe with {partner}: .*{why}"
@@ -62,7 +62,7 @@ def test_a_worker_that_listens_and_does_not_work_is_not_used(
             record_of(cluster, name).detail
         ]
         answers(client, 4)
-        cluster.control(ScaleRequest(sizes={joins: 1}))  # type: ignore[dict-item]
+        cluster.control(ScaleRequest(sizes={joins: 1}))
         assert wait_until(lambda: cluster.state().is_settled, LONG_WAIT_S)
         asyncio.run(wait_until_workers_idle(cluster.workers, cluster.secret))
     assert cluster.killed == []

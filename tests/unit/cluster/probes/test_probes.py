@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from disagg.cluster.control import events
-from disagg.cluster.control.core import Desired
 from disagg.cluster.probes.probes import MAX_PROBES, MAX_TRIES, PARTNER_WAIT_S, RETRY_S, ROOM_WAIT_S
-from disagg.cluster.rollout.rollout import Plan, Target
+from disagg.cluster.rollout.rollout import Desired, Plan, Target
 from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
 from tests.support.control import LOST_GRACE_S, Driver

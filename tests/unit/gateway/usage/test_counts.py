@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from disagg.router.gateway.usage import counts
@@ -10,7 +12,7 @@ from disagg.router.gateway.usage.counts import OTHERS, CallUse, Counts, Key, Par
 KEY = Key("a", 3, "m")
 
 
-def _use(prompt: int = 10, cached: int = 4, completion: int = 6, **more: object) -> CallUse:
+def _use(prompt: int = 10, cached: int = 4, completion: int = 6, **more: Any) -> CallUse:
     use = CallUse("m", **more)
     use.add(prompt, cached, completion)
     return use

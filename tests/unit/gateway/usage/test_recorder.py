@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ NOW = 1_764_115_200.0
 
 
 @asynccontextmanager
-async def recording(folder: Path, **options: float) -> AsyncIterator[UsageRecorder]:
+async def recording(folder: Path, **options: Any) -> AsyncIterator[UsageRecorder]:
     recorder = UsageRecorder(UsageOptions(folder=str(folder), **{"wait_ms": 10_000.0, **options}), lambda: NOW)
     recorder.start()
     yield recorder
