@@ -22,7 +22,7 @@ def grammar_limits() -> LLParserLimits:
     return LLParserLimits(
         max_grammar_size=20_000,
         initial_lexer_fuel=50_000,
-        step_lexer_fuel=5_000,
+        step_lexer_fuel=20_000,
         step_max_items=10_000,
         max_lexer_states=10_000,
         verbose_errors=False,
