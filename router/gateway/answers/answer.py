@@ -54,6 +54,8 @@ class Finish:
     answer_index: int = 0
     num_reasoning_tokens: int = 0
     """Of the output tokens those up to the close tag."""
+    stop_string: str = field(default="", compare=False)
+    """What ended the answer, where that was one of the stop strings; else empty."""
 
 
 class Answer:
@@ -203,6 +205,7 @@ class Answer:
             num_output_tokens=self._text.num_tokens,
             answer_index=self._index,
             num_reasoning_tokens=self._text.num_reasoning_tokens,
+            stop_string=self._text.stop_string,
         )
 
     def _traced_cached_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """The HTTP application: authentication, routes, errors.
 
 authenticate (but for probes) ──> route ──> endpoint ──> response
-     └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began
+     └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began; in the form
+                                                      of the API whose path it is
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.event_loop.loop_watch import name_task
 from disagg.router.gateway.http.batches.batches import Batches
 from disagg.router.gateway.http.batches.files import Files
-from disagg.router.gateway.http.chunks import event
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.router.gateway.http.information import Information
+from disagg.router.gateway.http.messages.errors import MESSAGES, answer_as_anthropic
+from disagg.router.gateway.http.messages.messages import Messages
 from disagg.router.gateway.http.page import Page
+from disagg.router.gateway.http.responses.responses import Responses
 from disagg.router.gateway.http.transport.errors import (
     Headers,
     MethodNotAllowedError,
     UnknownUrlError,
     error_headers,
-    error_json,
 )
 from disagg.router.gateway.http.transport.sites import Sites
 from disagg.router.gateway.http.usage import UsageHandler
@@ -51,6 +53,8 @@ _PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")
 readers on this machine can use a name of loopback."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
 """A browser must not guess another type than the response names: answers hold text that clients chose."""
+
+_API_KEY: Final = "x-api-key"
 
 Handler = Callable[[Exchange, RequestId], Awaitable[None]]
 
@@ -98,18 +102,21 @@ class HttpApp:
         self._mint_trace_bits = mint_trace_bits
         self._routes = (
             *_routes(completions, information),
+            *_other_routes(Responses(completions), Messages(completions)),
             *_page_routes(page),
             *_batch_routes(files, batches),
             *(() if usage is None else (Route(USAGE_PATH, usage.list, methods=["GET"]),)),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request; every error, also one of our own code, is answered as OpenAI's API does."""
+        """Serve one HTTP request; every error, also one of our own code, is answered as the API of its path does."""
         if scope["type"] != "http":
             return
         request_id = self._mint_id()
         name_task(request_id)
         exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
+        if scope["path"].startswith(MESSAGES):
+            answer_as_anthropic(exchange, request_id)
         try:
             if self._readiness.is_draining:
                 exchange.add_header(b"connection", b"close")
@@ -146,7 +153,7 @@ class HttpApp:
             CALLER.set(UNAUTHENTICATED)
             return
         try:
-            caller = self._authenticator.authenticate(exchange.headers.get("authorization"), exchange.certificate)
+            caller = self._authenticator.authenticate(_authorization(exchange), exchange.certificate)
         except RefusedError as error:
             self._audit.refused("http", error.reason, exchange.peer)
             raise
@@ -190,6 +197,15 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
     )
 
 
+def _other_routes(responses: Responses, messages: Messages) -> Sequence[Route]:
+    post = ["POST"]
+    return (
+        Route("/v1/responses", responses.create, methods=post),
+        Route(MESSAGES, messages.create, methods=post),
+        Route(f"{MESSAGES}/count_tokens", messages.count_tokens, methods=post),
+    )
+
+
 def _page_routes(page: Page | None) -> Sequence[Route]:
     if page is None:
         return ()
@@ -199,6 +215,13 @@ def _page_routes(page: Page | None) -> Sequence[Route]:
         Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
         Route("/ui/usage", page.usage, methods=["GET"]),
     )
+
+
+def _authorization(exchange: Exchange) -> str | None:
+    """The header, or what Anthropic's clients send instead."""
+    given = exchange.headers.get("authorization")
+    key = exchange.headers.get(_API_KEY)
+    return given if given is not None or key is None else f"Bearer {key}"
 
 
 def _is_inference(method: str, path: str) -> bool:
@@ -230,9 +253,8 @@ async def _fail(exchange: Exchange, error: DisaggError) -> None:
     answer that has begun can only be cut off."""
     if exchange.ended:
         return
-    body = error_json(error)
     if exchange.is_stream:
-        await exchange.end(event(body))
+        await exchange.end(exchange.error_event(error))
     elif not exchange.started:
         headers: Headers = error_headers(error)
-        await exchange.respond(error.http_status, body, headers=headers)
+        await exchange.respond(error.http_status, exchange.error_body(error), headers=headers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -58,6 +58,7 @@ _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(CompletionBody)
 
 Events = AsyncGenerator[Delta | Finish, None]
+P = TypeVar("P", bound=ParsedCall)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,13 @@ class Completions:
         usage: UsageRecorder,
     ) -> None:
         self._usage = usage
-        self._models = models
+        self._models = self.models = models
         self._metrics = metrics
         self._readiness = readiness
-        self._limits = limits
+        self._limits = self.limits = limits
         self._mint_id = mint_id
         self._clock = clock
-        self._wall_clock = wall_clock
+        self._wall_clock = self.wall_clock = wall_clock
 
     async def chat(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/chat/completions`."""
@@ -117,6 +118,28 @@ class Completions:
     async def text(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/completions`."""
         await self._answer(exchange, request_id, _KINDS["text"])
+
+    async def run(
+        self,
+        exchange: Exchange,
+        request_id: RequestId,
+        read: Callable[[bytes], Pieces[P]],
+        write: Callable[[Generator, Exchange, P, Call, Events], Awaitable[None]],
+    ) -> None:
+        """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer. Raises
+        whatever is wrong with it."""
+        with self._metrics.counted("http"), self._readiness.answering():
+            call = self._call(exchange, request_id)
+            if (only := self._models.only) is not None:
+                exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
+            if exchange.headers.get(HEADER):
+                raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
+            generator, parsed = self._accepted(await self._limits.read(exchange, read), call)
+            exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
+            checked = await in_pieces(_check(generator, parsed))
+            run = self._run(generator, parsed, call, None, checked)
+            async with exchange.until_disconnect(), aclosing(run) as events:
+                await write(generator, exchange, parsed, call, events)
 
     async def line(self, endpoint: str, body: bytes, call: Call) -> bytes:
         """The answer to a line of a batch: the body that a request to `endpoint` would get. Raises as that."""
@@ -159,7 +182,7 @@ class Completions:
             async with exchange.until_disconnect(), aclosing(run) as events:
                 await self._write(generator, exchange, parsed, call, kind, events, position)
 
-    def _accepted(self, parsed: ParsedCall, call: Call) -> tuple[Generator, ParsedCall]:
+    def _accepted(self, parsed: P, call: Call) -> tuple[Generator, P]:
         """The generator of the model, and the call of somebody who may use it; with the grammar of tool calls where
         there must be some: the model's format is known here. Raises as `Models.find`."""
         generator = self._models.find(call.caller, parsed.inputs[0].model)

@@ -20,11 +20,11 @@ import msgspec
 from starlette.datastructures import Headers as RequestHeaders
 
 from disagg.proto.addresses import join_address
-from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.router.gateway.auth.auth import CALLER
 from disagg.router.gateway.auth.tls import name_in
 from disagg.router.gateway.event_loop.turns import Turns, in_pieces
-from disagg.router.gateway.http.transport.errors import Headers, SlowBodyError
+from disagg.router.gateway.http.transport.errors import Headers, SlowBodyError, error_event, error_json
 from disagg.router.gateway.http.transport.sites import check_content_type
 from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
 from disagg.router.gateway.requests.shape import SMALL_BYTES, Pieces, count_json
@@ -64,6 +64,10 @@ class Exchange:
         """Called when the response begins: headers of what is true then."""
         self.parent_span = ""
         """Id of the client's span; empty where it sent none."""
+        self.error_body: Callable[[DisaggError], bytes] = error_json
+        """An error before the response began, in the form of the API that is called."""
+        self.error_event: Callable[[DisaggError], bytes] = error_event
+        """An error as the end of a stream of events."""
 
     @property
     def path_params(self) -> dict[str, str]:

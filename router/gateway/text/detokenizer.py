@@ -80,6 +80,8 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
+        self.matched = ""
+        """The stop string that ended the text; empty until then."""
         self._held = ""
         """The longest end of the text so far that a stop string begins with; shorter than the longest stop string."""
 
@@ -102,8 +104,11 @@ class StopMatcher:
 
     def _find(self, text: str) -> int | None:
         """Where the stop string begins that ends first; of several that end there, the longest."""
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        _, start, self.matched = min(found)
+        return start
 
     def _num_held_chars(self, text: str) -> int:
         longest = max(map(len, self._stop)) - 1
@@ -173,6 +178,11 @@ class TextStream:
                 self.stopped = True
                 return Piece(tuple(token_ids[: i + 1]), "".join(texts), True, "".join(reasoning))
         return Piece(tuple(token_ids), "".join(texts), False, "".join(reasoning))
+
+    @property
+    def stop_string(self) -> str:
+        """What ended it, where that was a stop string; else empty."""
+        return self._matcher.matched
 
     def finish(self) -> Piece:
         """No more ids come: the text that was held back, which may still end at a stop string."""

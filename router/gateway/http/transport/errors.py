@@ -96,8 +96,18 @@ def error_json(error: DisaggError) -> bytes:
     """The body of an error, and its event in a stream."""
     status = error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message = error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[:_MAX_MESSAGE_CHARS] + "..."
-    return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, _param(error), error.code)))
+    return msgspec.json.encode(ErrorBody(ErrorDetail(short_message(error), kind, _param(error), error.code)))
+
+
+def short_message(error: DisaggError) -> str:
+    """The message, cut where it is long."""
+    message = error.message
+    return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "..."
+
+
+def error_event(error: DisaggError) -> bytes:
+    """An error as the last event of a stream."""
+    return b"data: " + error_json(error) + b"\n\n"
 
 
 def error_headers(error: DisaggError) -> Headers:

@@ -1,0 +1,138 @@
+"""A conversation as it is read from another API's items or blocks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from disagg.proto.errors import InvalidRequestError
+from disagg.router.gateway.http.tools import MAX_SCHEMA_DEPTH
+from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
+from disagg.router.gateway.requests.values import is_deeper, shown
+from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.tool_grammar import MAX_CALLS
+
+_ARGUMENTS: Final = msgspec.json.Decoder()
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    """One piece of a content; other kinds than text are refused."""
+
+    type: str
+    text: str | None = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    role: str
+    texts: list[str]
+    place: str
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    answered_call: str | None = None
+    """Id of the call whose result this is."""
+
+    def read(self) -> ChatTurn:
+        extra: dict[str, Any] = {}
+        if self.calls:
+            extra["tool_calls"] = self.calls
+        if self.answered_call is not None:
+            extra["tool_call_id"] = self.answered_call
+        return ChatTurn(self.role, "\n".join(self.texts), msgspec.json.encode(extra).decode() if extra else "")
+
+
+class Turns:
+    """Turns in their order, each with what errors call it."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+
+    def add_text(self, role: str, text: str, place: str, joins: bool = False) -> None:
+        """A turn of text. With `joins` it continues the last turn, if that has the same role and is text too."""
+        last = self._turns[-1] if self._turns else None
+        if joins and last is not None and last.role == role and not last.calls and last.answered_call is None:
+            last.texts.append(text)
+            return
+        self._turns.append(_Turn(role, [text], place))
+
+    def add_call(self, call_id: str, name: str, arguments: object, place: str) -> None:
+        """A call of a function, by the turn of the assistant that it follows, or by a new one.
+
+        Args:
+            call_id: which its result names.
+            name: of the function.
+            arguments: JSON of an object, or the object.
+            place: what errors call it.
+
+        Raises:
+            InvalidRequestError: for too many calls in a turn, and arguments that are no object or too deep.
+        """
+        if not self._turns or self._turns[-1].role != "assistant":
+            self._turns.append(_Turn("assistant", [], place))
+        calls = self._turns[-1].calls
+        if len(calls) >= MAX_CALLS:
+            raise InvalidRequestError(place, f"at most {MAX_CALLS} calls in a turn")
+        function = {"name": name, "arguments": _arguments(arguments, place)}
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def add_result(self, call_id: str, text: str, place: str) -> None:
+        """What a call returned."""
+        self._turns.append(_Turn("tool", [text], place, answered_call=call_id))
+
+    @property
+    def last_role(self) -> str:
+        """Of the last turn; empty without any."""
+        return self._turns[-1].role if self._turns else ""
+
+    @property
+    def last_place(self) -> str:
+        """What errors call the last turn; empty without any."""
+        return self._turns[-1].place if self._turns else ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What errors call each turn."""
+        return tuple(turn.place for turn in self._turns)
+
+    def read(self) -> Pieces[tuple[ChatTurn, ...]]:
+        """All of them. Yields between pieces of work."""
+        turns: list[ChatTurn] = []
+        for turn in self._turns:
+            if len(turns) % TURNS_A_PIECE == TURNS_A_PIECE - 1:
+                yield
+            turns.append(turn.read())
+        return tuple(turns)
+
+
+def read_text(parts: str | Sequence[TextPart] | None, kinds: Sequence[str], place: str) -> Pieces[str]:
+    """The text of a content: parts are joined by line ends. Yields between pieces of work. Raises
+    `InvalidRequestError` for a part that is none of `kinds`."""
+    if isinstance(parts, str):
+        return parts
+    if parts is None:
+        raise InvalidRequestError(place, "must be set")
+    texts: list[str] = []
+    for part in parts:
+        where = f"{place}[{len(texts)}]"
+        if part.type not in kinds:
+            raise InvalidRequestError(f"{where}.type", f"must be {' or '.join(kinds)}, not {shown(part.type)}")
+        if part.text is None:
+            raise InvalidRequestError(f"{where}.text", "must be set")
+        texts.append(part.text)
+        if len(texts) % TURNS_A_PIECE == 0:
+            yield
+    return "\n".join(texts)
+
+
+def _arguments(given: object, place: str) -> dict[str, Any]:
+    try:
+        value = _ARGUMENTS.decode(given or "{}") if isinstance(given, str) else given
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequestError(place, f"is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(place, "must be a JSON object")
+    if is_deeper(value, MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(place, f"must not be nested more than {MAX_SCHEMA_DEPTH} deep")
+    return value

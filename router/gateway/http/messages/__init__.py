@@ -1,0 +1,1 @@
+"""Anthropic's `/v1/messages`: turns of content blocks in, blocks out, typed events."""

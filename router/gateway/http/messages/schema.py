@@ -1,0 +1,85 @@
+"""The body of `POST /v1/messages`, as it is typed on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from disagg.router.gateway.http.foreign.bodies import SamplingFields
+from disagg.router.gateway.http.foreign.turns import TextPart
+from disagg.router.gateway.http.schema import ABSENT
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A piece of a turn: text, a call (`tool_use`) or its result (`tool_result`). `cache_control` means nothing here:
+    every prefix is cached."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One of `messages`."""
+
+    role: str
+    content: str | list[Block]
+
+
+class MessagesBody(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/messages` and, without `max_tokens`, `/v1/messages/count_tokens`."""
+
+    messages: list[Turn] | None = None
+    max_tokens: int | None = None
+    system: str | list[TextPart] | None = None
+    stop_sequences: list[str] | None = None
+
+    # Read by `to_input`, which looks at their sizes first.
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    output_config: msgspec.Raw = ABSENT
+
+    # Not supported: they need state, or change the answer.
+    thinking: msgspec.Raw = ABSENT
+    container: msgspec.Raw = ABSENT
+    context_management: msgspec.Raw = ABSENT
+    mcp_servers: msgspec.Raw = ABSENT
+    output_format: msgspec.Raw = ABSENT
+    speed: msgspec.Raw = ABSENT
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """One of `tools`. Only those of the client are supported."""
+
+    type: str = "custom"
+    name: str | None = None
+    description: str | None = None
+    input_schema: msgspec.Raw = ABSENT
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """`tool_choice`."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """`output_config.format`."""
+
+    type: str
+    schema: msgspec.Raw = ABSENT
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """`output_config`."""
+
+    format: OutputFormat | None = None
