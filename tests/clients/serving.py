@@ -44,7 +44,7 @@ def serving(folder: Path) -> Iterator[Served]:
     grpc_port, http_port = free_port(), free_port()
     config = {
         "model": {"name": DEFAULT_MODEL},
-        "gateway": {"port": grpc_port, "http_port": http_port},
+        "gateway": {"port": grpc_port, "http_port": http_port, "batches": {"folder": str(folder / "batches")}},
         "pools": {name: {"kv_cache_bytes": 256 << 20} for name in ("prefill", "decode")},
     }
     file = folder / "cluster.yaml"

@@ -1,6 +1,6 @@
 """What a user of the `openai` package does, one function each; run by that package's own environment.
 
-    python use_openai.py URL MODEL        prints `ok NAME` for each, and a traceback for each that fails
+    python -m tests.clients.use_openai URL MODEL        in the repository's root
 
 The server must be idle at the start. Standard library, `openai` and what it needs only.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
 import openai  # type: ignore[import-not-found]  # only in its own environment
 from pydantic import BaseModel, Field
+
+from tests.clients.checks import expect, run
 
 Check = Callable[[openai.OpenAI, str], None]
 MESSAGES = [
@@ -332,15 +333,6 @@ async def _many_at_once(url: str, model: str) -> None:
     assert all(text for text, _ in answers)
 
 
-def expect(kind: type[Exception], call: Callable[[], object]) -> openai.APIStatusError:
-    """The error of `kind` that `call` raises."""
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")
-
-
 CHECKS: tuple[Check, ...] = (
     models,
     chat,
@@ -374,17 +366,7 @@ CHECKS: tuple[Check, ...] = (
 
 def main(url: str, model: str) -> int:
     """Run all of them; 0 if all passed."""
-    num_failed = 0
-    for check in CHECKS:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-            try:
-                check(client, model)
-            except Exception:
-                num_failed += 1
-                print(f"failed {check.__name__}\n{traceback.format_exc()}", flush=True)
-            else:
-                print(f"ok {check.__name__}", flush=True)
-    return 1 if num_failed else 0
+    return run(CHECKS, lambda: openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0), model)
 
 
 if __name__ == "__main__":

@@ -124,11 +124,13 @@ async def test_both_protocols_count_and_answer_alike(folder: Path) -> None:
 
 @pytest.mark.parametrize("steps", [[Wait()], [[75], Wait()]], ids=["before", "after"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_cancels(folder: Path, steps: list[Any], stream: bool) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_client_that_hangs_up_cancels(folder: Path, steps: list[Any], stream: bool, path: str) -> None:
+    body = {**CHAT, "input": "hi", "max_tokens": 9, "stream": stream}
     router = FakeRouter(steps)
     async with serving(folder, router) as server:
         _, writer = await connect(server)
-        writer.write(request({**CHAT, "stream": stream}))
+        writer.write(request(body, path))
         await router.arrived.wait()
         await router.handles[0].waiting.wait()
         writer.close()

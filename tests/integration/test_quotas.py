@@ -89,3 +89,36 @@ async def test_a_tenant_with_limits_reads_what_is_left(tmp_path: Path) -> None:
     assert limits_in(stream) == limits_in(over) == limits_in(much) == limits_in(wrong) == after
     assert (over.headers["retry-after-ms"], over.json()["error"]["code"]) == ("10000", "rate_limit_exceeded")
     assert limits_in(other) == {}
+
+
+async def test_the_other_apis_are_charged_and_refused_alike(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.touch(mode=0o600)
+    file.write_text(KEYS)
+    async with (
+        running(write_checkpoint(tmp_path), MeteredRouter(), api_keys=str(file), http_port=0) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=60.0) as client,
+    ):
+        shared = {"model": TEXT["model"], "temperature": 0}
+        response = {**shared, "input": "a", "max_output_tokens": 8}
+        message = {**shared, "messages": [{"role": "user", "content": "a"}], "max_tokens": 8}
+        bearer, api_key = {"authorization": f"Bearer {KEY_A}"}, {"x-api-key": KEY_A}
+        answered = [
+            await client.post("/v1/responses", json=response, headers=bearer),
+            await client.post("/v1/messages", json={**message, "stream": True}, headers=api_key),
+        ]
+        num_tokens = answered[0].json()["usage"]["input_tokens"] + 8
+        counted = await client.post("/v1/messages/count_tokens", json=message, headers=api_key)
+        refused = [
+            await client.post("/v1/responses", json={**response, "max_output_tokens": 95}, headers=bearer),
+            await client.post("/v1/messages", json={**message, "max_tokens": 95}, headers=api_key),
+        ]
+    assert [each.status_code for each in answered] == [200, 200]
+    assert counted.json() == {"input_tokens": num_tokens - 8}
+    left = [limits_in(each)["remaining-tokens"] for each in (*answered, *refused)]
+    assert left == [str(100 - num_tokens), *[str(100 - 2 * num_tokens)] * 3]
+    assert [limits_in(each)["remaining-requests"] for each in (*answered, *refused)] == ["5", "4", "4", "4"]
+    assert [each.status_code for each in refused] == [429, 429]
+    assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused[1].json()["error"]["type"] == "rate_limit_error"
+    assert refused[0].headers["retry-after-ms"] == refused[1].headers["retry-after-ms"]

@@ -11,11 +11,13 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
 from disagg.router.gateway.http.schema import ABSENT, T, decode_field
 from disagg.router.gateway.http.to_input import small_value
-from disagg.router.gateway.requests.values import check_length
+from disagg.router.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput
+from disagg.router.gateway.requests.values import check_length, is_deeper
 
 MAX_FORMAT_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
 """Of the JSON that has a schema: escapes and what stands around it are more than the schema."""
 
+_ANY: Final = msgspec.json.Decoder()
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
@@ -48,7 +50,7 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
 
 
 def refuse_unsupported(body: msgspec.Struct, harmless: Mapping[str, Sequence[object]]) -> None:
-    """Raises `InvalidRequestError` for a field of `harmless` with a value that is not one of those that mean nothing."""
+    """Raises `InvalidRequestError` for a field of `harmless` whose value is not one of those that mean nothing."""
     for name, values in harmless.items():
         if (given := small_value(getattr(body, name))) is not None and given not in values:
             raise InvalidRequestError(name, "this is not supported")
@@ -67,7 +69,15 @@ def read_list(raw: msgspec.Raw, field: str, max_bytes: int, max_items: int) -> l
     return items
 
 
-def json_text(raw: msgspec.Raw) -> str | None:
-    """The JSON itself; `None` for null."""
-    text = bytes(raw).strip()
-    return None if text == bytes(ABSENT) else text.decode("utf-8", "replace")
+def read_schema(raw: msgspec.Raw, field: str) -> StructuredOutput:
+    """An answer by a JSON schema. Raises `InvalidRequestError` without one, and for one that is nested too deep."""
+    if is_null(raw):
+        raise InvalidRequestError(field, "must be set")
+    if is_deeper(decode_field(raw, _ANY, field), MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(field, f"at most {MAX_SCHEMA_DEPTH} levels of objects and arrays")
+    return StructuredOutput("json_schema", bytes(raw).decode(), field)
+
+
+def is_null(raw: msgspec.Raw) -> bool:
+    """Whether a field is absent, or null."""
+    return bytes(raw).strip() == bytes(ABSENT)

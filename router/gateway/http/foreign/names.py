@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,24 +9,18 @@ from typing_extensions import override
 
 from disagg.router.gateway.http.to_input import FieldNames
 
-_TURN: Final = re.compile(r"chat\.messages\[(?P<index>\d+)\].*")
 _STOP: Final = "stop"
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceNames(FieldNames):
-    """Names for conversations whose turns stand elsewhere than their number says."""
+class OtherNames(FieldNames):
+    """Names for conversations whose turns are made of items or blocks: an error of the whole names the whole."""
 
     stop_field: str = _STOP
-    places: tuple[str, ...] = ()
-    """Of each turn."""
 
     @override
     def name(self, field: str) -> str:
-        found = _TURN.match(field)
-        if found and int(found["index"]) < len(self.places):
-            return self.places[int(found["index"])]
         if field.startswith("chat"):
             return self.prompt
         name = FieldNames.name(self, field)
-        return self.stop_field + name.removeprefix(_STOP) if name.startswith("stop[") or name == _STOP else name
+        return self.stop_field + name.removeprefix(_STOP) if name == _STOP or name.startswith("stop[") else name

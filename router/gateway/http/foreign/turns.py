@@ -29,7 +29,6 @@ class TextPart(msgspec.Struct, frozen=True):
 class _Turn:
     role: str
     texts: list[str]
-    place: str
     calls: list[dict[str, Any]] = field(default_factory=list)
     answered_call: str | None = None
     """Id of the call whose result this is."""
@@ -44,18 +43,18 @@ class _Turn:
 
 
 class Turns:
-    """Turns in their order, each with what errors call it."""
+    """Turns in their order."""
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
 
-    def add_text(self, role: str, text: str, place: str, joins: bool = False) -> None:
+    def add_text(self, role: str, text: str, joins: bool = False) -> None:
         """A turn of text. With `joins` it continues the last turn, if that has the same role and is text too."""
         last = self._turns[-1] if self._turns else None
         if joins and last is not None and last.role == role and not last.calls and last.answered_call is None:
             last.texts.append(text)
             return
-        self._turns.append(_Turn(role, [text], place))
+        self._turns.append(_Turn(role, [text]))
 
     def add_call(self, call_id: str, name: str, arguments: object, place: str) -> None:
         """A call of a function, by the turn of the assistant that it follows, or by a new one.
@@ -70,31 +69,21 @@ class Turns:
             InvalidRequestError: for too many calls in a turn, and arguments that are no object or too deep.
         """
         if not self._turns or self._turns[-1].role != "assistant":
-            self._turns.append(_Turn("assistant", [], place))
+            self._turns.append(_Turn("assistant", []))
         calls = self._turns[-1].calls
         if len(calls) >= MAX_CALLS:
             raise InvalidRequestError(place, f"at most {MAX_CALLS} calls in a turn")
         function = {"name": name, "arguments": _arguments(arguments, place)}
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_result(self, call_id: str, text: str, place: str) -> None:
+    def add_result(self, call_id: str, text: str) -> None:
         """What a call returned."""
-        self._turns.append(_Turn("tool", [text], place, answered_call=call_id))
+        self._turns.append(_Turn("tool", [text], answered_call=call_id))
 
     @property
     def last_role(self) -> str:
         """Of the last turn; empty without any."""
         return self._turns[-1].role if self._turns else ""
-
-    @property
-    def last_place(self) -> str:
-        """What errors call the last turn; empty without any."""
-        return self._turns[-1].place if self._turns else ""
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """What errors call each turn."""
-        return tuple(turn.place for turn in self._turns)
 
     def read(self) -> Pieces[tuple[ChatTurn, ...]]:
         """All of them. Yields between pieces of work."""

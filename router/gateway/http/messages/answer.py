@@ -4,8 +4,8 @@
     each block:  content_block_start, content_block_delta*, content_block_stop
     message_delta (reason and usage), message_stop
 
-A call is found when it is complete, so its input is one delta. What was cached is known at the end only: `message_start`
-counts the whole prompt as input, and the cumulative usage of `message_delta` replaces that.
+A call is found when it is complete, so its input is one delta. What was cached is known at the end only:
+`message_start` counts the whole prompt as input, and the cumulative usage of `message_delta` replaces that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class MessageWriter(AnswerWriter):
     @override
     def begin(self, num_prompt_tokens: int) -> bytes:
         usage = _usage(num_prompt_tokens, 0, 0)
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message: dict[str, Any] = {**self._head, "content": [], **stop, "usage": usage}
         return typed_event("message_start", {"message": message}) + _PING
 
     @override

@@ -10,13 +10,14 @@ import msgspec
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.foreign.bodies import (
     MAX_FORMAT_BYTES,
-    json_text,
+    is_null,
     read_bounded,
     read_list,
+    read_schema,
     refuse_unsupported,
     sampling_of,
 )
-from disagg.router.gateway.http.foreign.names import PlaceNames
+from disagg.router.gateway.http.foreign.names import OtherNames
 from disagg.router.gateway.http.foreign.offered import Choice, GivenTool, offer
 from disagg.router.gateway.http.foreign.turns import Turns, read_text
 from disagg.router.gateway.http.messages.schema import Block, MessagesBody, OutputConfig, Tool, ToolChoice, Turn
@@ -26,8 +27,8 @@ from disagg.router.gateway.http.tools import MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TO
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.requests.validate import check_num_turns
-from disagg.router.gateway.requests.values import shown
+from disagg.router.gateway.requests.validate import MAX_CHAT_MESSAGES
+from disagg.router.gateway.requests.values import check_length, shown
 
 _TOOL: Final = msgspec.json.Decoder(Tool)
 _CHOICE: Final = msgspec.json.Decoder(ToolChoice | None)
@@ -53,7 +54,7 @@ class Conversation(NamedTuple):
 
     prompt: ChatPrompt
     tools: OfferedTools | None
-    names: PlaceNames
+    names: OtherNames
 
 
 def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
@@ -64,10 +65,8 @@ def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
         raise InvalidRequestError("max_tokens", "must be set")
     structured = _read_format(body.output_config)
     prompt, tools, names = yield from read_conversation(body)
-    if tools is not None and tools.forced and structured is not None:
-        raise InvalidRequestError(
-            "tool_choice", "contradicts output_config.format: an answer of calls has no other form"
-        )
+    if tools is not None and tools.forced:
+        structured = None  # the format is that of a text, and there is none
     given = GenerationInput(
         prompt=prompt,
         max_tokens=body.max_tokens,
@@ -90,11 +89,11 @@ def read_conversation(body: MessagesBody) -> Pieces[Conversation]:
     """What is counted and answered. Yields between pieces of work. Raises `InvalidRequestError`."""
     if body.messages is None:
         raise InvalidRequestError("messages", "must be set")
-    check_num_turns(len(body.messages))
+    check_length(len(body.messages), "messages", MAX_CHAT_MESSAGES)
     tools = _read_tools(body.tools, body.tool_choice)
     turns = Turns()
     if body.system:
-        turns.add_text("system", (yield from read_text(body.system, _TEXT, "system")), "system")
+        turns.add_text("system", (yield from read_text(body.system, _TEXT, "system")))
     for i, turn in enumerate(body.messages):
         yield from _read_turn(turn, f"messages[{i}]", turns)
         if i % TURNS_A_PIECE == TURNS_A_PIECE - 1:
@@ -103,7 +102,7 @@ def read_conversation(body: MessagesBody) -> Pieces[Conversation]:
         place = f"messages[{len(body.messages) - 1}].role"
         raise InvalidRequestError(place, "the last turn must be the user's: to continue an answer is not supported")
     read = yield from turns.read()
-    names = PlaceNames("messages", "", stop_field="stop_sequences", places=turns.places)
+    names = OtherNames("messages", "", stop_field="stop_sequences")
     return Conversation(ChatPrompt(read, tools.source if tools else ""), tools, names)
 
 
@@ -111,7 +110,7 @@ def _read_turn(turn: Turn, place: str, turns: Turns) -> Pieces[None]:
     if turn.role not in _ROLES:
         raise InvalidRequestError(f"{place}.role", f"must be {' or '.join(_ROLES)}, not {shown(turn.role)}")
     if isinstance(turn.content, str):
-        turns.add_text(turn.role, turn.content, f"{place}.content", joins=True)
+        turns.add_text(turn.role, turn.content, joins=True)
         return
     for i, block in enumerate(turn.content):
         yield from _read_block(block, turn.role, f"{place}.content[{i}]", turns)
@@ -121,7 +120,7 @@ def _read_turn(turn: Turn, place: str, turns: Turns) -> Pieces[None]:
 
 def _read_block(block: Block, role: str, place: str, turns: Turns) -> Pieces[None]:
     if block.type == "text":
-        turns.add_text(role, _set(block.text, f"{place}.text"), f"{place}.text", joins=True)
+        turns.add_text(role, _set(block.text, f"{place}.text"), joins=True)
     elif block.type == "tool_use" and role == "assistant":
         call_id, name = _set(block.id, f"{place}.id"), _set(block.name, f"{place}.name")
         turns.add_call(call_id, name, {} if block.input is None else block.input, f"{place}.input")
@@ -129,7 +128,7 @@ def _read_block(block: Block, role: str, place: str, turns: Turns) -> Pieces[Non
         call_id = _set(block.tool_use_id, f"{place}.tool_use_id")
         content = "" if block.content is None else block.content
         text = yield from read_text(content, _TEXT, f"{place}.content")
-        turns.add_result(call_id, _ERROR + text if block.is_error else text, f"{place}.content")
+        turns.add_result(call_id, _ERROR + text if block.is_error else text)
     else:
         kinds = f"text or {'tool_use' if role == 'assistant' else 'tool_result'} in a turn of the {role}"
         raise InvalidRequestError(f"{place}.type", f"must be {kinds}, not {shown(block.type)}")
@@ -147,7 +146,7 @@ def _read_tools(raw: msgspec.Raw, raw_choice: msgspec.Raw) -> OfferedTools | Non
         tool = decode_field(one, _TOOL, f"tools[{i}]")
         if tool.type != "custom":
             raise InvalidRequestError(f"tools[{i}].type", f"must be custom, not {shown(tool.type)}")
-        if json_text(tool.input_schema) is None:
+        if is_null(tool.input_schema):
             raise InvalidRequestError(f"tools[{i}].input_schema", "must be set")
         name = _set(tool.name, f"tools[{i}].name")
         functions.append(GivenTool(name, tool.description, tool.input_schema, tool.strict))
@@ -169,7 +168,4 @@ def _read_format(raw: msgspec.Raw) -> StructuredOutput | None:
     field = "output_config.format"
     if config.format.type != "json_schema":
         raise InvalidRequestError(f"{field}.type", f"must be json_schema, not {shown(config.format.type)}")
-    schema = json_text(config.format.schema)
-    if schema is None:
-        raise InvalidRequestError(f"{field}.schema", "must be set")
-    return StructuredOutput("json_schema", schema, f"{field}.schema")
+    return read_schema(config.format.schema, f"{field}.schema")

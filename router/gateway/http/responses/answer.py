@@ -53,7 +53,8 @@ class ResponseWriter(AnswerWriter):
 
     @override
     def begin(self, num_prompt_tokens: int) -> bytes:
-        return b"".join(self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress"))
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response()) for kind in kinds)
 
     @override
     def delta(self, delta: Delta) -> bytes:

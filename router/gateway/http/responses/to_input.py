@@ -11,13 +11,13 @@ import msgspec
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.foreign.bodies import (
     MAX_FORMAT_BYTES,
-    json_text,
     read_bounded,
     read_list,
+    read_schema,
     refuse_unsupported,
     sampling_of,
 )
-from disagg.router.gateway.http.foreign.names import PlaceNames
+from disagg.router.gateway.http.foreign.names import OtherNames
 from disagg.router.gateway.http.foreign.offered import Choice, GivenTool, offer
 from disagg.router.gateway.http.foreign.turns import Turns, read_text
 from disagg.router.gateway.http.responses.schema import (
@@ -34,8 +34,8 @@ from disagg.router.gateway.http.tools import MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TO
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.requests.validate import check_num_turns
-from disagg.router.gateway.requests.values import shown
+from disagg.router.gateway.requests.validate import MAX_CHAT_MESSAGES
+from disagg.router.gateway.requests.values import check_length, shown
 from disagg.router.gateway.text.chat_template import ChatTurn
 
 MAX_NOTES: Final = 16
@@ -50,7 +50,6 @@ _PLAIN: Final = TextFormat("text")
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _CONTENTS: Final = ("input_text", "output_text")
-_INSTRUCTIONS: Final = "instructions"
 _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "previous_response_id": (),
     "conversation": (),
@@ -84,10 +83,10 @@ def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
     functions, choice = _read_tools(body.tools), _read_choice(body.tool_choice)
     tools = offer(functions, choice, body.parallel_tool_calls)
     text_format, structured = _read_format(body.text)
-    if tools is not None and tools.forced and structured is not None:
-        raise InvalidRequestError("tool_choice", "contradicts text.format: an answer of calls has no other form")
+    if tools is not None and tools.forced:
+        structured = None  # the format is that of a text, and there is none
     stop = body.stop
-    turns, places = yield from _read_turns(body)
+    turns = yield from _read_turns(body)
     given = GenerationInput(
         prompt=ChatPrompt(turns, tools.source if tools else ""),
         max_tokens=body.max_output_tokens,
@@ -97,7 +96,7 @@ def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
     )
     return ParsedResponse(
         inputs=(given,),
-        names=(PlaceNames("input", "top_logprobs", "max_output_tokens", places=places),),
+        names=(OtherNames("input", "top_logprobs", "max_output_tokens"),),
         answers_each=1,
         stream=bool(body.stream),
         include_usage=False,
@@ -111,24 +110,25 @@ def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
     )
 
 
-def _read_turns(body: ResponsesBody) -> Pieces[tuple[tuple[ChatTurn, ...], tuple[str, ...]]]:
+def _read_turns(body: ResponsesBody) -> Pieces[tuple[ChatTurn, ...]]:
     turns = Turns()
     if body.instructions:
-        turns.add_text("system", body.instructions, _INSTRUCTIONS)
+        turns.add_text("system", body.instructions)
     if body.input is None:
         raise InvalidRequestError("input", "must be set")
     if isinstance(body.input, str):
-        turns.add_text("user", body.input, "input")
+        turns.add_text("user", body.input)
     else:
-        check_num_turns(len(body.input))
+        check_length(len(body.input), "input", MAX_CHAT_MESSAGES)
         for i, item in enumerate(body.input):
-            yield from _read_item(item, f"input[{i}]", turns)
+            # Behind the instructions, not beside them: templates take one system message.
+            yield from _read_item(item, f"input[{i}]", turns, joins=i == 0)
             if i % TURNS_A_PIECE == TURNS_A_PIECE - 1:
                 yield
-    return (yield from turns.read()), turns.places
+    return (yield from turns.read())
 
 
-def _read_item(item: Item, place: str, turns: Turns) -> Pieces[None]:
+def _read_item(item: Item, place: str, turns: Turns, joins: bool) -> Pieces[None]:
     kind = item.type or "message"
     if kind == "message":
         role = _ROLES.get(item.role or "")
@@ -137,15 +137,14 @@ def _read_item(item: Item, place: str, turns: Turns) -> Pieces[None]:
                 f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {shown(item.role or '')}"
             )
         text = yield from read_text(item.content, _CONTENTS, f"{place}.content")
-        # Behind the instructions, not beside them: templates take one system message.
-        turns.add_text(role, text, f"{place}.content", joins=role == "system" and turns.last_place == _INSTRUCTIONS)
+        turns.add_text(role, text, joins)
     elif kind == "function_call":
         call_id, name = _set(item.call_id, f"{place}.call_id"), _set(item.name, f"{place}.name")
         turns.add_call(call_id, name, _set(item.arguments, f"{place}.arguments"), f"{place}.arguments")
     elif kind == "function_call_output":
         call_id = _set(item.call_id, f"{place}.call_id")
         text = yield from read_text(item.output, _CONTENTS, f"{place}.output")
-        turns.add_result(call_id, text, f"{place}.output")
+        turns.add_result(call_id, text)
     else:
         kinds = "message, function_call or function_call_output"
         raise InvalidRequestError(f"{place}.type", f"must be {kinds}, not {shown(kind)}")
@@ -189,10 +188,7 @@ def _read_format(raw: msgspec.Raw) -> tuple[TextFormat, StructuredOutput | None]
         return given, StructuredOutput("json_object", field=field)
     if given.type != "json_schema":
         raise InvalidRequestError(f"{field}.type", f"must be text, json_object or json_schema, not {shown(given.type)}")
-    schema = json_text(given.schema)
-    if schema is None:
-        raise InvalidRequestError(f"{field}.schema", "must be set")
-    return given, StructuredOutput("json_schema", schema, f"{field}.schema")
+    return given, read_schema(given.schema, f"{field}.schema")
 
 
 def _read_notes(raw: msgspec.Raw) -> dict[str, str]:

@@ -206,6 +206,17 @@ def test_ids_after_the_stop_string_are_dropped(model: ServedModel) -> None:
     assert stream.num_tokens == 3
 
 
+@pytest.mark.parametrize(
+    ("stop", "found"), [(["cd", "bc"], "bc"), (["c", "bc"], "bc"), (["bc", "c"], "bc"), (["x"], ""), ([], "")]
+)
+def test_which_stop_string_ended_it(model: ServedModel, stop: list[str], found: str) -> None:
+    """The one that ends first; of several that end there, the longest."""
+    stream = TextStream(model.tokenizer, stop)
+    stream.push([encode(model, one)[0] for one in "abcd"])
+    stream.finish()
+    assert stream.stop_string == found
+
+
 def test_a_stop_string_across_batches_and_tokens(model: ServedModel) -> None:
     stream = TextStream(model.tokenizer, ["xyz"])
     first, second = encode(model, "qxy"), encode(model, "zq")
