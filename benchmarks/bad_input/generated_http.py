@@ -21,7 +21,11 @@ Value = Callable[[Dice], object]
 _HUGE = 10**30
 _MAX_REPLY_BYTES = 1 << 20
 _PATIENCE_S = 0.1
-MODEL_ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+MODEL_ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"
+)  # fmt: skip
+_ERROR_FIELDS = ({"message", "type", "param", "code"}, {"message", "type"})
+"""Of OpenAI's form, and of Anthropic's."""
 
 
 class BadHttp(NamedTuple):
@@ -175,6 +179,76 @@ def _completion_fields(model: ModelInfo) -> dict[str, Value]:
     }
 
 
+def _other_fields(model: ModelInfo) -> dict[str, Value]:
+    """Of the fields that all ways to generate take, those that OpenAI's responses and Anthropic's messages have too."""
+    shared = (
+        "model",
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "seed",
+        "min_tokens",
+        "stream",
+        "ignore_eos",
+        "cache_salt",
+    )
+    fields = _generation_fields(model)
+    return {
+        **{name: fields[name] for name in shared},
+        "seed": _either(_not_int, _one_of(-1, 2**64, _HUGE)),
+        "tools": _one_of(5, "x", {"a": 1}, [5], [{}], [{"type": "x", "name": "f"}], [{"type": "function"}], [[]]),
+        "tool_choice": _one_of(5, [], {}, "any", {"type": "x"}, {"type": "function", "name": 5}, {"type": "tool"}),
+    }
+
+
+def _response_fields(model: ModelInfo) -> dict[str, Value]:
+    image = {"type": "input_image", "image_url": "http://127.0.0.1/x.png"}
+    parts: tuple[object, ...] = (
+        image,
+        {"type": "input_text"},
+        {"type": "input_text", "text": 5},
+        {"text": "x"},
+        5,
+        None,
+    )
+    items: list[object] = [{"role": "user", "content": [part]} for part in parts]
+    items += [{"role": role, "content": "x"} for role in ("robot", "", 5, None, "tool")]
+    items += [{"type": kind, "call_id": "c"} for kind in ("function_call", "function_call_output", "reasoning", "x", 5)]
+    return {
+        **_other_fields(model),
+        "input": _one_of(5, {}, [], [5], ["x"], [{}], [[]], None, *([item] for item in items)),
+        "instructions": _not_text,
+        "max_output_tokens": _either(_not_int, _one_of(0, -1, model.max_model_len + 1, 2**64, _HUGE)),
+        "parallel_tool_calls": _not_bool,
+        "text": _one_of(5, "x", [], {"format": 5}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}),
+        "metadata": _one_of(5, "x", [], {"a": 5}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}),
+        "previous_response_id": _one_of("resp_1", 5, {}),
+        "background": _one_of(True, 5, "x"),
+    }
+
+
+def _message_fields(model: ModelInfo) -> dict[str, Value]:
+    image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
+    blocks: tuple[object, ...] = (
+        image, {"type": "text"}, {"type": "text", "text": 5}, {"text": "x"}, {"type": "tool_use", "id": "a"},
+        {"type": "tool_result"}, {"type": "tool_result", "tool_use_id": "a", "content": [image]}, 5, [], None,
+    )  # fmt: skip
+    turns: list[object] = [
+        {"role": "user", "content": content} for content in (*([one] for one in blocks), 5, None, {})
+    ]
+    turns += [{"role": role, "content": "x"} for role in ("robot", "", 5, None, "system", "assistant")]
+    return {
+        **_other_fields(model),
+        "messages": _one_of("x", 5, {}, [], [5], ["x"], [{}], [[]], None, *([turn] for turn in turns)),
+        "max_tokens": _either(_not_int, _one_of(0, -1, None, model.max_model_len + 1, 2**64, _HUGE)),
+        "system": _one_of(5, {}, [5], [{}], [{"type": "text"}], [image]),
+        "stop_sequences": _one_of(5, "x", {}, [5], [""], ["x" * 257], [str(i) for i in range(17)]),
+        "thinking": _one_of(5, "x", {}, {"type": "enabled", "budget_tokens": 1024}),
+        "output_config": _one_of(5, "x", {"format": 5}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}),
+    }
+
+
 def _tokenize_fields(model: ModelInfo) -> dict[str, Value]:
     return {
         "model": _either(_not_text, _text),
@@ -213,12 +287,20 @@ class Bodies:
                 "max_tokens": 1,
             },
             "/v1/completions": {"model": model.name, "prompt": "hello", "max_tokens": 1},
+            "/v1/responses": {"model": model.name, "input": "hello", "max_output_tokens": 1},
+            "/v1/messages": {
+                "model": model.name,
+                "messages": [{"role": "user", "content": "hello"}],
+                "max_tokens": 1,
+            },
             "/tokenize": {"model": model.name, "prompt": "hello"},
             "/detokenize": {"model": model.name, "tokens": [1, 2]},
         }
         self.wrong: dict[str, dict[str, Value]] = {
             "/v1/chat/completions": _chat_fields(model),
             "/v1/completions": _completion_fields(model),
+            "/v1/responses": _response_fields(model),
+            "/v1/messages": _message_fields(model),
             "/tokenize": _tokenize_fields(model),
             "/detokenize": _detokenize_fields(model),
         }
@@ -241,7 +323,7 @@ def bad_requests(dice: Dice, model: ModelInfo) -> Iterator[BadHttp]:
 
 def _wrong_values(dice: Dice, bodies: Bodies) -> BadHttp:
     """One to three wrong fields in a valid body."""
-    route = dice.choices(MODEL_ROUTES, (4, 4, 1, 1))[0]
+    route = dice.choices(MODEL_ROUTES, (4, 4, 2, 2, 1, 1))[0]
     wrong = bodies.wrong[route]
     body = dict(bodies.valid[route])
     names = dice.sample(list(wrong), dice.choice((1, 1, 2, 3)) if len(wrong) > 3 else 1)
@@ -254,7 +336,7 @@ def _broken_json(dice: Dice, bodies: Bodies) -> BadHttp:
     route = dice.choice(MODEL_ROUTES)
     good = json.dumps(bodies.valid[route]).encode()
     depth = dice.choice((200, 1100, 5000, 100_000))
-    first = next(name for name in ("prompt", "messages", "tokens") if name in bodies.valid[route])
+    first = next(name for name in ("prompt", "messages", "input", "tokens") if name in bodies.valid[route])
     field = f'{{"model": "{bodies.valid[route]["model"]}", "{first}": '.encode()
     broken = {
         "nothing": b"",
@@ -399,6 +481,6 @@ def problem(bad: BadHttp, reply: Reply) -> str | None:
         error = json.loads(reply.body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"status {reply.status} without an error object: {reply.body[:200]!r}"
-    if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+    if set(error) not in _ERROR_FIELDS or not error["message"]:
         return f"an error object of another form: {error}"
     return None

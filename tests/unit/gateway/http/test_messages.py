@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from benchmarks.bad_input.generated_http import Bodies
 from disagg.proto.errors import InvalidRequestError, OverloadedError, UnavailableError
 from disagg.router.api import Completion
 from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
@@ -392,3 +394,16 @@ async def test_a_key_without_rights() -> None:
             assert failure_of(await app.client.post(path, json=BODY))[:2] == (403, "permission_error")
         assert error_of(await app.client.post("/v1/responses", json={"model": MODEL, "input": "a"}))[0] == 403
         assert app.router.submitted == []
+
+
+async def test_generated_wrong_bodies_are_refused() -> None:
+    app = app_of("a")
+    bodies, dice = Bodies(app.model.info), random.Random(65)
+    for path in ("/v1/responses", PATH):
+        for name, wrong in bodies.wrong[path].items():
+            for _ in range(25):
+                body = {**bodies.valid[path], name: wrong(dice)}
+                response = await app.client.post(path, content=json.dumps(body).encode())
+                assert 400 <= response.status_code < 500, (path, body, response.text)
+                assert response.json()["error"]["message"]
+    assert app.router.submitted == []
