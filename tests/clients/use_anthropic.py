@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import anthropic  # type: ignore[import-not-found]  # only in its own environment
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from tests.clients.checks import expect, run
 
@@ -38,7 +38,7 @@ class Weather(BaseModel):
     """The weather of a city."""
 
     city: Literal["Paris", "Rome", "Oslo"]
-    days: int = Field(ge=1, le=9)
+    days: Literal[1, 2, 3]
 
 
 def create(client: anthropic.Anthropic, model: str) -> None:
