@@ -234,9 +234,8 @@ def _message_fields(model: ModelInfo) -> dict[str, Value]:
         image, {"type": "text"}, {"type": "text", "text": 5}, {"text": "x"}, {"type": "tool_use", "id": "a"},
         {"type": "tool_result"}, {"type": "tool_result", "tool_use_id": "a", "content": [image]}, 5, [], None,
     )  # fmt: skip
-    turns: list[object] = [
-        {"role": "user", "content": content} for content in (*([one] for one in blocks), 5, None, {})
-    ]
+    contents: list[object] = [*([one] for one in blocks), 5, None, {}]
+    turns: list[object] = [{"role": "user", "content": content} for content in contents]
     turns += [{"role": role, "content": "x"} for role in ("robot", "", 5, None, "system", "assistant")]
     return {
         **_other_fields(model),

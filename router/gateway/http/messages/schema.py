@@ -65,7 +65,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`tool_choice`."""
+    """Whether tools must be called, and which."""
 
     type: str
     name: str | None = None
@@ -80,6 +80,6 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """`output_config`."""
+    """What the answer must look like. An effort may stand beside it, and means nothing here."""
 
     format: OutputFormat | None = None

@@ -71,7 +71,7 @@ class NamedChoice(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """`text.format`."""
+    """What a text must be: anything, JSON, or JSON by a schema."""
 
     type: str
     name: str | None = None
@@ -82,6 +82,6 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """`text`."""
+    """How texts are written. A verbosity may stand beside the format, and means nothing here."""
 
     format: TextFormat | None = None

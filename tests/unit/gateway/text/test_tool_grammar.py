@@ -104,7 +104,7 @@ def test_arguments_have_the_names_of_their_schema_only() -> None:
     together = {"properties": {"a": {"allOf": [{"$ref": "#/$defs/d"}, {"$ref": "#/$defs/e"}]}}, "$defs": {"d": inner}}
     assert closed(together) == {**together, "additionalProperties": False}
     assert closed({"type": "object"}) == {"type": "object"}
-    patterned = {"properties": {}, "patternProperties": {"^x": {}}}
+    patterned: dict[str, Any] = {"properties": {}, "patternProperties": {"^x": {}}}
     assert closed(patterned) == patterned
 
 
