@@ -78,7 +78,7 @@ test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a
 test-clients: export OMP_NUM_THREADS = 1
 test-clients: export TOKENIZERS_PARALLELISM = false
 test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) ## third-party clients against a real cluster
-	@echo "Testing with $(CLIENTS) (about two minutes)"
+	@echo "Testing with $(CLIENTS) (about four minutes)"
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # Each in an environment of its own: their requirements may conflict with ours and with each other.
