@@ -98,6 +98,16 @@ def of_http(usage: dict[str, Any]) -> Sums:
     )
 
 
+def of_other(usage: dict[str, Any], cached: int) -> Sums:
+    return Sums(
+        num_requests=1,
+        num_failed=0,
+        prompt_tokens=usage["input_tokens"],
+        cached_tokens=cached,
+        completion_tokens=usage["output_tokens"],
+    )
+
+
 def of_grpc(finished: Finished) -> Sums:
     usage = finished.usage
     return Sums(
@@ -137,6 +147,15 @@ def test_both_protocols_count_as_their_clients_do(cluster: ProcessCluster) -> No
             lines = http.post("/v1/chat/completions", json={**FIXED, **chat}).text.splitlines()
             usage = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])["usage"]
             seen[tenant] = plus(seen[tenant], of_http(usage))
+            turns = {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 9}
+            of_message = http.post("/v1/messages", json={**FIXED, **turns}).json()["usage"]
+            cached = of_message["cache_read_input_tokens"]
+            of_message["input_tokens"] += cached  # there without the cached ones
+            seen[tenant] = plus(seen[tenant], of_other(of_message, cached))
+            asked = {"input": "a b c", "max_output_tokens": 9, "stream": True}
+            lines = http.post("/v1/responses", json={**FIXED, **asked}).text.splitlines()
+            usage = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])["response"]["usage"]
+            seen[tenant] = plus(seen[tenant], of_other(usage, usage["input_tokens_details"]["cached_tokens"]))
             assert http.post("/v1/completions", json={**FIXED, "prompt": PROMPT, "top_p": 7}).status_code == 400
             whole = client.generate(PROMPT[:length], max_tokens=6, temperature=0.0, ignore_eos=True)
             seen[tenant] = plus(seen[tenant], of_grpc(Finished(whole.reason, whole.usage, whole.request_id)))
@@ -152,7 +171,7 @@ def test_both_protocols_count_as_their_clients_do(cluster: ProcessCluster) -> No
             seen[tenant] = plus(seen[tenant], Sums(num_requests=1, num_failed=1))
     for tenant, sums in seen.items():
         found = gained(cluster, tenant, before[tenant])
-        assert found["num_requests"] == 8
+        assert found["num_requests"] == 10
         if found != sums:  # of the one that was late, what was made until then counts, and no client has seen it
             made = Sums({name: found[name] - sums[name] for name in NAMES})
             assert made["prompt_tokens"] == len(PROMPT)

@@ -132,14 +132,23 @@ class Completions:
             call = self._call(exchange, request_id)
             if (only := self._models.only) is not None:
                 exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
-            if exchange.headers.get(HEADER):
-                raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
-            generator, parsed = self._accepted(await self._limits.read(exchange, read), call)
-            exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
-            checked = await in_pieces(_check(generator, parsed))
-            run = self._run(generator, parsed, call, None, checked)
-            async with exchange.until_disconnect(), aclosing(run) as events:
-                await write(generator, exchange, parsed, call, events)
+            async with self._usage.counted(call):
+                if exchange.headers.get(HEADER):
+                    raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
+                generator, parsed = self._accepted(await self._limits.read(exchange, read), call)
+                exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
+                checked = await in_pieces(_check(generator, parsed))
+                call.use.model = generator.model.info.name
+                run = self._recorded(self._run(generator, parsed, call, None, checked), call)
+                async with exchange.until_disconnect(), aclosing(run) as events:
+                    await write(generator, exchange, parsed, call, events)
+
+    async def _recorded(self, run: Events, call: Call) -> Events:
+        """The events of a call, whose use is recorded before they end."""
+        async with aclosing(run) as events:
+            async for event in events:
+                yield event
+        await self._usage.finished(call)
 
     async def line(self, endpoint: str, body: bytes, call: Call) -> bytes:
         """The answer to a line of a batch: the body that a request to `endpoint` would get. Raises as that."""
