@@ -1,0 +1,1 @@
+"""What guardrails cost a gateway."""
