@@ -3,6 +3,7 @@
     DisaggError
     ├── InvalidRequestError        400  INVALID_ARGUMENT     the client's input; names the field
     │   ├── ContextLengthError     400  INVALID_ARGUMENT
+    │   ├── ContentFilterError     400  INVALID_ARGUMENT     a guardrail refuses the prompt
     │   └── UnsamplableError       400  INVALID_ARGUMENT
     ├── AuthenticationError        401  UNAUTHENTICATED
     ├── PermissionDeniedError      403  PERMISSION_DENIED
@@ -50,6 +51,12 @@ class ContextLengthError(InvalidRequestError):
     """Prompt plus answer can never fit."""
 
     code = "context_length_exceeded"
+
+
+class ContentFilterError(InvalidRequestError):
+    """A guardrail of the operator refuses the prompt."""
+
+    code = "content_filter"
 
 
 class UnsamplableError(InvalidRequestError):

@@ -269,6 +269,9 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """Longest time between two output tokens."""
     detokenize_s: float = 0.0
     """Sum of the times that its text took."""
+    guardrails: Mapping[tuple[str, str, str, str, str], int] = {}
+    """What guardrails did to it, and how often: guardrail, rule, `prompt` or `answer`, action, reason. Filled by the
+    gateway."""
     marks: list[AttemptMarks] = []
     """One for each attempt."""
 

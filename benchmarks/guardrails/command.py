@@ -99,7 +99,7 @@ async def _read(model: ServedModel, token_ids: list[int], guardrails: Guardrails
     if guardrails is None:
         answer = Answer(router, routed, 0.0, text, time.monotonic)
     else:
-        guard = guardrails.on_answer(Call(request_id=RequestId("r")), RequestId("r"), True, Decisions())
+        guard = guardrails.on_answer(Call(request_id=RequestId("r")), RequestId("r"), "m", True, Decisions())
         assert guard is not None
         answer = GuardedAnswer(router, routed, 0.0, text, time.monotonic, 0, guard)
     began = time.process_time()
@@ -118,8 +118,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     token_ids = token_ids[: options.tokens]
     prompt = TextPrompt((source * (PROMPT_BYTES // len(source) + 1))[:PROMPT_BYTES])
     guardrails = {
-        name: Guardrails([GuardrailOptions(name="g", rules=rules)], "m", model.tokenizer.decode) if rules else None
-        for name, rules in KINDS.items()
+        name: Guardrails([GuardrailOptions(name="g", rules=rules)]) if rules else None for name, rules in KINDS.items()
     }
 
     async def at_once(_: int, work: Any) -> Any:
@@ -134,7 +133,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             prompt_s = 0.0
             if guards is not None:
                 began = time.process_time()
-                await guards.check_prompt(prompt, Call(request_id=RequestId("r")), at_once)
+                await guards.check_prompt(prompt, Call(request_id=RequestId("r")), model, at_once)
                 prompt_s = time.process_time() - began
             rows.append(
                 {

@@ -21,6 +21,7 @@ from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE
 from disagg.proto.errors import ConfigError
 from disagg.router.gateway.config import is_loopback, serves_page
+from disagg.router.gateway.guardrails.config import check_guardrails
 
 LEAST_TRACES = 40
 """As many requests as a twin compares at least (`LEAST` in `simulator/twin/twin.py`)."""
@@ -40,6 +41,7 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError("network.certificates: are not used with network.encryption off; remove one of them")
     _check_ports(config.gateway)
     _check_replicas(config)
+    check_guardrails(config.gateway.guardrails, "gateway.guardrails")
     _check_exposure(config.gateway)
 
 

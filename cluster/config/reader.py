@@ -100,6 +100,9 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
         if not isinstance(value, dict | None):
             raise ConfigError(f"{path}: expected a mapping of names to sections; got {value!r}")
         return {str(key): read_struct(entry, inner, f"{path}.{key}") for key, inner in (value or {}).items()}
+    item = _item(hint)
+    if item is not None and isinstance(value, list | tuple):
+        return tuple(read_struct(item, each, f"{path}[{i}]") for i, each in enumerate(value))
     section = _section(hint)
     if section is not None and (value is not None or type(None) not in get_args(hint)):
         return read_struct(section, value, path)
@@ -127,6 +130,17 @@ def _section(hint: Any) -> type[msgspec.Struct] | None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return kind
     return None
+
+
+def _item(hint: Any) -> type[msgspec.Struct] | None:
+    """The struct of a list of sections; None for other keys."""
+    arguments = get_args(hint)
+    is_list = get_origin(hint) is tuple and arguments[1:] == (Ellipsis,)
+    return (
+        arguments[0]
+        if is_list and isinstance(arguments[0], type) and issubclass(arguments[0], msgspec.Struct)
+        else None
+    )
 
 
 def _choices(hint: Any) -> list[str]:

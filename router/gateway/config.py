@@ -12,6 +12,7 @@ from disagg.proto.config import Bytes, Count, Fraction, Name, NonNegativeInt, Po
 from disagg.proto.errors import ConfigError
 from disagg.router.config import MetricsOptions, TracingOptions
 from disagg.router.gateway.batches.store import StoreLimits
+from disagg.router.gateway.guardrails.config import GuardrailOptions, check_guardrails
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Room in a gRPC message for everything but the prompt."""
@@ -120,6 +121,9 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageOptions | None = None
     """`{folder, retention_days, wait_ms}`: keep what each key used by day, for `disagg usage`, the page and
     `/v1/usage`. `null` keeps none."""
+    guardrails: tuple[GuardrailOptions, ...] = ()
+    """Rules on prompts and answers, in their order: see docs/guardrails.md. Each is `{name, rules}`, `{name, service}`
+    or `{name, python}`."""
     max_keyless_watches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Streams of `Health/Watch` at a time whose caller brought no valid key; a quarter of them, at least one, from one
     address. `Health/Check` has no such limit."""
@@ -214,6 +218,7 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         check_bounds(self, "gateway")
+        check_guardrails(self.guardrails, "gateway.guardrails")
         serves_page(self)
 
     def max_message_bytes(self, max_model_len: int) -> int:

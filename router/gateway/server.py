@@ -39,6 +39,7 @@ from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.batches.batches import Batches
 from disagg.router.gateway.http.batches.files import Files
@@ -112,6 +113,7 @@ class GatewayServer:
         self.config = config
         self._start_phases = start_phases
         self.models = {source.key: _load(source, config) for source in config.models}
+        self._guardrails = Guardrails(config.guardrails) if config.guardrails else None
         self._routers = dict(routers)
         self._all = AllRouters([routers[source.key] for source in config.models])
         self._longest_context = max(model.info.max_model_len for model in self.models.values())
@@ -195,6 +197,7 @@ class GatewayServer:
         )
         self._metrics.offload = self._offload
         self._usage.start()
+        self._metrics.guardrails = self._guardrails
         models = self._make_models(self._offload)
         interceptors = (
             self._calls,
@@ -276,6 +279,8 @@ class GatewayServer:
         await self._usage.stop()
         if self._admin is not None:
             await self._admin.close()
+        if self._guardrails is not None:
+            await self._guardrails.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
 
@@ -338,6 +343,7 @@ class GatewayServer:
                     mint_seed=lambda: secrets.randbits(64),
                     mint_id=_mint_id,
                     offload=offload,
+                    guardrails=self._guardrails,
                 )
                 for source in self.config.models
             ]
@@ -416,6 +422,7 @@ class GatewayServer:
             name=self.config.name,
             models=names,
             usage=self._usage,
+            guardrails=self._guardrails,
         )
         if serves_page(self.config):
             self._page = Page(self._admin, names, time.monotonic, time.time, self._usage)

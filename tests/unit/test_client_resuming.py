@@ -68,6 +68,26 @@ def test_text_after_the_last_token_is_passed_on_once() -> None:
     assert stream.took(pb.GenerateResponse(finished=pb.Finished()))
 
 
+def test_texts_without_tokens_are_passed_on_where_nothing_broke() -> None:
+    """A guardrail put them in the place of tokens. What continues after a break repeats the last one at most."""
+    stream = Resumption(asked(seed=7), 10.0)
+    assert stream.took(delta(0, 5))
+    assert stream.took(delta(1, text="#"))
+    assert stream.took(delta(1, text="#"))
+    assert stream.request().HasField("resume")
+    assert not stream.took(delta(1, text="#"))
+    assert stream.took(delta(1, 6))
+    assert stream.took(delta(2, text="#"))
+
+
+def test_an_answer_of_which_tokens_are_missing_cannot_be_continued() -> None:
+    stream = Resumption(asked(seed=7), 10.0)
+    assert stream.took(delta(0, 5))
+    assert stream.pause_s(LOST, True, 0.0) == MIN_PAUSE_S
+    assert stream.took(delta(2, 7))
+    assert stream.pause_s(LOST, True, 0.0) is None
+
+
 def test_a_gateway_that_does_not_continue_is_an_error() -> None:
     stream = Resumption(asked(seed=7), 10.0)
     stream.took(delta(0, 5, 6))

@@ -14,6 +14,8 @@ import yaml
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.messages import StartPhase
+from disagg.router.gateway.guardrails.config import GuardrailOptions, ServiceOptions
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.usage.recorder import UsageRecorder
 from tests.support.metrics import busy_view, read_samples
@@ -41,6 +43,9 @@ def known_labels() -> dict[str, set[str]]:
     metrics.usage = UsageRecorder(None, lambda: 0.0)
     metrics.count_call("http", "ok")
     metrics.count_refusal("grpc", "unknown")
+    asked = GuardrailOptions(name="g", service=ServiceOptions(url="http://127.0.0.1:9/"))
+    metrics.guardrails = Guardrails([asked])
+    metrics.guardrails.counts["g", "prompt", "stop"] += 1
     samples = read_samples(metrics.render()[0])
     return {name: {label for labels in found for label, _ in labels} for name, found in samples.items()}
 

@@ -7,7 +7,7 @@ submitted ──> delta* ──> finish
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,9 @@ class Delta:
     prompt_token_ids: PackedTokenIds = field(default=PackedTokenIds(b""), compare=False)
     """With the first tokens of a prompt's first answer, where its log-probabilities are requested: they are in
     `logprobs[0].prompt`."""
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Index within `token_ids` -> characters of text before that token that have none: a guardrail put them in the
+    place of other tokens, which are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Finish:
     """The end of an answer; comes once, last of this answer."""
 
     request_id: RequestId
-    reason: Literal["stop", "length"]
+    reason: Literal["stop", "length", "content_filter"]
+    """`content_filter`: a guardrail ended it."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -90,6 +94,11 @@ class Answer:
         self._end: Finish | None = None
         self._handle = router.submit(routed, arrival)
         self._trace = router.trace(routed.request_id)
+
+    def note_decisions(self, decisions: Mapping[tuple[str, str, str, str, str], int]) -> None:
+        """What guardrails do to it, for `explain`; it may still grow."""
+        if self._trace is not None:
+            self._trace.guardrails = decisions
 
     def cancel(self) -> None:
         """Give it up, unless it ended. Idempotent."""

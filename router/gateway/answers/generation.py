@@ -16,6 +16,7 @@ import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -27,10 +28,13 @@ from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_i
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.answers.grammars import Grammars
+from disagg.router.gateway.answers.guarded import GuardedAnswer, guarded_rest
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.guardrails.answers import AnswerGuard
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.request_headers import sibling_of
 from disagg.router.gateway.requests.charge import Charge, least_tokens
 from disagg.router.gateway.requests.request import (
@@ -48,6 +52,7 @@ from disagg.router.gateway.requests.validate import (
     CheckedRequest,
     Limits,
     check_deadline,
+    check_prompt,
     check_request,
     fit_prompt,
 )
@@ -77,6 +82,7 @@ class Generator:
         limits: what requests are checked against.
         prefix_root: block hashes start from it.
         offload: tokenizes large prompts; `None` tokenizes all on the event loop.
+        guardrails: on prompts and answers; `None` for none.
         clock: monotonic seconds, the clock of the deadlines.
         mint_seed: 64 random bits.
         mint_id: a request id that was never used, for all answers of a call but the first.
@@ -93,6 +99,7 @@ class Generator:
         mint_seed: Callable[[], int],
         mint_id: Callable[[], RequestId],
         offload: Offload | None = None,
+        guardrails: Guardrails | None = None,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -102,6 +109,7 @@ class Generator:
         self.mint_seed = mint_seed
         self._mint_id = mint_id
         self._offload = offload
+        self._guardrails = guardrails
         self._grammars = Grammars(model)
         if offload is not None:
             self._grammars.prepare()
@@ -133,20 +141,33 @@ class Generator:
         routed: RoutedRequest | None = None
         try:
             await self._check_grammar(checked, call)
+            if self._guardrails is not None:
+                checked = await self.guarded(checked, call)
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
             if checked.seed is not None and checked.num_answers == 1:
                 call.use.stream = stream_id(call.caller.tenant, routed)
             call.use.continues |= bool(checked.resumed)
-            resumed = await self._resumed_text(checked, routed)
+            resumed, had_text = await self._resumed_text(checked, routed)
             if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
                 call.use.add(routed.num_prompt_tokens, 0, resumed.num_tokens)
+                guard = await self._answer_guard(checked, call, routed, had_text)
+                if guard is not None:
+                    async for event in guarded_rest(guard, routed, resumed, reason):
+                        yield event
+                    return
                 for event in _rest_of(routed, resumed, reason):
                     yield event
                 return
             for i in range(checked.num_answers):
                 if i:
                     await asyncio.sleep(0)  # one answer in a turn of the event loop
-                answer = self._submit(checked, self._one_of(routed, i), arrival, i, resumed)
+                one = self._one_of(routed, i)
+                guard = await self._answer_guard(checked, call, one, had_text)
+                if guard is not None and guard.stopped is not None:  # in what the client has
+                    async for event in guarded_rest(guard, routed, resumed or self._text_stream(checked, one), "stop"):
+                        yield event
+                    return
+                answer = self._submit(checked, one, arrival, i, resumed, guard)
                 answers.append(answer)  # one by one: the next may be refused
                 if charge is not None:
                     charge.submitted(least_tokens(given))
@@ -161,6 +182,24 @@ class Generator:
                 answer.cancel()
             if own is not None:
                 own.close()
+
+    async def guarded(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
+        """The request after guardrails looked at its prompt; as it is where they did already, and where there are none.
+
+        Raises:
+            ContentFilterError: if one refuses it.
+            UnavailableError: if one gives no verdict, and without one nothing may pass.
+            InvalidRequestError: if what one put in its place is too long.
+        """
+        if self._guardrails is None or checked.decisions is not None:
+            return checked
+        found = await self._guardrails.check_prompt(
+            checked.prompt, call, self.model, lambda num_bytes, work: self.offload(num_bytes, work, call.deadline)
+        )
+        prompt = checked.prompt
+        if found.prompt is not prompt:
+            prompt = check_prompt(found.prompt, self.limits, checked.max_prompt_tokens)
+        return replace(checked, prompt=prompt, decisions=found.decisions)
 
     @property
     def max_listed_ids(self) -> int:
@@ -272,32 +311,56 @@ class Generator:
         arrival: float,
         answer_index: int,
         resumed: TextStream | None,
+        guard: AnswerGuard | None,
     ) -> Answer:
         text = resumed or self._text_stream(checked, routed)
-        return Answer(self._router, routed, arrival, text, self._clock, answer_index)
+        if guard is not None:
+            return GuardedAnswer(self._router, routed, arrival, text, self._clock, answer_index, guard)
+        answer = Answer(self._router, routed, arrival, text, self._clock, answer_index)
+        if checked.decisions is not None and checked.decisions.counts:
+            answer.note_decisions(checked.decisions.counts)
+        return answer
+
+    async def _answer_guard(
+        self, checked: CheckedRequest, call: Call, routed: RoutedRequest, had_text: str
+    ) -> AnswerGuard | None:
+        """The guardrails of one answer, after the text that its client has; None without any."""
+        if self._guardrails is None or checked.decisions is None:
+            return None
+        has_form = bool(checked.sampling.grammar) or (isinstance(checked.prompt, ChatPrompt) and checked.prompt.tools)
+        name = self.model.info.name
+        guard = self._guardrails.on_answer(call, routed.request_id, name, not has_form, checked.decisions)
+        if guard is not None and (phase := _first_phase(checked, routed, self.model.tokenizer)) is not None:
+            guard.separate(phase)
+        if guard is not None and checked.resumed:
+            await guard.resume(had_text, len(checked.resumed))
+        return guard
 
     def _text_stream(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream:
         sampling = routed.sampling
         tokenizer = self.model.tokenizer
-        phase = _first_phase(checked, routed, tokenizer)
+        is_guarded = self._guardrails is not None and self._guardrails.looks_at_answers
+        phase = None if is_guarded else _first_phase(checked, routed, tokenizer)  # guardrails see the tags, too
         return TextStream(tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens, phase)
 
-    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream | None:
-        """The text of an answer that is resumed, as it was after the tokens that the client has; None for a new one.
-        Raises `InvalidRequestError` if a stop string ends it before the last of them."""
+    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> tuple[TextStream | None, str]:
+        """The text of an answer that is resumed, as it was after the tokens that the client has, and what the client
+        has of it; None for a new one. Raises `InvalidRequestError` if a stop string ends it before the last of
+        them."""
         token_ids = checked.resumed
         if not token_ids:
-            return None
+            return None, ""
+        had: list[str] = []
         text = self._text_stream(checked, routed)
         for begin in range(0, len(token_ids), _IDS_A_TURN):
             if begin:
                 await asyncio.sleep(0)
-            text.push(token_ids[begin : begin + _IDS_A_TURN])
+            had.append(text.push(token_ids[begin : begin + _IDS_A_TURN]).text)
             if text.stopped and text.num_tokens < len(token_ids):
                 raise InvalidRequestError(
                     f"{RESUMED}[{text.num_tokens}]", "comes after a stop string, which ends the answer"
                 )
-        return text
+        return text, "".join(had)
 
 
 def prefix_salt(tenant: str, cache_salt: str) -> bytes:

@@ -9,6 +9,7 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.guardrails.release import Part, TokenRelease
 from disagg.router.gateway.guardrails.stream import Chain, Run
 from disagg.router.gateway.guardrails.verdicts import Decisions, Question, Stop, Verdict
+from disagg.router.gateway.text.reasoning import Parts, Phase, ReasoningSplitter
 
 Ask = Callable[[Question], Awaitable[Verdict]]
 
@@ -30,6 +31,14 @@ class AnswerGuard:
         self._ended = ended
         self._release = TokenRelease()
         self._runs: list[Run] = []
+        self._splitter: ReasoningSplitter | None = None
+        """Of what goes out."""
+        self._counter: ReasoningSplitter | None = None
+        """Of what the model wrote, to count its tokens."""
+        self.num_tokens = 0
+        """Of the answer so far."""
+        self.num_reasoning_tokens = 0
+        """Tokens up to the one that completed the close tag, or so far."""
         self._num_known = 0
         """Characters at the beginning that the client has, as far as they have not come out."""
 
@@ -38,16 +47,25 @@ class AnswerGuard:
         """Set when the answer is at its end because of a guardrail."""
         return self._chain.stopped
 
+    def separate(self, phase: Phase) -> None:
+        """Separate reasoning from what follows, after the guardrails looked at both with the tags. To be called before
+        anything else."""
+        self._splitter, self._counter = ReasoningSplitter(phase), ReasoningSplitter(phase)
+
     async def resume(self, text: str, num_tokens: int) -> None:
         """The client has this beginning of the answer, of `num_tokens` tokens. Raises `InvalidRequestError` where some
         of it is not what a client would have."""
         self._release = TokenRelease(num_tokens)
         self._num_known = len(text)
+        if self._splitter is not None:
+            self._splitter.feed(text)
+        self._count(text, num_tokens)
         await self._feed(text)
 
     async def push(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
         """The next token, and the text that it brought. Not to be called when it has stopped."""
         self._release.push(token_id, len(text), logprobs)
+        self._count(text, 1)
         if text:
             await self._feed(text)
 
@@ -64,6 +82,21 @@ class AnswerGuard:
         if ended:
             self._ended()
         return self._release.take(runs, ended)
+
+    def split(self, text: str) -> Parts:
+        """Reasoning and content of the next text that goes out."""
+        return Parts("", text) if self._splitter is None else self._splitter.feed(text)
+
+    def split_rest(self) -> Parts:
+        """What is left of them at the end."""
+        return Parts("", "") if self._splitter is None else self._splitter.finish()
+
+    def _count(self, text: str, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        if self._counter is not None and self._counter.phase is not Phase.AFTER:
+            self._counter.feed(text)
+            if self._counter.has_reasoned:
+                self.num_reasoning_tokens = self.num_tokens
 
     async def _feed(self, text: str, ended: bool = False) -> None:
         if not self._chain.asks:

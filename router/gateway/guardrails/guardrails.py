@@ -27,6 +27,7 @@ from disagg.router.gateway.guardrails.service import ServiceJudge
 from disagg.router.gateway.guardrails.stream import Chain, PieceStage, Stage
 from disagg.router.gateway.guardrails.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
 from disagg.router.gateway.requests.request import Call, ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from disagg.router.gateway.text.tokenizer import ServedModel
 
 T = TypeVar("T")
 Offloaded = Callable[[int, Callable[[], T]], Awaitable[T]]
@@ -60,8 +61,6 @@ class Guardrails:
     Args:
         options: checked, see `check_guardrails`.
         path: of the options in the configuration.
-        model: name of the served model.
-        decode: text of token ids.
         clock: monotonic seconds, the clock of the deadlines.
 
     Raises:
@@ -71,14 +70,10 @@ class Guardrails:
     def __init__(
         self,
         options: Sequence[GuardrailOptions],
-        model: str,
-        decode: Callable[[Sequence[int]], str],
         *,
         path: str = "gateway.guardrails",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = model
-        self._decode = decode
         self._clock = clock
         self._options = options
         self._rules: dict[str, Rules] = {}
@@ -97,12 +92,15 @@ class Guardrails:
 
     # ---------------------------------------------------------------- prompts
 
-    async def check_prompt(self, prompt: Prompt, call: Call, offload: Offloaded[list[_Text]]) -> CheckedPrompt:
+    async def check_prompt(
+        self, prompt: Prompt, call: Call, model: ServedModel, offload: Offloaded[list[_Text]]
+    ) -> CheckedPrompt:
         """The prompt, or what takes its place; its size is to be checked again then.
 
         Args:
             prompt: checked.
             call: of the request.
+            model: that answers it.
             offload: does work on a text of some bytes, on a thread where it is large.
 
         Raises:
@@ -111,7 +109,7 @@ class Guardrails:
         """
         decisions = Decisions()
         try:
-            texts = await offload(prompt.num_bytes, lambda: self._texts(prompt))
+            texts = await offload(prompt.num_bytes, lambda: _texts(prompt, model))
             before = texts
             for each in self._options:
                 if not self._is_for(each, "prompt"):
@@ -119,26 +117,11 @@ class Guardrails:
                 if each.name in self._rules:
                     texts = await self._by_rules(each.name, texts, decisions, partial(offload, prompt.num_bytes))
                 else:
-                    texts = await self._by_verdict(each.name, texts, call, decisions)
+                    texts = await self._by_verdict(each.name, texts, call, model.info.name, decisions)
         except (ContentFilterError, UnavailableError) as error:
             self._refuse(call, error.code, decisions)
             raise
         return CheckedPrompt(prompt if texts == before else _with_texts(prompt, texts), decisions)
-
-    def _texts(self, prompt: Prompt) -> list[_Text]:
-        match prompt:
-            case TextPrompt(text):
-                return [_Text(prompt.field, "", text, True)]
-            case IdsPrompt(token_ids):
-                return [_Text(prompt.field, "", self._decode(token_ids), False)]
-            case ChatPrompt(turns, tools):
-                found = [
-                    _Text(f"{prompt.field}[{i}].content", turn.role, turn.content, True) for i, turn in enumerate(turns)
-                ]
-                for i, turn in enumerate(turns):
-                    if turn.extra:
-                        found.append(_Text(f"{prompt.field}[{i}].tool_calls", turn.role, turn.extra, False))
-                return [*found, _Text("tools", "tools", tools, False)] if tools else found
 
     async def _by_rules(
         self,
@@ -155,14 +138,16 @@ class Guardrails:
             self.counts[name, "prompt", action] += 1
         return found
 
-    async def _by_verdict(self, name: str, texts: list[_Text], call: Call, decisions: Decisions) -> list[_Text]:
+    async def _by_verdict(
+        self, name: str, texts: list[_Text], call: Call, model: str, decisions: Decisions
+    ) -> list[_Text]:
         question = Question(
             subject="prompt",
             guardrail=name,
             texts=tuple(one.text for one in texts),
             roles=tuple(one.role for one in texts),
             request_id=call.request_id,
-            model=self._model,
+            model=model,
             tenant=call.caller.tenant,
         )
         verdict = await self._ask(question, call, decisions)
@@ -195,12 +180,15 @@ class Guardrails:
 
     # ---------------------------------------------------------------- answers
 
-    def on_answer(self, call: Call, request_id: RequestId, may_replace: bool, prompt: Decisions) -> AnswerGuard | None:
+    def on_answer(
+        self, call: Call, request_id: RequestId, model: str, may_replace: bool, prompt: Decisions
+    ) -> AnswerGuard | None:
         """The guardrails of one answer; None where no one is for it.
 
         Args:
             call: of the request.
             request_id: of the answer.
+            model: its name.
             may_replace: whether the answer may be any text.
             prompt: what was decided on its prompt.
         """
@@ -212,7 +200,7 @@ class Guardrails:
             if each.name in self._rules:
                 stages += self._rules[each.name].stages("answer", may_replace, decisions.add)
             elif self._is_for(each, "answer"):
-                question = partial(self._about, each.name, request_id, call.caller.tenant)
+                question = partial(_about, each.name, request_id, model, call.caller.tenant)
                 pieces = each.piece_chars if isinstance(each.piece_chars, int) else None
                 stages.append(PieceStage(each.name, question, pieces, each.context_chars, may_replace, decisions.add))
 
@@ -220,18 +208,6 @@ class Guardrails:
             return await self._ask(question, call, decisions)
 
         return AnswerGuard(Chain(stages), ask, decisions, partial(self._answer_ended, decisions))
-
-    def _about(self, name: str, request_id: RequestId, tenant: str, piece: str, before: str, ended: bool) -> Question:
-        return Question(
-            subject="answer",
-            texts=(piece,),
-            before=before,
-            ended=ended,
-            guardrail=name,
-            request_id=request_id,
-            model=self._model,
-            tenant=tenant,
-        )
 
     def _answer_ended(self, decisions: Decisions) -> None:
         """Count what rules did to an answer; what was asked about is counted by question."""
@@ -286,6 +262,40 @@ def _judge(options: GuardrailOptions, path: str) -> Judge | None:
     return None
 
 
+def _texts(prompt: Prompt, model: ServedModel) -> list[_Text]:
+    """What is looked at. May run on a thread."""
+    match prompt:
+        case TextPrompt(text):
+            return [_Text(prompt.field, "", text, True)]
+        case IdsPrompt(token_ids):
+            return [_Text(prompt.field, "", model.tokenizer.decode(token_ids), False)]
+        case ChatPrompt(turns, tools):
+            found = [
+                _Text(f"{prompt.field}[{i}].content", turn.role, turn.content, True) for i, turn in enumerate(turns)
+            ]
+            for i, turn in enumerate(turns):
+                if turn.extra:
+                    found.append(_Text(f"{prompt.field}[{i}].tool_calls", turn.role, turn.extra, False))
+            if tools:
+                found.append(_Text("tools", "tools", tools, False))
+            if prompt.options.variables:
+                found.append(_Text("chat_template_kwargs", "template", prompt.options.variables, False))
+            return found
+
+
+def _about(name: str, request_id: RequestId, model: str, tenant: str, piece: str, before: str, ended: bool) -> Question:
+    return Question(
+        subject="answer",
+        texts=(piece,),
+        before=before,
+        ended=ended,
+        guardrail=name,
+        request_id=request_id,
+        model=model,
+        tenant=tenant,
+    )
+
+
 def _ruled(rules: Rules, name: str, texts: list[_Text], decisions: Decisions) -> list[_Text]:
     """The texts after the rules. Raises `ContentFilterError`. May run on a thread."""
     if (length := rules.max_chars["prompt"]) is not None:
@@ -310,5 +320,5 @@ def _refusal(name: str, reason: str) -> str:
 def _with_texts(prompt: Prompt, texts: Sequence[_Text]) -> Prompt:
     if isinstance(prompt, ChatPrompt):
         turns = tuple(turn._replace(content=one.text) for turn, one in zip(prompt.turns, texts, strict=False))
-        return ChatPrompt(turns, prompt.tools)
+        return replace(prompt, turns=turns)
     return TextPrompt(texts[0].text)

@@ -228,12 +228,12 @@ class TextChoices(Choices):
             writer = self._logprobs[delta.answer_index] = CompletionLogprobs(self._tokenizer)
         ids = unpack_token_ids(delta.prompt_token_ids)
         before = writer.prompt(ids, prompt) if ids else {}
-        piece = writer.piece(delta.token_ids, delta.logprobs)
+        piece = writer.piece(delta.token_ids, delta.logprobs, dict(delta.skipped))
         return _JSON.encode(joined(before, piece) if before else piece)
 
 
 _NULL: Final = b"null"
-_REASONS: Final = {"stop": b'"stop"', "length": b'"length"'}
+_REASONS: Final = {"stop": b'"stop"', "length": b'"length"', "content_filter": b'"content_filter"'}
 
 
 class StreamWriter:
@@ -326,6 +326,7 @@ class _Whole:
     prompt_token_ids: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    skipped: list[tuple[int, int]] = field(default_factory=list)
     reason: bytes = _NULL
 
 
@@ -357,6 +358,7 @@ class AnswerWriter:
         answer.texts.append(event.text)
         answer.reasoning.append(event.reasoning)
         answer.prompt_token_ids = answer.prompt_token_ids or event.prompt_token_ids
+        answer.skipped.extend((len(answer.token_ids) + index, num_chars) for index, num_chars in event.skipped)
         answer.token_ids.extend(event.token_ids)
         answer.logprobs.extend(event.logprobs)
 
@@ -391,7 +393,7 @@ class AnswerWriter:
             text = self._echoes[index // self._num_shown] + text
         logprobs = _NULL
         if self._style.with_logprobs:
-            whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index)
+            whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index, skipped=tuple(answer.skipped))
             if self._echoes and first.prompt_token_ids:
                 whole = replace(whole, prompt_token_ids=PackedTokenIds(first.prompt_token_ids))
                 logprobs = self._choices.logprobs(whole, first.logprobs[0].prompt)

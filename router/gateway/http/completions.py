@@ -162,6 +162,7 @@ class Completions:
         checked = await in_pieces(_check(generator, parsed))
         call.use.model = generator.model.info.name
         with _charged(generator, parsed, call) as charge:
+            checked = await _guarded(generator, parsed, checked, call)
             async with aclosing(self._run(generator, parsed, call, charge, checked)) as events:
                 return await self._whole(generator, parsed, call, kind, events)
 
@@ -184,6 +185,7 @@ class Completions:
         checked = await in_pieces(_check(generator, parsed))
         call.use.model = generator.model.info.name
         with _charged(generator, parsed, call) as charge:
+            checked = await _guarded(generator, parsed, checked, call)
             run = self._run(generator, parsed, call, charge, checked)
             if position is not None and (position.num_tokens or position.num_chars):
                 call.use.continues = True
@@ -319,6 +321,22 @@ def _check(generator: Generator, parsed: ParsedCall) -> Pieces[list[CheckedReque
         except InvalidRequestError as error:
             raise names.rename(error) from None
     return checked
+
+
+async def _guarded(
+    generator: Generator, parsed: ParsedCall, checked: list[CheckedRequest], call: Call
+) -> list[CheckedRequest]:
+    """Guardrails look at all of several prompts before one runs: one that is refused would else end a stream that has
+    begun."""
+    if len(checked) == 1:
+        return checked  # looked at when it runs
+    found = []
+    for one, names in zip(checked, parsed.names, strict=True):
+        try:
+            found.append(await generator.guarded(one, call))
+        except InvalidRequestError as error:
+            raise names.rename(error) from None
+    return found
 
 
 @contextmanager

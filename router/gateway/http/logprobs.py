@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from disagg.proto.messages import TokenLogprobs
@@ -61,14 +62,21 @@ class CompletionLogprobs:
         }
         return joined(first, self.piece(token_ids[1:], logprobs))
 
-    def piece(self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The next tokens: four lists of the same length."""
+    def piece(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Iterable[TokenLogprobs],
+        skipped: Mapping[int, int] = MappingProxyType({}),
+    ) -> dict[str, list[Any]]:
+        """The next tokens: four lists of the same length. `skipped`: index of a token here -> characters before it that
+        have no token, see `Delta`."""
         tokens: list[str] = []
         own: list[float] = []
         tops: list[dict[str, float]] = []
         offsets: list[int] = []
-        for token_id, one in zip(token_ids, logprobs, strict=True):
+        for i, (token_id, one) in enumerate(zip(token_ids, logprobs, strict=True)):
             text = token_text(self._tokenizer.token_bytes(token_id))
+            self._offset += skipped.get(i, 0)
             tokens.append(text)
             own.append(_finite(one.logprob))
             tops.append(self._top(text, one))

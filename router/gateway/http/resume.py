@@ -90,6 +90,6 @@ async def rest_after(events: Events, had: Position) -> Events:
             text = event.text[max(0, known_chars - len(event.reasoning)) :]
             token_ids = event.token_ids[known_tokens:]
             has_all = seen_chars >= num_chars  # else the id is none of this answer, which its end will show
-            if has_all and (token_ids or ((text or reasoning) and not event.token_ids)):
+            if has_all and (token_ids or text or reasoning):
                 first_index = event.first_index + known_tokens
                 yield replace(event, first_index=first_index, token_ids=token_ids, text=text, reasoning=reasoning)

@@ -30,6 +30,7 @@ from disagg.proto.messages import StartPhase
 from disagg.router.api import ClusterView
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.metrics.cluster import cluster_families
 from disagg.router.gateway.metrics.family_constructors import counter, gauge, of_models
 from disagg.router.gateway.metrics.vllm import vllm_families
@@ -88,6 +89,8 @@ class GatewayMetrics(Collector):
         """Set when the gateway starts."""
         self.usage: UsageState | None = None
         """Set by the gateway, where it records usage."""
+        self.guardrails: Guardrails | None = None
+        """Set when the gateway starts; None where there are none."""
         self._views = dict(views)
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
@@ -158,6 +161,8 @@ class GatewayMetrics(Collector):
         yield from loop_families(self._loop_times, self.offload)
         if self.usage is not None:
             yield from usage_families(self.usage)
+        if self.guardrails is not None:
+            yield from guardrail_families(self.guardrails)
         views = {name: self._shown(view()) for name, view in self._views.items()}
         yield from of_models(
             {name: cluster_families(view, shows_workers=self._shows_workers) for name, view in views.items()}
@@ -169,6 +174,28 @@ class GatewayMetrics(Collector):
 
     def _shown(self, view: ClusterView) -> ClusterView:
         return view if self._shows_workers else replace(view, counters={})
+
+
+def guardrail_families(guardrails: Guardrails) -> Iterator[Metric]:
+    """Families about what guardrails decided."""
+    yield counter(
+        "disagg_guardrail_decisions",
+        "Verdicts of guardrails, by what became of it: allow, replace, stop, or failed where there was no verdict.",
+        ("guardrail", "subject", "action"),
+        sorted(guardrails.counts.items()),
+    )
+    yield counter(
+        "disagg_guardrail_asked_seconds",
+        "How long verdicts of services and functions took, in all.",
+        ("guardrail",),
+        [((name,), seconds) for name, seconds in sorted(guardrails.seconds.items())],
+    )
+    yield gauge(
+        "disagg_guardrail_suspended",
+        "Whether a guardrail failed so often that it is not asked for a while.",
+        ("guardrail",),
+        [((name,), int(is_open)) for name, is_open in sorted(guardrails.open_circuits.items())],
+    )
 
 
 def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:

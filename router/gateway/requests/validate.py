@@ -19,6 +19,7 @@ import msgspec
 
 from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidRequestError, ModelNotFoundError
 from disagg.proto.messages import Sampling
+from disagg.router.gateway.guardrails.verdicts import Decisions
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_PROMPT_VALUES, check_sampling, check_stop_strings
 from disagg.router.gateway.requests.values import check_ids, check_int, check_length, check_unicode, shown
@@ -72,6 +73,8 @@ class CheckedRequest:
     """Token ids of the answer that the client has."""
     model_version: str = ""
     """Of the model that made these; empty is any."""
+    decisions: Decisions | None = None
+    """Of guardrails on the prompt; None where they were not asked yet."""
 
 
 def check_request(given: GenerationInput, limits: Limits, time_left_s: float | None = None) -> CheckedRequest:
@@ -93,7 +96,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
     sampling = check_sampling(given, limits.model)
     max_prompt_tokens = _check_truncation(given, limits.model)
     return CheckedRequest(
-        prompt=_check_prompt(given.prompt, limits, max_prompt_tokens),
+        prompt=check_prompt(given.prompt, limits, max_prompt_tokens),
         sampling=sampling,
         max_tokens=given.max_tokens,
         seed=given.seed,
@@ -110,7 +113,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
 
 def check_other_prompt(checked: CheckedRequest, given: GenerationInput, limits: Limits) -> CheckedRequest:
     """Check `given`, which is alike but for its prompt to what `checked` was made of. Raises as `check_request`."""
-    return replace(checked, prompt=_check_prompt(given.prompt, limits, checked.max_prompt_tokens))
+    return replace(checked, prompt=check_prompt(given.prompt, limits, checked.max_prompt_tokens))
 
 
 def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits: Limits, minted_seed: int) -> Sampling:
@@ -255,7 +258,8 @@ def _check_truncation(given: GenerationInput, model: ModelInfo) -> int | None:
     return check_int(most, "truncate_prompt_tokens", 1, model.max_model_len - 1)
 
 
-def _check_prompt(prompt: Prompt | None, limits: Limits, max_tokens: int | None) -> Prompt:
+def check_prompt(prompt: Prompt | None, limits: Limits, max_tokens: int | None) -> Prompt:
+    """A prompt of a possible size. Raises as `check_request`."""
     match prompt:
         case TextPrompt(text):
             return check_text(text, TextPrompt.field, limits)

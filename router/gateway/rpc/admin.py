@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, get_args
 
@@ -28,11 +28,12 @@ from disagg.proto.control import (
 from disagg.proto.errors import InvalidRequestError, RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId, kind_of
 from disagg.proto.messages import StartPhase
-from disagg.router.api import RouterViews
+from disagg.router.api import RequestTrace, RouterViews
 from disagg.router.config import Decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.auth.rights import Rights, usage_of
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.rpc.admin_answers import (
     apply_answer,
     explanation,
@@ -93,6 +94,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         start_phases: of the gateway's process.
         models: the names of the served ones.
         usage: what keys used; None where it is not known.
+        guardrails: know the prompts that they refused.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         start_phases: Sequence[StartPhase] = (),
         models: Sequence[str] = (),
         usage: UsageView | None = None,
+        guardrails: Guardrails | None = None,
     ) -> None:
         self._usage = usage
+        self._guardrails = guardrails
         self._router = router
         self._models = tuple(models)
         self._control = control
@@ -285,6 +289,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
         """A running or recent request. Raises `RequestNotFoundError` also for one that `caller` may not see."""
         trace = self._router.trace(request_id)
+        if trace is None:
+            trace = next((each for each in self._refused() if each.request_id == request_id), None)
         if trace is None or not caller.may_see(trace.tenant):
             raise RequestNotFoundError("request_id: no such request runs or is remembered")
         return explanation(trace, self._clock_to_epoch_s())
@@ -292,9 +298,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
         """The latest requests of all tenants, newest first; for admins only."""
         offset_s = self._clock_to_epoch_s()
-        for trace in self._router.recent(limit):
+        known = self._router.recent(limit)
+        refused = [trace for trace in self._refused() if trace.request_id not in {each.request_id for each in known}]
+        for trace in sorted([*known, *refused], key=lambda trace: -trace.arrival)[:limit]:
             yield explanation(trace, offset_s)
             await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
+
+    def _refused(self) -> Iterator[RequestTrace]:
+        """Prompts that guardrails refused, which the router never saw."""
+        return iter(()) if self._guardrails is None else self._guardrails.refused()
 
     async def close(self) -> None:
         """End what runs without a call."""

@@ -217,7 +217,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         stages=[
             pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
         ],
-        outcome=trace.outcome,
+        outcome=_outcome(trace),
         prompt_tokens=trace.num_prompt_tokens,
         completion_tokens=trace.num_output_tokens,
         spans=_spans(trace),
@@ -225,6 +225,12 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         trace_parent=trace.trace_parent,
         arrived_at=trace.arrival + clock_to_epoch_s,
         is_probe=trace.is_probe,
+        guardrails=[
+            pb.GuardrailDecision(
+                guardrail=guardrail, rule=rule, subject=subject, action=action, reason=reason, count=count
+            )
+            for (guardrail, rule, subject, action, reason), count in sorted(trace.guardrails.items())
+        ],
     )
     if decision is not None:
         response.chosen.CopyFrom(_option(decision))
@@ -232,6 +238,12 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
     if trace.placement is not None:
         response.options.extend(_option(option) for option in trace.placement.options())
     return response
+
+
+def _outcome(trace: RequestTrace) -> str:
+    """For the router an answer that a guardrail ended is one that its gateway ended, as by a stop string."""
+    stopped = any(subject == "answer" and action == "stop" for _, _, subject, action, _ in trace.guardrails)
+    return "content_filter" if stopped and trace.outcome in ANSWERED else trace.outcome
 
 
 def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:

@@ -8,7 +8,11 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.v1 import inference_pb2 as pb
 
-_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "content_filter": pb.FINISH_REASON_CONTENT_FILTER,
+}
 
 
 def write_delta(delta: Delta) -> pb.TokenDelta:

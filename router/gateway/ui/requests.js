@@ -86,6 +86,7 @@ function factsOf(request) {
     ["KV moved", request.transport ? `${bytes(request.kv_bytes)} by ${request.transport}` : "none"],
     ["attempts", request.attempts > 1 ? String(request.attempts) : ""],
     ["longest gap", request.max_itl_ms ? `${milliseconds(request.max_itl_ms)} ms between two tokens` : ""],
+    ["guardrails", request.guardrails.map((made) => `${made.guardrail}: ${made.action} (${made.subject})${made.reason && `, ${made.reason}`}`).join("; ")],
     ["traceparent", request.trace_parent && el("code", {}, request.trace_parent)],
   ];
   const shownEntries = entries.filter(([, value]) => value);

@@ -17,7 +17,7 @@ from rich.text import Text
 from disagg.cli.address import reaching
 from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
-from disagg.client.types import PlacementOption, StageSpan
+from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import format_bytes, table
 from disagg.router.gateway.rpc.admin_answers import explanation_json
@@ -89,6 +89,7 @@ def _facts(request: Explanation) -> Table:
         "KV moved": f"{format_bytes(request.kv_bytes)} by {request.transport}" if request.transport else "none",
         "attempts": str(request.attempts) if request.attempts != 1 else "",
         "longest gap": f"{request.max_itl_ms:.1f} ms between two tokens" if request.max_itl_ms else "",
+        "guardrails": "\n".join(map(_decision, request.guardrails)),
         "traceparent": request.trace_parent,
     }
     made = Table.grid(padding=(0, 2))
@@ -98,6 +99,14 @@ def _facts(request: Explanation) -> Table:
         if value:
             made.add_row(name, Text(value))
     return made
+
+
+def _decision(made: GuardrailDecision) -> str:
+    """`secrets/keys: replaced in the answer (it has what looks like a secret), 2 times`."""
+    what = {"replace": "replaced in", "stop": "stopped", "failed": "gave no verdict on"}.get(made.action, made.action)
+    name = f"{made.guardrail}/{made.rule}" if made.rule else made.guardrail
+    reason = f" ({made.reason})" if made.reason else ""
+    return f"{name}: {what} the {made.subject}{reason}" + (f", {made.count} times" if made.count > 1 else "")
 
 
 def _route(request: Explanation) -> str:

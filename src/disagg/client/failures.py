@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from disagg.proto.errors import (
     AuthenticationError,
+    ContentFilterError,
     ContextLengthError,
     DeadlineError,
     DisaggError,
@@ -38,7 +39,7 @@ def error_of(error: grpc.RpcError) -> DisaggError:
     if code == UnavailableError.grpc_code:
         return UnavailableError(message, info.reason or "unreachable")
     if isinstance(bad := found.get("BadRequest"), error_details_pb2.BadRequest) and bad.field_violations:
-        kind = ContextLengthError if info.reason == ContextLengthError.code else InvalidRequestError
+        kind = _FIELD_ERRORS.get(info.reason, InvalidRequestError)
         return kind(bad.field_violations[0].field, bad.field_violations[0].description)
     retry = cast(error_details_pb2.RetryInfo | None, found.get("RetryInfo"))
     if retry is not None or info.reason == LimitError.code:
@@ -70,6 +71,9 @@ _BY_CODE: dict[str, type[DisaggError]] = {
         RequestCancelledError,
         InternalError,
     )
+}
+_FIELD_ERRORS: dict[str, type[InvalidRequestError]] = {
+    kind.code: kind for kind in (ContextLengthError, ContentFilterError)
 }
 _BY_REASON: dict[str, type[DisaggError]] = {kind.code: kind for kind in (ModelNotFoundError, RequestNotFoundError)}
 

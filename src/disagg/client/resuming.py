@@ -103,6 +103,10 @@ class Resumption:
         self._had_tail = False
         """Whether the text after the last token came."""
         self._is_continued = False
+        self._repeats_tail = False
+        """Whether that text comes again."""
+        self._has_gap = False
+        """Whether tokens are missing, which a guardrail replaced: without them nothing continues the answer."""
         self._num_unfinished = max(1, request.n)
 
     @property
@@ -119,6 +123,7 @@ class Resumption:
         continued.resume.token_ids.extend(self._token_ids)
         continued.resume.model_version = self._model_version
         self._is_continued = True
+        self._repeats_tail = self._had_tail
         return continued
 
     def took(self, response: pb.GenerateResponse) -> bool:
@@ -128,8 +133,10 @@ class Resumption:
             self._num_unfinished -= 1
             return True
         delta = response.delta
-        if not delta.token_ids and self._had_tail:
+        if not delta.token_ids and self._repeats_tail:
             return False  # the same text as before the break
+        self._repeats_tail = False
+        self._has_gap = self._has_gap or bool(delta.token_ids and delta.first_index != len(self._token_ids))
         if self._is_continued and delta.first_index != len(self._token_ids):
             raise UnavailableError(
                 f"the gateway continues at token {delta.first_index}, not {len(self._token_ids)}", "not_resumed"
@@ -141,4 +148,6 @@ class Resumption:
 
     def pause_s(self, error: DisaggError, was_taken: bool, now: float) -> float | None:
         """Seconds until the next attempt, or None; see `Attempts`."""
+        if self._has_gap:
+            return None
         return self._attempts.pause_s(error, was_taken, now)

@@ -11,7 +11,7 @@ from disagg.v1 import inference_pb2 as pb
 Message = Mapping[str, str]
 """One turn of a chat: `{"role": "user", "content": "..."}`."""
 Prompt = str | Sequence[int] | Sequence[Message]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "content_filter"]
 
 Model = pb.Model
 Applied = pb.ApplyConfigResponse
@@ -31,6 +31,7 @@ WorkerState = pb.WorkerState
 TransferState = pb.TransferState
 SloState = pb.SloState
 PlacementOption = pb.PlacementOption
+GuardrailDecision = pb.GuardrailDecision
 StageSpan = pb.StageSpan
 
 CHANNEL_OPTIONS = (

@@ -11,6 +11,7 @@ from disagg.client.types import (
     ClusterState,
     Delta,
     Finished,
+    FinishReason,
     Message,
     Options,
     Prompt,
@@ -20,6 +21,11 @@ from disagg.client.types import (
 )
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
+
+_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_CONTENT_FILTER: "content_filter",
+}
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -131,7 +137,7 @@ def _logprobs(logprobs: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
 def _finished(finished: pb.Finished) -> Finished:
     usage = finished.usage
     return Finished(
-        "stop" if finished.reason == pb.FINISH_REASON_STOP else "length",
+        _REASONS.get(finished.reason, "length"),
         Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens),
         finished.request_id,
     )

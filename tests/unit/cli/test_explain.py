@@ -150,6 +150,15 @@ def test_a_waterfall_of_nothing_but_the_beginning() -> None:
     assert lines[1:] == ["tokenize  gateway      0.0   lasts  #"]
 
 
+def test_what_guardrails_did() -> None:
+    request = whole()
+    request.guardrails.add(guardrail="g", rule="r", subject="answer", action="replace", reason="a key", count=2)
+    request.guardrails.add(guardrail="s", subject="prompt", action="failed", reason="no verdict in 1 s", count=1)
+    text = text_of(explain.report(request))
+    assert "g/r: replaced in the answer (a key), 2 times" in text
+    assert "s: gave no verdict on the prompt (no verdict in 1 s)" in text
+
+
 def test_the_list() -> None:
     refused = pb.ExplainRequestResponse(request_id="r2", outcome="slow_down", prompt_tokens=9, arrived_at=100.0)
     lines = text_of(explain.listing([whole(), refused], 1030.0)).splitlines()

@@ -46,7 +46,7 @@ CATS = RuleOptions(name="cats", pattern=r"\bcat\b", reason="no cats")
 class Setup:
     def __init__(self, model: ServedModel, router: FakeRouter, *options: GuardrailOptions) -> None:
         self.model, self.router = model, router
-        self.guardrails = Guardrails(options, MODEL_NAME, model.tokenizer.decode, clock=lambda: 100.0)
+        self.guardrails = Guardrails(options, clock=lambda: 100.0)
         router.traces[ID] = RequestTrace(request_id=ID)
         self.generator = Generator(
             model,

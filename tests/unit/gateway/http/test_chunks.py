@@ -175,3 +175,26 @@ def test_logprobs_of_a_text_stream_go_on_for_each_answer(model: ServedModel) -> 
         for first, answer in [(0, 0), (0, 1), (1, 0)]
     )
     assert [event["choices"][0]["logprobs"]["text_offset"] for event in events_of(raw)] == [[0], [0], [1]]
+
+
+def test_offsets_skip_text_that_has_no_tokens(model: ServedModel) -> None:
+    """A guardrail put it there: in a stream, and in a whole answer."""
+    a, b = model.tokenizer.encode_text("ab")[1:]
+    one = (TokenLogprobs(-1.0, (), ()),)
+    events: list[Delta] = [
+        Delta(0, (a,), "a", one, num_prompt_tokens=10),
+        Delta(1, (), "###", num_prompt_tokens=10),
+        Delta(3, (b,), "b", one, num_prompt_tokens=10, skipped=((0, 3),)),
+    ]
+    writer = text_writer(model, with_logprobs=True)
+    raw = b"".join(writer.delta(event) for event in events) + writer.finish(finish(4, reason="content_filter"))
+    choices = [event["choices"][0] for event in events_of(raw)]
+    assert [choice["text"] for choice in choices] == ["a", "###", "b", ""]
+    assert [choice["logprobs"]["text_offset"] for choice in choices if choice["logprobs"]] == [[0], [4]]
+    assert choices[-1]["finish_reason"] == "content_filter"
+    whole = AnswerWriter(style(model, with_logprobs=True), TextChoices(model.tokenizer), UsageCount(1))
+    for event in events:
+        whole.add(event)
+    whole.add(finish(4, reason="content_filter"))
+    (choice,) = json.loads(whole.encode())["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("a###b", [0, 4])

@@ -9,6 +9,7 @@ import pytest
 
 from disagg.proto.control import ControlState, GatewayRecord, PoolState
 from disagg.proto.ids import GatewayId, RequestId
+from disagg.router.api import RequestTrace
 from disagg.router.config import RouterConfig
 from disagg.router.gateway.rpc.admin_answers import cluster_state, counts_of, explanation, with_others
 from disagg.router.statistics import Rates
@@ -73,6 +74,19 @@ def test_a_refused_request_is_explained_without_a_choice() -> None:
     found = explained(it, "r0")
     assert (found.outcome, found.attempts, found.policy, len(found.options)) == ("timeout", 0, "", 0)
     assert not found.HasField("chosen")
+
+
+def test_what_guardrails_did_is_explained() -> None:
+    made = {("g", "r", "answer", "stop", "no"): 1, ("g", "", "prompt", "replace", ""): 2}
+    trace = RequestTrace(request_id=RequestId("r"), outcome="stop", guardrails=made)
+    found = explanation(trace, clock_to_epoch_s=0.0)
+    assert found.outcome == "content_filter"
+    assert [(one.rule, one.subject, one.action, one.count) for one in found.guardrails] == [
+        ("", "prompt", "replace", 2),
+        ("r", "answer", "stop", 1),
+    ]
+    trace.outcome = "cancelled"
+    assert explanation(trace, clock_to_epoch_s=0.0).outcome == "cancelled"
 
 
 def test_the_state_has_stages_targets_transfers_and_rates() -> None:

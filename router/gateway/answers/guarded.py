@@ -1,0 +1,146 @@
+"""An answer whose text guardrails look at before it goes to the client.
+
+tokens ──> text ──> AnswerGuard ──> deltas of what is final ──> finish
+                        └─ stop: cancelled in the cluster, `content_filter`
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from typing import Final, Literal
+
+from typing_extensions import override
+
+from disagg.router.api import RoutedRequest, Router, TokenBatch
+from disagg.router.gateway.answers.answer import Answer, Delta, Finish
+from disagg.router.gateway.guardrails.answers import AnswerGuard
+from disagg.router.gateway.text.detokenizer import TextStream
+from disagg.router.gateway.text.reasoning import Parts
+
+_TOKENS_A_TURN: Final = 128
+"""That are looked at in one turn of the event loop, where a slow client lets many come together: about a millisecond.
+"""
+
+
+class GuardedAnswer(Answer):
+    """An `Answer` of which nothing goes out that a guardrail has not let pass.
+
+    Args:
+        guard: looks at the text; the other arguments are those of `Answer`.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        routed: RoutedRequest,
+        arrival: float,
+        text: TextStream,
+        clock: Callable[[], float],
+        answer_index: int,
+        guard: AnswerGuard,
+    ) -> None:
+        super().__init__(router, routed, arrival, text, clock, answer_index)
+        self._guard = guard
+        self.note_decisions(guard.decisions.counts)
+
+    @override
+    async def events(self) -> AsyncGenerator[Delta | Finish, None]:
+        text, guard, tokens = self._text, self._guard, aiter(self._handle)
+        tells_version = True
+        try:
+            while (batch := await self._read(tokens)) is not None:
+                ended = await self._take(batch)
+                for delta in deltas(guard, self._index, self._routed.num_prompt_tokens, ended):
+                    if not delta.token_ids:
+                        yield delta
+                        continue
+                    version = self._trace.model_version if tells_version and self._trace is not None else ""
+                    tells_version = False
+                    yield replace(delta, model_version=version, prompt_token_ids=self._prompt_ids(delta.first_index))
+                if ended:
+                    self._handle.num_answered = text.num_tokens
+                    self.cancel()
+                    yield self._guarded_finish(stopped=True)
+                    return
+            tail = text.finish()
+            await guard.finish(tail.text)
+            for delta in deltas(guard, self._index, self._routed.num_prompt_tokens, ended=True):
+                yield delta
+            yield self._guarded_finish(tail.stopped)
+        finally:
+            self.cancel()
+
+    async def _take(self, batch: TokenBatch) -> bool:
+        """The next tokens, one by one, so that where the answer ends does not depend on how they came. Whether it ended
+        here."""
+        logprobs = self._logprobs(batch, len(batch.token_ids))
+        for i, token_id in enumerate(batch.token_ids):
+            if i % _TOKENS_A_TURN == _TOKENS_A_TURN - 1:
+                await asyncio.sleep(0)
+            piece = self._text.push((token_id,))
+            await self._guard.push(token_id, piece.text, logprobs[i] if logprobs else None)
+            if self._guard.stopped is not None:
+                return True
+            if piece.stopped:
+                await self._guard.finish("")
+                return True
+        return False
+
+    def _guarded_finish(self, stopped: bool) -> Finish:
+        finish = replace(
+            self._finish(stopped or self._guard.stopped is not None),
+            num_reasoning_tokens=self._guard.num_reasoning_tokens,
+        )
+        return finish if self._guard.stopped is None else replace(finish, reason="content_filter")
+
+
+def deltas(guard: AnswerGuard, answer_index: int, num_prompt_tokens: int, ended: bool) -> Iterator[Delta]:
+    """What may go to the client now."""
+    next_index = guard.num_tokens
+    for part in guard.take(ended):
+        reasoning, content = guard.split("".join(part.texts))
+        yield Delta(
+            first_index=part.first_index,
+            token_ids=tuple(part.token_ids),
+            text=content,
+            logprobs=tuple(part.logprobs),
+            answer_index=answer_index,
+            num_prompt_tokens=num_prompt_tokens,
+            reasoning=reasoning,
+            num_reasoning_tokens=guard.num_reasoning_tokens,
+            skipped=((0, part.skipped_chars),) if part.skipped_chars and part.token_ids else (),
+        )
+    reasoning, content = guard.split_rest() if ended else Parts("", "")
+    if reasoning or content:
+        yield Delta(
+            first_index=next_index,
+            token_ids=(),
+            text=content,
+            answer_index=answer_index,
+            num_prompt_tokens=num_prompt_tokens,
+            reasoning=reasoning,
+            num_reasoning_tokens=guard.num_reasoning_tokens,
+        )
+
+
+async def guarded_rest(
+    guard: AnswerGuard, routed: RoutedRequest, text: TextStream, reason: Literal["stop", "length"]
+) -> AsyncGenerator[Delta | Finish, None]:
+    """What comes after the last token of an answer of which the client has all tokens."""
+    if guard.stopped is None:
+        tail = text.finish() if not text.stopped else None
+        await guard.finish("" if tail is None else tail.text)
+        reason = "stop" if tail is not None and tail.stopped else reason
+    for delta in deltas(guard, 0, routed.num_prompt_tokens, ended=True):
+        yield delta
+    end: Literal["stop", "length", "content_filter"] = reason if guard.stopped is None else "content_filter"
+    yield Finish(
+        request_id=routed.request_id,
+        reason=end,
+        num_prompt_tokens=routed.num_prompt_tokens,
+        num_cached_tokens=0,
+        num_output_tokens=text.num_tokens,
+        num_reasoning_tokens=guard.num_reasoning_tokens,
+    )
