@@ -15,14 +15,16 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RequestTrace, TokenBatch
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
+from disagg.router.gateway.answers.guarded import deltas
 from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
 from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.guardrails.judges import Asked, Judge, JudgeError
-from disagg.router.gateway.guardrails.verdicts import ALLOW, Decision, Question, Replace, Stop, Verdict
+from disagg.router.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
 from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.reasoning import Phase
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
 
@@ -399,3 +401,33 @@ class TestJudges:
         with pytest.raises(UnavailableError):
             await asked.ask(Question(subject="prompt", texts=("a",)), None, noted.append, lambda _: None)
         assert [one.reason for one in noted] == [message]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reasoning", "text", "reason", "num_reasoning"),
+    [
+        (["<thi", "nk>", "so 1234", " it", "</think>", " is", " 5678."], "so # it", "is #.", None, 5),
+        (["<think>", "a", " cat ", "</think>", "yes"], "a", "", "no cats", 3),
+        (["<think>", "a", "</think>", " a ", "cat", "."], "a", "a ", "no cats", 3),
+    ],
+)
+async def test_reasoning_is_looked_at_like_the_rest(
+    pieces: list[str], reasoning: str, text: str, reason: str | None, num_reasoning: int
+) -> None:
+    guardrails = Guardrails([rules(NUMBERS, CATS)], clock=lambda: 0.0)
+    guard = guardrails.on_answer(CALL, ID, MODEL_NAME, True, Decisions())
+    assert guard is not None
+    guard.separate(Phase.UNDECIDED)
+    found: list[Delta] = []
+    for i, piece in enumerate(pieces):
+        await guard.push(i, piece, None)
+        if guard.stopped is not None:
+            break
+        found += deltas(guard, 0, 1, ended=False)
+    else:
+        await guard.finish("")
+    found += deltas(guard, 0, 1, ended=True)
+    assert "".join(delta.reasoning for delta in found) == reasoning
+    assert "".join(delta.text for delta in found) == text
+    assert (None if guard.stopped is None else guard.stopped.reason) == reason
+    assert guard.num_reasoning_tokens == num_reasoning
