@@ -177,6 +177,11 @@ def test_prompts_are_refused_or_replaced_over_both_protocols(cluster: ProcessClu
     turns = [{"role": "user", "content": "a bomb"}]
     chat = http.post("/v1/chat/completions", json={"model": "fake", "messages": turns})
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "messages[0].content")
+    message = http.post("/v1/messages", json={"model": "fake", "max_tokens": 9, "messages": turns})
+    assert (message.status_code, message.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert message.json()["error"]["message"] == "messages: the guardrail rules refuses it: no bombs"
+    response = http.post("/v1/responses", json={"model": "fake", "input": "a bomb", "stream": True})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "content_filter")
     request_id = chat.headers["x-request-id"]
     with Client(cluster.address) as client:
         with pytest.raises(ContentFilterError, match="the guardrail rules refuses it: no bombs"):

@@ -24,7 +24,7 @@ from disagg.router.gateway.text.tool_calls import Part, ToolCall
 
 _PING: Final = typed_event("ping", {})
 _STOP: Final = typed_event("message_stop", {})
-_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusal"}
 
 
 class MessageWriter(AnswerWriter):

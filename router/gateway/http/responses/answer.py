@@ -69,7 +69,8 @@ class ResponseWriter(AnswerWriter):
         rest += self._close_message("completed" if is_whole else "incomplete")
         self._ending = {"status": "completed", "usage": _usage(finish)}
         if not is_whole:
-            self._ending |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            reason = "max_output_tokens" if finish.reason == "length" else "content_filter"
+            self._ending |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         return rest + self._event(f"response.{self._ending['status']}", response=self._response())
 
     @override

@@ -13,9 +13,13 @@ import pytest
 
 from benchmarks.bad_input.generated_http import Bodies
 from disagg.proto.errors import InvalidRequestError, OverloadedError, UnavailableError
+from disagg.proto.ids import RequestId
 from disagg.router.api import Completion
+from disagg.router.gateway.answers.generation import Finish
 from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.event_loop.turns import in_pieces
+from disagg.router.gateway.http.foreign.answers import PartReader
+from disagg.router.gateway.http.messages.answer import MessageWriter
 from disagg.router.gateway.http.messages.schema import MessagesBody
 from disagg.router.gateway.http.messages.to_input import read_messages
 from disagg.router.gateway.http.schema import decoded
@@ -294,6 +298,15 @@ async def test_a_complete_answer() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     single = (await post(app_of("so ", CALL, CALL), tools=[ADD], tool_choice=choice)).json()
     assert [block["type"] for block in single["content"]] == ["text", "tool_use"]
+
+
+def test_an_answer_that_a_guardrail_ended_is_refused() -> None:
+    reader = PartReader(fake_model("m", 64).tokenizer, None)
+    writer = MessageWriter("m", "r", reader, lambda _: b"")
+    end = json.loads(
+        writer.finish(Finish(RequestId("r"), "content_filter", 3, 0, 2)).splitlines()[1].removeprefix(b"data: ")
+    )
+    assert end["delta"] == {"stop_reason": "refusal", "stop_sequence": None}
 
 
 async def test_why_an_answer_ended() -> None:
