@@ -3,7 +3,7 @@
     CallUse, of one call ──its end──> Entry ──> Pending: sums by (tenant, day, model), and parts of streams
                                                    └─ take ──> written, or put back
 
-Which calls count, and for what: ADR 68.
+Which calls count, and for what: ADR 62.
 """
 
 from __future__ import annotations
