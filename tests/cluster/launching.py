@@ -47,6 +47,13 @@ class Launch:
         file.write_text(yaml.safe_dump(content))
         return file
 
+    def read(self, *command: str) -> str:
+        """What a command prints about the Ray cluster; fails the test if it fails."""
+        environment = self.environment | {"RAY_AUTH_MODE": "token"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stderr}"
+        return done.stdout
+
     def run(self, *command: str) -> None:
         """Run a command to its end; fails the test with its output if it fails."""
         with self.output.open("a") as output:

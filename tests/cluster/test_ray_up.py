@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,11 @@ def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses
     assert somebody_elses_ray.poll() is None
 
 
-def write_files(launch: Launch) -> int:
+Change = Callable[[dict[str, Any], dict[str, Any]], None]
+"""Changes what is served, and the cluster file."""
+
+
+def write_files(launch: Launch, change: Change = lambda served, cluster: None) -> int:
     """The files of deploy/ray with folder and ports of ours, and the model that needs no import; the gateway's port."""
     head_port, _, gateway_port = free_ports(3)
     served = read_deploy("disagg-loopback.yaml")
@@ -70,8 +75,10 @@ def write_files(launch: Launch) -> int:
     served["gateway"]["port"] = gateway_port
     cluster = read_deploy("loopback.yaml")
     cluster["provider"] |= {"head_port": head_port, "dir": str(launch.folder / "c")}
-    cluster["file_mounts"]["~/disagg.yaml"] = str(launch.write("disagg.yaml", served))
+    cluster["file_mounts"]["~/disagg.yaml"] = str(launch.folder / "disagg.yaml")
     cluster["setup_commands"] = []
+    change(served, cluster)
+    launch.write("disagg.yaml", served)
     launch.write("cluster.yaml", cluster)
     return gateway_port
 
@@ -90,8 +97,12 @@ def wait_for_workers(launch: Launch, client: Client, expected: list[str]) -> Non
 
 def node_types(launch: Launch) -> list[str]:
     """The types of the nodes that our provider has given out."""
-    table = json.loads((launch.folder / "c" / "nodes.json").read_text())
-    return sorted(node_id.partition("-")[0] for node_id in table["nodes"])
+    return sorted(node_id.partition("-")[0] for node_id in node_ids(launch))
+
+
+def node_ids(launch: Launch) -> list[str]:
+    """Those nodes, such as `decode-3@127.0.0.4`, in order of their creation."""
+    return list(json.loads((launch.folder / "c" / "nodes.json").read_text())["nodes"])
 
 
 def serve(client: Client, number: int = 0) -> tuple[str, str]:
