@@ -71,8 +71,8 @@ test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over
 	@$(BIN)/python -m pytest tests/ranks $(ARGS)
 
 test-cluster: export OMP_NUM_THREADS = 1
-test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, to a streamed token, to `ray down`
-	@echo "Testing ray up (about a minute)"
+test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, which follow the load, to `ray down`
+	@echo "Testing ray up (about four minutes)"
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 test-clients: export OMP_NUM_THREADS = 1

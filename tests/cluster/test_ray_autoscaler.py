@@ -5,16 +5,17 @@
 
 Shown with real nodes, all on this machine, and with the deterministic model, so that every token is compared:
 
-- Two long streams fill the only decode worker, and a third one waits. A decode node comes by itself, with another id, and
-  on it a worker with another process id. The third stream begins while the other two still run: it waits for the cold
-  start and for nothing else. From then on every request with a target for its first token is taken and meets it.
-- The two end, the third goes on. Its worker is drained, the stream goes on elsewhere, the node leaves. No stream is cut.
-- The controller's process is killed while a node is added, and later the node itself while its worker starts. Each time
-  there are in the end as many nodes, workers and places in Ray as the load needs, and nothing waits there.
-- Ray's store on the head is killed while a node is added: running and waiting streams come to their ends, `ray down` leaves
-  nothing, and `ray up` brings the configured cluster.
+- Two long streams fill the only decode worker, and a third one waits. A decode node comes by itself, with another id,
+  and on it a worker with another process id. The third stream begins while the other two still run: it waits for the
+  cold start and for nothing else. Every request with a target for its first token meets it.
+- The two end, the third goes on. Its worker is drained, the stream goes on elsewhere, the node goes. None is cut.
+- The controller's process is killed while a node is added, then, as the load comes again, the new node itself while its
+  worker starts. In the end there are as many nodes, workers and places in Ray as the load needs, and nothing waits.
+- Ray's store on the head is killed while a node is added: streams that run and one that waits come to their ends, `ray
+  down` leaves nothing, and `ray up` brings the configured cluster.
 
-A failpoint slows decode steps down while a file is absent: so streams last until the test has seen what it waits for.
+A failpoint slows decode steps down while a file is absent: so streams last until the test has seen what it waits for,
+and leave the processors to the nodes that start.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ pytestmark = pytest.mark.ray
 
 LESS = ["decode-0", "prefill-0"]
 LONG_PROMPT, LONG_ANSWER = 4800, 600
-"""Of the two streams that make the load, in tokens: more than half of a worker's KV. At the pace of `SLOW_STEPS` they last
-five minutes, without it some seconds."""
+"""Of the two streams that make the load, in tokens: more than half of a worker's KV. At the pace of `SLOW_STEPS` they
+last five minutes, without it some seconds."""
 THIRD_ANSWER = 4000
 """Of the stream that outlasts them, and has little KV."""
 SLOW_STEPS = "engine.step=hang(ms=500,worker=decode-*)"
 TTFT_TARGET_MS = 60_000.0
-"""Of requests that have to wait for nobody, on a machine that may be busy."""
+"""Of requests that find a place at once, on a machine that may be busy."""
 
 
 def grows_by_itself(served: dict[str, Any], cluster: dict[str, Any]) -> None:
@@ -95,8 +96,9 @@ class Stream:
     def _read(self) -> None:
         try:
             with Client(self._address) as client:
-                options = {"max_tokens": self._num_tokens, "temperature": 0.0, "ignore_eos": True}
-                for delta in client.stream(self._prompt, timeout_s=600, **options):
+                for delta in client.stream(
+                    self._prompt, max_tokens=self._num_tokens, temperature=0.0, ignore_eos=True, timeout_s=600
+                ):
                     self.tokens += delta.token_ids
         except Exception as error:
             self._errors.append(error)
@@ -155,7 +157,7 @@ class Cluster:
         return [process for process in self.launch.processes() if title in command_line(process)]
 
     def has_in_ray(self, workers: int) -> bool:
-        """Whether just so many workers have a place and a process in Ray, and neither resources nor nodes are waited for."""
+        """Whether just so many workers have a place and a process in Ray, and no resource and no node is waited for."""
         status = self.launch.read("ray", "status", "--address", self.ray_address)
         return (
             re.findall(r"(\S+)/(\S+) disagg_slot", status) == [(f"{workers}.0", f"{workers}.0")]
@@ -203,25 +205,12 @@ def go(cluster: Cluster) -> None:
     assert not (launch.folder / "c").exists()
 
 
-def test_load_adds_a_decode_node_and_its_end_removes_it(cluster: Cluster) -> None:
+def test_nodes_follow_the_load_also_where_controller_node_or_store_are_killed(cluster: Cluster) -> None:
     grow_and_shrink(cluster)
-    assert cluster.targets_met() == (cluster.num_probes, 0)
-
-
-def test_what_is_killed_while_a_node_is_added(cluster: Cluster) -> None:
     grow_and_shrink(cluster, kill_controller)
     grow_and_shrink(cluster, kill_new_node)
     assert cluster.targets_met() == (cluster.num_probes, 0)
-
-    streams = start_load(cluster)
-    (store,) = cluster.processes("gcs_server")
-    store.kill()
-    cluster.fast.touch()
-    for stream in streams:
-        stream.end()
-    go(cluster)
-    come_up(cluster)
-    assert cluster.probe() == "decode-0"
+    lose_the_store(cluster)
 
 
 def grow_and_shrink(cluster: Cluster, disturb: Callable[[Cluster], None] = lambda cluster: None) -> None:
@@ -259,6 +248,19 @@ def grow_and_shrink(cluster: Cluster, disturb: Callable[[Cluster], None] = lambd
     third.end()
     assert cluster.workers() == before
     cluster.wait("two workers in Ray", lambda: cluster.has_in_ray(2))
+
+
+def lose_the_store(cluster: Cluster) -> None:
+    """While a node is added. What was there serves on; a new cluster takes its place."""
+    streams = start_load(cluster)
+    (store,) = cluster.processes("gcs_server")
+    store.kill()
+    cluster.fast.touch()
+    for stream in streams:
+        stream.end()
+    go(cluster)
+    come_up(cluster)
+    assert cluster.probe() == "decode-0"
 
 
 def start_load(cluster: Cluster) -> tuple[Stream, Stream, Stream]:

@@ -157,6 +157,15 @@ def test_what_a_start_waits_for_is_shown_and_is_no_failure() -> None:
     assert control.record("decode-0").detail == ""
 
 
+def test_a_start_that_waits_for_a_node_is_taken_over_by_the_next_controller() -> None:
+    control = Driver({"decode": 2}, running={"decode-0", "decode-1"})
+    control.register("decode-0", start_id="c0.1")
+    assert control(events.StartsPending({"decode-1": "no node with disagg.role: decode"})) == []
+    assert control.tick(LOST_GRACE_S - 1) == []
+    assert control.phases() == {"decode-0": "ready", "decode-1": "lost"}
+    assert control.register("decode-1", start_id="c0.2")[0] == "accept decode-1"
+
+
 def test_strangers_are_sent_away() -> None:
     control = settled({"colocated": 1})
     assert control.register("colocated-1") == ["reject colocated-1: colocated-1 is not in the desired state"]
