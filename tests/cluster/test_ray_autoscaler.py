@@ -11,6 +11,7 @@ Shown with real nodes, all on this machine, and with the deterministic model, so
 - The two end, the third goes on. Its worker is drained, the stream goes on elsewhere, the node goes. None is cut.
 - The controller's process is killed while a node is added, then, as the load comes again, the new node itself while its
   worker starts. In the end there are as many nodes, workers and places in Ray as the load needs, and nothing waits.
+- The load ends while a node is added, and again the controller is killed: the next one takes the request back.
 - Ray's store on the head is killed while a node is added: streams that run and one that waits come to their ends, `ray
   down` leaves nothing, and `ray up` brings the configured cluster.
 
@@ -209,6 +210,7 @@ def test_nodes_follow_the_load_also_where_controller_node_or_store_are_killed(cl
     grow_and_shrink(cluster)
     grow_and_shrink(cluster, kill_controller)
     grow_and_shrink(cluster, kill_new_node)
+    end_the_load_early(cluster)
     assert cluster.targets_met() == (cluster.num_probes, 0)
     lose_the_store(cluster)
 
@@ -248,6 +250,20 @@ def grow_and_shrink(cluster: Cluster, disturb: Callable[[Cluster], None] = lambd
     third.end()
     assert cluster.workers() == before
     cluster.wait("two workers in Ray", lambda: cluster.has_in_ray(2))
+
+
+def end_the_load_early(cluster: Cluster) -> None:
+    """While a node is added, with a controller that did not ask for it."""
+    before, nodes = cluster.workers(), cluster.decode_nodes()
+    streams = start_load(cluster)
+    kill_controller(cluster)
+    cluster.fast.touch()
+    for stream in streams:
+        stream.end()
+    wait_for_workers(cluster.launch, cluster.client, LESS)
+    cluster.wait("the node to go", lambda: cluster.decode_nodes() == nodes)
+    cluster.wait("two workers in Ray", lambda: cluster.has_in_ray(2))
+    assert cluster.workers() == before
 
 
 def lose_the_store(cluster: Cluster) -> None:
