@@ -15,8 +15,8 @@ Shown with real nodes, all on this machine, and with the deterministic model, so
 - Ray's store on the head is killed while a node is added: streams that run and one that waits come to their ends, `ray
   down` leaves nothing, and `ray up` brings the configured cluster.
 
-A failpoint slows decode steps down while a file is absent: so streams last until the test has seen what it waits for,
-and leave the processors to the nodes that start.
+A failpoint slows decode steps down, unless there is a file in the home of the worker's node: so streams last until the
+test has seen what it waits for, and leave the processors to the nodes that start.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ LESS = ["decode-0", "prefill-0"]
 LONG_PROMPT, LONG_ANSWER = 4800, 600
 """Of the two streams that make the load, in tokens: more than half of a worker's KV. At the pace of `SLOW_STEPS` they
 last five minutes, without it some seconds."""
-THIRD_ANSWER = 4000
-"""Of the stream that outlasts them, and has little KV."""
+THIRD_ANSWER = 1200
+"""Of the stream that outlasts them, at that pace, and has little KV."""
+FAST = "fast"
+"""A file in a node's home: while it is there, decode steps of that node are not slowed down."""
 SLOW_STEPS = "engine.step=hang(ms=500,worker=decode-*)"
 TTFT_TARGET_MS = 60_000.0
 """Of requests that find a place at once, on a machine that may be busy."""
@@ -70,6 +72,8 @@ def grows_by_itself(served: dict[str, Any], cluster: dict[str, Any]) -> None:
     del served["placement"]["policy"]
     served["recovery"] = {"failpoints": True}
     cluster["idle_timeout_minutes"] = 0.1
+    (start,) = cluster["worker_start_ray_commands"]
+    cluster["worker_start_ray_commands"] = [f"export DISAGG_FAILPOINTS_PAUSED_BY=$HOME/{FAST}; {start}"]
 
 
 class Stream:
@@ -106,15 +110,14 @@ class Stream:
 
 
 class Cluster:
-    """One with a worker in each pool; decode steps are slow unless `fast` exists."""
+    """One with a worker in each pool."""
 
-    def __init__(self, launch: Launch, address: str, fast: Path) -> None:
+    def __init__(self, launch: Launch, address: str) -> None:
         self.launch = launch
         self.address = address
         self.client = Client(address)
         head_port = yaml.safe_load(launch.cluster_file.read_text())["provider"]["head_port"]
         self.ray_address = f"127.0.0.2:{head_port}"
-        self.fast = fast
         self.num_probes = 0
         self._num_streams = 0
 
@@ -143,6 +146,15 @@ class Cluster:
             value(read_samples(page), "disagg_slo_requests_total", slo="ttft", met=met) for met in ("true", "false")
         )
         return met, missed
+
+    def home(self, node_id: str) -> Path:
+        """The folder of a node."""
+        return self.launch.folder / "c" / node_id.partition("@")[0]
+
+    def speed_up(self, *node_ids: str) -> None:
+        """Let streams on these nodes come to their ends."""
+        for node_id in node_ids:
+            (self.home(node_id) / FAST).touch()
 
     def decode_nodes(self) -> list[str]:
         """Ids of the nodes for decode workers, in order of their creation."""
@@ -179,13 +191,10 @@ def command_line(process: ProcessRef) -> str:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     with new_launch("da") as launch:
-        fast = launch.folder / "fast"
-        launch.environment |= {"DISAGG_FAILPOINTS": SLOW_STEPS, "DISAGG_FAILPOINTS_PAUSED_BY": str(fast)}
-        fast.touch()
-        cluster = Cluster(launch, f"127.0.0.1:{write_files(launch, grows_by_itself)}", fast)
+        launch.environment["DISAGG_FAILPOINTS"] = SLOW_STEPS
+        cluster = Cluster(launch, f"127.0.0.1:{write_files(launch, grows_by_itself)}")
         come_up(cluster)
         yield cluster
-        cluster.fast.touch()
         go(cluster)
         cluster.client.close()
 
@@ -237,17 +246,18 @@ def grow_and_shrink(cluster: Cluster, disturb: Callable[[Cluster], None] = lambd
     cluster.wait("three workers in Ray", lambda: cluster.has_in_ray(3))
     assert all(stream.is_running() for stream in long)
 
-    cluster.fast.touch()
+    cluster.speed_up(old_node)
     for stream in long:
         stream.end()
-    cluster.fast.unlink()
+    (cluster.home(old_node) / FAST).unlink()
     assert third.is_running()
     wait_for_workers(cluster.launch, cluster.client, LESS)
     cluster.wait("the node to go", lambda: cluster.decode_nodes() == nodes)
     assert cluster.probe() == "decode-0"
     assert third.is_running()
-    cluster.fast.touch()
+    cluster.speed_up(old_node)
     third.end()
+    (cluster.home(old_node) / FAST).unlink()
     assert cluster.workers() == before
     cluster.wait("two workers in Ray", lambda: cluster.has_in_ray(2))
 
@@ -257,9 +267,10 @@ def end_the_load_early(cluster: Cluster) -> None:
     before, nodes = cluster.workers(), cluster.decode_nodes()
     streams = start_load(cluster)
     kill_controller(cluster)
-    cluster.fast.touch()
+    cluster.speed_up(*cluster.decode_nodes())
     for stream in streams:
         stream.end()
+    (cluster.home(nodes[0]) / FAST).unlink()
     wait_for_workers(cluster.launch, cluster.client, LESS)
     cluster.wait("the node to go", lambda: cluster.decode_nodes() == nodes)
     cluster.wait("two workers in Ray", lambda: cluster.has_in_ray(2))
@@ -271,7 +282,7 @@ def lose_the_store(cluster: Cluster) -> None:
     streams = start_load(cluster)
     (store,) = cluster.processes("gcs_server")
     store.kill()
-    cluster.fast.touch()
+    cluster.speed_up(*cluster.decode_nodes())
     for stream in streams:
         stream.end()
     go(cluster)
@@ -281,7 +292,6 @@ def lose_the_store(cluster: Cluster) -> None:
 
 def start_load(cluster: Cluster) -> tuple[Stream, Stream, Stream]:
     """Two streams that run on decode-0 and fill it, and one that waits; returns when a second decode node is there."""
-    cluster.fast.unlink()
     first, second = (cluster.stream(LONG_PROMPT, LONG_ANSWER) for _ in range(2))
     cluster.wait("the places of decode-0 to be taken", lambda: first.is_running() and second.is_running())
     third = cluster.stream(64, THIRD_ANSWER)
@@ -299,7 +309,7 @@ def kill_controller(cluster: Cluster) -> None:
 def kill_new_node(cluster: Cluster) -> None:
     """All of its processes, once its worker has one; returns when there is another node in its place."""
     node_id = cluster.decode_nodes()[-1]
-    mark = f"{NODE_MARK}={cluster.launch.folder / 'c' / node_id.partition('@')[0]}"
+    mark = f"{NODE_MARK}={cluster.home(node_id)}"
     cluster.wait("its worker's process", lambda: any("HostActor" in command_line(p) for p in ProcessRef.family(mark)))
     for process in ProcessRef.family(mark):
         process.kill()
