@@ -42,7 +42,7 @@ from tests.cluster.test_ray_up import node_ids, node_types, wait_for_workers, wr
 from tests.support.metrics import read_samples, value
 from tests.support.processes import mentioning
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 LESS = ["decode-0", "prefill-0"]
 LONG_PROMPT, LONG_ANSWER = 4800, 600
