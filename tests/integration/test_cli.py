@@ -35,7 +35,9 @@ CONFIG = {
     },
 }
 PAIRS = [(f"prefill-{p}", f"decode-{d}") for p in range(2) for d in range(2)]
-EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.py"))
+SERVERS = {"guard_service.py"}
+"""Examples that serve until they are killed: `tests/unit/gateway/guardrails/test_example.py`."""
+EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.py") if path.name not in SERVERS)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ class ServiceJudge(Judge):
         )
         request = self._head + b"%d\r\n\r\n" % len(body) + body
         try:
-            return _read(await self._exchange(request))
+            return read_verdict(await self._exchange(request))
         except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             raise JudgeError(f"the service cannot be reached: {error or type(error).__name__}") from None
 
@@ -168,7 +168,8 @@ class _Connection:
         self._is_complete = True
 
 
-def _read(body: bytes) -> Verdict:
+def read_verdict(body: bytes) -> Verdict:
+    """The verdict in the body of an answer. Raises `JudgeError`."""
     try:
         reply = _REPLY.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
