@@ -407,7 +407,7 @@ class TestJudges:
     ("pieces", "reasoning", "text", "reason", "num_reasoning"),
     [
         (["<thi", "nk>", "so 1234", " it", "</think>", " is", " 5678."], "so # it", "is #.", None, 5),
-        (["<think>", "a", " cat ", "</think>", "yes"], "a", "", "no cats", 3),
+        (["<think>", "a", " cat ", "</think>", "yes"], "a ", "", "no cats", 3),
         (["<think>", "a", "</think>", " a ", "cat", "."], "a", "a ", "no cats", 3),
     ],
 )
