@@ -99,7 +99,9 @@ class Probes:
             return None
         waiting = [trial for trial in self._trials.values() if trial.running is None]
         dues = [trial.retry_at for trial in waiting]
-        dues += [trial.since + PARTNER_WAIT_S for trial in waiting if trial.info.roles == ("decode",)]
+        dues += [
+            max(trial.retry_at, trial.since + PARTNER_WAIT_S) for trial in waiting if trial.info.roles == ("decode",)
+        ]
         return min((due for due in dues if due > -math.inf), default=None)
 
     def begin(

@@ -135,6 +135,9 @@ def test_a_decode_worker_without_any_prefill_worker_is_probed_alone_after_a_whil
     assert control.record("decode-0").detail == "waits for a prefill worker, to be probed with it"
     assert control.core.next_wakeup() == control.now + PARTNER_WAIT_S
     assert control.tick(PARTNER_WAIT_S) == ["probe decode-0"]
+    assert control.probed(BROKEN) == []
+    assert control.core.next_wakeup() == control.now + RETRY_S
+    assert control.tick(RETRY_S) == ["probe decode-0"]
     assert control.probed() == ["publish decode-0"]
 
 
