@@ -514,6 +514,7 @@ class ControlCore:
     def _stop(self, worker: Worker) -> None:
         worker.enter("stopping")
         self._to_stop.append(worker.worker_id)
+        self._probes.forget(worker.worker_id)
         self._gateways.forget_worker(worker.worker_id)
 
     def _is_empty(self, worker: Worker) -> bool:

@@ -189,6 +189,17 @@ def test_a_worker_that_ends_during_its_probe_is_started_again() -> None:
     assert control.record("decode-1").phase == "failed"
 
 
+def test_a_worker_that_goes_during_its_probe_is_not_probed_again() -> None:
+    control = serving()
+    control.scale(decode=2)
+    control.register("decode-1")
+    assert control.scale(decode=1) == ["stop decode-1"]
+    assert control.stopped("decode-1") == []
+    assert control.probed("decode-1 closed the session") == []
+    assert control.core.next_wakeup() is None
+    assert control.tick(RETRY_S) == []
+
+
 def test_a_worker_that_leaves_during_its_probe_is_no_member_and_is_probed_when_it_comes_back() -> None:
     control = serving()
     control.scale(decode=2)
