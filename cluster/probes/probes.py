@@ -25,7 +25,8 @@ RETRY_S = 0.5
 PARTNER_WAIT_S = 5.0
 """How long a decode worker waits for a prefill worker before it is probed alone: it can compute prompts, too."""
 ROOM_WAIT_S = 30.0
-"""How long partners may have no room for a probe. Then a worker is used without: nothing speaks against it."""
+"""How long partners may have no room for a probe, or a prefill worker waits while no decode worker fits it, such as the
+first one of a new model in a rollout. Then it is used without: nothing speaks against it."""
 MAX_PROBES = 16
 """That run at a time."""
 
@@ -68,6 +69,8 @@ class _Trial:
     avoided: set[WorkerId] = field(default_factory=set)
     """Partners with which a probe failed."""
     doing: str = ""
+    alone_at: float = math.inf
+    """When it no longer waits for a partner."""
 
 
 class Probes:
@@ -99,10 +102,8 @@ class Probes:
             return None
         waiting = [trial for trial in self._trials.values() if trial.running is None]
         dues = [trial.retry_at for trial in waiting]
-        dues += [
-            max(trial.retry_at, trial.since + PARTNER_WAIT_S) for trial in waiting if trial.info.roles == ("decode",)
-        ]
-        return min((due for due in dues if due > -math.inf), default=None)
+        dues += [max(trial.retry_at, trial.alone_at) for trial in waiting]
+        return min((due for due in dues if math.isfinite(due)), default=None)
 
     def begin(
         self, ready: Sequence[WorkerInfo], pools: Collection[str], now: float
@@ -120,17 +121,14 @@ class Probes:
             if trial.running is not None or trial.retry_at > now or len(self._running) >= MAX_PROBES:
                 continue
             partner = self._partner(trial, ready)
-            model = model_of(trial.info.worker_id)
+            trial.alone_at = math.inf if partner is not None else _alone_at(trial, ready, pools)
             if partner is not None:
                 probes.append(self._start(trial, partner))
+            elif now < trial.alone_at:
+                other = "prefill" if "decode" in trial.info.roles else "decode"
+                trial.retry_at, trial.doing = -math.inf, f"waits for a {other} worker, to be probed with it"
             elif "decode" in trial.info.roles:
-                is_alone = len(trial.info.roles) == 2 or join_name(model, "prefill") not in pools
-                if is_alone or now >= trial.since + PARTNER_WAIT_S:
-                    probes.append(self._start(trial, None))
-                else:
-                    trial.retry_at, trial.doing = -math.inf, "waits for a prefill worker, to be probed with it"
-            elif join_name(model, "decode") in pools:
-                trial.retry_at, trial.doing = -math.inf, "waits for a decode worker, to be probed with it"
+                probes.append(self._start(trial, None))
             else:
                 self.forget(trial.info.worker_id)
                 verdicts.append(Verdict(trial.info.worker_id, True, "there is no decode worker to probe it with"))
@@ -215,6 +213,20 @@ class Probes:
 
     def _num_running(self, worker_id: WorkerId) -> int:
         return sum(worker_id == info.worker_id for probe in self._running.values() for info in probe.workers)
+
+
+def _alone_at(trial: _Trial, ready: Iterable[WorkerInfo], pools: Collection[str]) -> float:
+    """When a worker without a partner no longer waits for one: infinity where one that fits is to come."""
+    info, model = trial.info, model_of(trial.info.worker_id)
+    if len(info.roles) == 2:
+        return -math.inf
+    if info.roles == ("decode",):
+        return trial.since + PARTNER_WAIT_S if join_name(model, "prefill") in pools else -math.inf
+    if join_name(model, "decode") not in pools:
+        return -math.inf
+    # A rollout may replace this one first, and go on to decode workers only when it is ready.
+    is_first = any("decode" in other.roles and model_of(other.worker_id) == model for other in ready)
+    return trial.since + ROOM_WAIT_S if is_first else math.inf
 
 
 def _fit(one: WorkerInfo, other: WorkerInfo) -> bool:

@@ -240,6 +240,27 @@ def test_workers_of_different_models_are_not_probed_together() -> None:
     assert lines == ["reject decode-0: it runs another model (other) than prefill-0 (f)"]
 
 
+def test_a_prefill_worker_that_no_decode_worker_fits_does_not_hold_up_a_rollout() -> None:
+    """Without surge workers the larger pool is the first to be replaced, and none of the other one is new."""
+    sizes: dict[PoolName, int] = {"prefill": 2, "decode": 1}
+    old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
+    new = Target(generation=2, sizes=sizes, config_hashes={"prefill": "p2", "decode": "d2"})
+    control = started(sizes, Desired(target=old))
+    control.register("prefill-0")
+    control.register("decode-0")
+    control.probed()
+    control.register("prefill-1")
+    control.probed()
+    control.joined()
+    control(events.Apply(Plan(old=old, new=new, surge=False)))
+    control.empty("prefill-0")
+    assert control.stopped("prefill-0") == ["start prefill-0 as p2"]
+    assert control.register("prefill-0", 2, fingerprint="g") == ["accept prefill-0"]
+    assert control.record("prefill-0").detail == "waits for a decode worker, to be probed with it"
+    assert control.core.next_wakeup() == control.now + ROOM_WAIT_S
+    assert control.tick(ROOM_WAIT_S) == ["publish prefill-0 prefill-1(draining) decode-0(draining)"]
+
+
 def test_a_canary_whose_probes_fail_is_taken_back() -> None:
     sizes: dict[PoolName, int] = {"prefill": 1, "decode": 1}
     old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
