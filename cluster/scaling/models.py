@@ -15,7 +15,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig, models_of
 from disagg.cluster.scaling.runner import AutoscalerRunner, Resize
 from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport
 from disagg.proto.control import ControlState
-from disagg.proto.ids import GatewayId, join_name, kind_of, model_of
+from disagg.proto.ids import GatewayId, WorkerId, join_name, kind_of, model_of
 
 
 class Autoscalers:
@@ -44,7 +44,7 @@ class Autoscalers:
     def report(self, gateway_id: GatewayId, report: LoadReport) -> None:
         """What a gateway sent about one model; replaces its earlier one."""
         if (runner := self._runners.get(report.model)) is not None:
-            runner.report(gateway_id, report)
+            runner.report(gateway_id, of_kinds(report))
 
     def forget(self, gateway_id: GatewayId) -> None:
         """The gateway left."""
@@ -90,6 +90,16 @@ def of_model(state: ControlState, key: str) -> ControlState:
             if model_of(worker.pool) == key
         ),
     )
+
+
+def of_kinds(report: LoadReport) -> LoadReport:
+    """A report as if there were its model only: workers by kind and index, as policies take their pool from that."""
+    if not report.model:
+        return report
+    workers = (
+        msgspec.structs.replace(sample, worker_id=WorkerId(kind_of(sample.worker_id))) for sample in report.workers
+    )
+    return msgspec.structs.replace(report, workers=tuple(workers))
 
 
 def together(states: Mapping[str, AutoscalerState]) -> AutoscalerState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -21,11 +22,11 @@ from disagg.cluster.control.plan import ClusterPlan, gateway_config, plan_cluste
 from disagg.cluster.control.workers import split_worker_id
 from disagg.cluster.rollout.changes import compare
 from disagg.cluster.rollout.plans import Plans
-from disagg.cluster.scaling.models import of_model, together
-from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
+from disagg.cluster.scaling.models import Autoscalers, of_model, together
+from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport, PoolDecision, WorkerSample
 from disagg.proto.control import ApplyRequest, ControlState, PoolState, WorkerRecord
 from disagg.proto.errors import ConfigError
-from disagg.proto.ids import WorkerId
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.router.gateway.config import ModelSource
 from tests.support.control import ADDRESS, Driver, make_info
 
@@ -279,6 +280,40 @@ def test_an_autoscaler_sees_one_model() -> None:
     assert [pool.name for pool in seen.pools] == ["prefill", "decode"]
     assert [(worker.worker_id, worker.pool) for worker in seen.workers] == [("b/decode-0", "decode")]
     assert of_model(state, "") is state
+
+
+def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A decode pool is as full as its workers, whose names have the key.
+    pools = {kind: {"max_size": 4} for kind in ("prefill", "decode")}
+    models = {key: {"model": {**FAKE, "name": key}, "pools": pools} for key in ("a", "b")}
+    config = parse_config({"models": models, "autoscaler": {"enabled": True, "policy": "threshold"}})
+    state = ControlState(
+        pools=tuple(PoolState(name=name, desired=1, ready=1) for name in SIZES), workers=(), gateways=()
+    )
+
+    async def decide() -> list[dict[str, int]]:
+        resized: list[dict[str, int]] = []
+        decided: asyncio.Queue[AutoscalerState] = asyncio.Queue()
+
+        async def resize(sizes: dict[str, int]) -> None:
+            resized.append(sizes)
+
+        scalers = Autoscalers(config, lambda: state, resize, decided.put_nowait, lambda: 1000.0)
+        for key, used in (("a", 700), ("b", 1000)):
+            sample = WorkerSample(WorkerId(f"{key}/decode-0"), Incarnation("i"), 1000, 16, 64, 512, 4, blocks_used=used)
+            other = msgspec.structs.replace(sample, worker_id=WorkerId(f"{key}/prefill-0"), blocks_used=700)
+            report = LoadReport(model=key, num_arrived=0, num_queued=0, num_running=0, workers=(sample, other))
+            scalers.report(GatewayId("g"), report)
+        looks = asyncio.create_task(scalers.run())
+        shown = None
+        while shown is None or len(shown.pools) < len(SIZES):
+            shown = (await decided.get()).decision
+        looks.cancel()
+        await asyncio.gather(looks, return_exceptions=True)
+        return resized
+
+    monkeypatch.setattr("disagg.cluster.scaling.runner.asyncio.sleep", lambda delay_s, sleep=asyncio.sleep: sleep(0))
+    assert {tuple(sizes.items()) for sizes in asyncio.run(decide())} == {(("b/decode", 2),)}
 
 
 def test_decisions_about_all_models_are_shown_together() -> None:
