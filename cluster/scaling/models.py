@@ -37,6 +37,7 @@ class Autoscalers:
                 _resizing(resize, key),
                 self._on_decision,
                 clock,
+                key,
             )
             for key, alone in models_of(config).items()
         }

@@ -21,7 +21,7 @@ from disagg.autoscaler.policy import Observation, PoolLimits, PoolObservation
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools
 from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport
 from disagg.proto.control import ControlState, PoolName
-from disagg.proto.ids import GatewayId
+from disagg.proto.ids import GatewayId, join_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class AutoscalerRunner:
         resize: sets sizes of pools.
         decided: called after each decision.
         clock: monotonic seconds.
+        model: key of the model, for logs; empty where there is one.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class AutoscalerRunner:
         resize: Resize,
         decided: Callable[[AutoscalerState], None],
         clock: Callable[[], float],
+        model: str = "",
     ) -> None:
+        self._model = model
         self.options: AutoscalerOptions = config.autoscaler
         self._limits = pool_limits(config)
         self._policy = make_policy(self.options, {str(name): limits for name, limits in self._limits.items()})
@@ -107,7 +110,8 @@ class AutoscalerRunner:
                 await self._look()
             except Exception:
                 # A bug of the policy. Pools stay as they are; the next look may do.
-                logger.exception("the autoscaler could not decide; pools keep their sizes")
+                of = f" of model {self._model}" if self._model else ""
+                logger.exception("the autoscaler%s could not decide; pools keep their sizes", of)
 
     async def _look(self) -> None:
         state = self._state()
@@ -146,7 +150,7 @@ class AutoscalerRunner:
                 verb = "would be resized" if self.options.dry_run else "is resized"
                 logger.warning(
                     "pool %s %s from %d to %d: %s; %s",
-                    pool.name,
+                    join_name(self._model, pool.name),
                     verb,
                     pool.size,
                     pool.wanted,

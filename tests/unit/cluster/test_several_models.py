@@ -282,7 +282,9 @@ def test_an_autoscaler_sees_one_model() -> None:
     assert of_model(state, "") is state
 
 
-def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     # A decode pool is as full as its workers, whose names have the key.
     pools = {kind: {"max_size": 4} for kind in ("prefill", "decode")}
     models = {key: {"model": {**FAKE, "name": key}, "pools": pools} for key in ("a", "b")}
@@ -314,6 +316,7 @@ def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(monkeypatch: pyte
 
     monkeypatch.setattr("disagg.cluster.scaling.runner.asyncio.sleep", lambda delay_s, sleep=asyncio.sleep: sleep(0))
     assert {tuple(sizes.items()) for sizes in asyncio.run(decide())} == {(("b/decode", 2),)}
+    assert caplog.messages[0].startswith("pool b/decode is resized from 1 to 2: KV use 100%")
 
 
 def test_decisions_about_all_models_are_shown_together() -> None:
