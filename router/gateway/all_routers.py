@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing_extensions import override
 
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, RequestTrace, Router, RouterViews, TenantLimits
+from disagg.router.api import BackgroundView, ClusterView, RequestTrace, Router, RouterViews, TenantLimits
 from disagg.router.config import Decodes
 from disagg.router.statistics import Rates
 
@@ -56,6 +56,7 @@ def together(views: Sequence[ClusterView]) -> ClusterView:
         workers=tuple(worker for view in views for worker in view.workers),
         num_queued=sum(view.num_queued for view in views),
         num_running=sum(view.num_running for view in views),
+        background=BackgroundView(*map(sum, zip(*(view.background for view in views), strict=True))),
         unreachable=tuple(info for view in views for info in view.unreachable),
         stages=_added(view.stages for view in views),
         rates=Rates(

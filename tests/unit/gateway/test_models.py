@@ -6,7 +6,7 @@ import pytest
 
 from disagg.proto.errors import InvalidRequestError, ModelDeniedError, ModelNotFoundError
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.api import BackgroundView, ClusterView, RequestTrace
 from disagg.router.gateway.all_routers import AllRouters, together
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import ANONYMOUS
@@ -79,6 +79,15 @@ def test_operators_see_one_cluster() -> None:
     met, total = busy.slos.get("both", (0, 0))
     assert both.slos["both"] == (met + 1, total + 2)
     assert together([busy]) is busy
+
+
+def test_lines_of_batches_of_all_models_count() -> None:
+    """Else those that wait would hold up others as if they were interactive, and prompts would not be paced."""
+    views = [
+        ClusterView((), 1, 0, BackgroundView(num_queued=1, num_prefill=2, prompt_tokens=30)),
+        ClusterView((), 2, 0, BackgroundView(num_queued=2, num_prefill=3, prompt_tokens=50)),
+    ]
+    assert together(views).background == BackgroundView(num_queued=3, num_prefill=5, prompt_tokens=80)
 
 
 def test_the_latest_requests_of_all_models_are_in_one_order() -> None:
