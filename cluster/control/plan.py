@@ -11,7 +11,7 @@ import errno
 import secrets
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,9 +228,14 @@ def gateway_config(
         shares_ports=config.gateway.replicas > 1,
         own_http_port=own_port + index if own_port else 0,
         shows_workers=index == 0,
-        ttft_target_s=seconds(config.slo.ttft_ms),
-        tpot_target_s=seconds(config.slo.tpot_ms),
+        ttft_target_s=_strictest(alone.slo.ttft_ms for alone in models_of(config).values()),
+        tpot_target_s=_strictest(alone.slo.tpot_ms for alone in models_of(config).values()),
     )
+
+
+def _strictest(targets_ms: Iterable[float | None]) -> float | None:
+    """In seconds; None where there is none."""
+    return seconds(min((target for target in targets_ms if target is not None), default=None))
 
 
 def _shortest(infos: Sequence[WorkerInfo], key: str) -> int | None:

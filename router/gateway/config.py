@@ -171,7 +171,8 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     name: str = "gateway"
     """Of this process, for its metrics."""
     ttft_target_s: float | None = None
-    """Of requests that bring none, see `RouterConfig.ttft_slo_s`; None where there is none."""
+    """Of requests that bring none, see `RouterConfig.ttft_slo_s`; None where there is none. The strictest of the
+    models: batches leave room for it."""
     tpot_target_s: float | None = None
     """The same, see `RouterConfig.tpot_slo_s`."""
     shares_ports: bool = False

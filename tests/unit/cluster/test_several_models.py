@@ -267,6 +267,12 @@ def test_models_do_not_come_and_go(after: dict[str, Any], field: str) -> None:
 # ---------------------------------------------------------------- the autoscalers
 
 
+def test_batches_leave_room_for_the_strictest_targets_of_the_models() -> None:
+    plan = plan_of(TWO)
+    gateway = gateway_config(plan.config, plan.model_paths, [])
+    assert (gateway.ttft_target_s, gateway.tpot_target_s) == (0.1, 0.05)
+
+
 def test_an_autoscaler_sees_one_model() -> None:
     state = ControlState(
         pools=tuple(PoolState(name=name, desired=1, ready=1) for name in SIZES),
