@@ -18,8 +18,8 @@ from tests.unit.test_dashboards import DEPLOY, known_labels, labels_in, names_in
 ALERTS = DEPLOY / "prometheus-alerts.yml"
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 """What a server makes of a scrape by itself."""
-OF_A_TARGET = {"job"}
-"""Labels that a server adds to each sample."""
+OF_A_TARGET = {"job", "model"}
+"""Labels that a server adds to each sample, and that of the model, which a gateway adds where it serves several."""
 VALUES = {
     "role": set(ROLES),
     "state": {*STATES, "active", "reserved", "cached", "free"},
@@ -85,6 +85,12 @@ def test_an_alert_says_what_is_wrong_and_what_to_do(rule: dict[str, Any]) -> Non
         assert used <= (known_labels() | OF_PROMETHEUS)[name]
 
 
+@pytest.mark.parametrize("alert", ["DisaggNoDecodeWorker", "DisaggAttainmentLow"])
+def test_a_model_that_is_served_hides_no_other_one(alert: str) -> None:
+    (expression,) = [bare(rule["expr"]) for rule in rules() if rule["alert"] == alert]
+    assert set(re.findall(r"by \(([^)]*)\)", expression)) == {"job, model"}
+
+
 def test_prometheus_loads_the_alerts() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
     assert config["rule_files"] == [ALERTS.name]
@@ -128,6 +134,17 @@ CASES = [
         },
         "2m",
         job="disagg",
+    ),
+    case(
+        "DisaggNoDecodeWorker",
+        "No worker of b can decode, so that every request is refused",
+        {
+            f'disagg_instances{{job="disagg", model="{model}", role="decode", state="ready"}}': f"{count}x5"
+            for model, count in (("a", 1), ("b", 0))
+        },
+        "2m",
+        job="disagg",
+        model="b",
     ),
     case(
         "DisaggAttainmentLow",
