@@ -45,7 +45,7 @@ function split(workers) {
   const right = [];
   let both = 0;
   for (const worker of workers) {
-    const roles = worker.roles.length ? worker.roles : [worker.id.split("-")[0]];
+    const roles = worker.roles.length ? worker.roles : [worker.id.split("/").pop().split("-")[0]];
     if (roles.length > 1) (both++ % 2 ? right : left).push(worker);
     else (roles[0] === "prefill" ? left : right).push(worker);
   }
