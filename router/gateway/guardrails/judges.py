@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from typing_extensions import override
 
-from disagg.proto.errors import ConfigError, UnavailableError
+from disagg.proto.errors import ConfigError, DeadlineError, UnavailableError
 from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuit
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions
 from disagg.router.gateway.guardrails.verdicts import (
@@ -146,6 +146,8 @@ class Asked:
 
         Raises:
             UnavailableError: if there is no verdict, and without one nothing may pass.
+            DeadlineError: if the deadline passed before there was one. That says nothing about the guardrail: else
+                clients with short deadlines could have it asked no more.
         """
         began = self._clock()
         try:
@@ -172,12 +174,16 @@ class Asked:
             raise JudgeError(f"{self._num_asking} questions run or wait")
         if not circuit.asks(now):
             raise JudgeError("it is not asked for a while, after it failed again and again")
-        left_s = options.timeout_s if deadline is None else min(options.timeout_s, max(0.0, deadline - now))
+        ends_before = deadline is not None and deadline - now < options.timeout_s
+        left_s = max(0.0, deadline - now) if deadline is not None and ends_before else options.timeout_s
         self._num_asking += 1
         try:
             async with asyncio.timeout(left_s), self._places:
                 verdict = checked(await self._judge.judge(question), question)
         except TimeoutError:
+            if ends_before:
+                circuit.withdrawn()
+                raise DeadlineError(f"the deadline passed while the guardrail {options.name} was asked") from None
             self._failed(f"no verdict in {left_s:g} s")
             raise JudgeError(f"no verdict in {left_s:g} s") from None
         except JudgeError as error:

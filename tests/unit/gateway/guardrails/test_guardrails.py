@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.errors import ContentFilterError, InvalidRequestError, UnavailableError
+from disagg.proto.errors import ContentFilterError, DeadlineError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
@@ -365,11 +365,21 @@ class TestJudges:
 
     async def test_time_is_bounded(self) -> None:
         noted: list[Decision] = []
-        asked = Asked(GuardrailOptions(name="s", on_failure="allow"), ScriptedJudge([None]), lambda: 5.0)
+        options = GuardrailOptions(name="s", on_failure="allow", timeout_s=0.001)
+        asked = Asked(options, ScriptedJudge([None]), lambda: 5.0)
         question = Question(subject="answer", texts=("a",))
-        verdict = await asked.ask(question, 5.0, noted.append, lambda _: None)
+        verdict = await asked.ask(question, 6.0, noted.append, lambda _: None)
         assert verdict == ALLOW
-        assert noted == [Decision("s", "", "answer", "failed", "no verdict in 0 s")]
+        assert noted == [Decision("s", "", "answer", "failed", "no verdict in 0.001 s")]
+
+    async def test_deadlines_of_clients_neither_let_pass_nor_open_the_circuit(self) -> None:
+        noted: list[Decision] = []
+        asked = Asked(GuardrailOptions(name="s", on_failure="allow"), ScriptedJudge([None] * FAILURES), lambda: 5.0)
+        question = Question(subject="answer", texts=("a",))
+        for _ in range(FAILURES):
+            with pytest.raises(DeadlineError, match="the deadline passed while the guardrail s was asked"):
+                await asked.ask(question, 5.0, noted.append, lambda _: None)
+        assert (noted, asked.is_open) == ([], False)
 
     async def test_the_number_of_questions_is_bounded(self) -> None:
         options = GuardrailOptions(name="s", on_failure="allow", max_running=1, max_waiting=1, timeout_s=60)
