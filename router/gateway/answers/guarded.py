@@ -89,11 +89,12 @@ class GuardedAnswer(Answer):
         return False
 
     def _guarded_finish(self, stopped: bool) -> Finish:
-        finish = replace(
-            self._finish(stopped or self._guard.stopped is not None),
-            num_reasoning_tokens=self._guard.num_reasoning_tokens,
-        )
-        return finish if self._guard.stopped is None else replace(finish, reason="content_filter")
+        was_stopped = self._guard.stopped is not None
+        finish = replace(self._finish(stopped or was_stopped), num_reasoning_tokens=self._guard.num_reasoning_tokens)
+        if was_stopped:
+            finish = replace(finish, reason="content_filter", stop_string="")
+        self._end = finish
+        return finish
 
 
 def deltas(guard: AnswerGuard, answer_index: int, num_prompt_tokens: int, ended: bool) -> Iterator[Delta]:

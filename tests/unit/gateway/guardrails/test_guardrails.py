@@ -221,7 +221,20 @@ class TestAnswers:
     async def test_the_part_before_a_stop_string_is_looked_at_whole(self, model: ServedModel) -> None:
         router = FakeRouter(script(model, "a ca", "t|", "x"))
         events = await Setup(model, router, rules(CATS)).run(stop=("|",))
-        assert (text_of(events), end_of(events).reason) == ("a ", "content_filter")
+        end = end_of(events)
+        assert (text_of(events), end.reason, end.stop_string) == ("a ", "content_filter", "")
+
+    @pytest.mark.parametrize("stop", ["|", "z"])
+    async def test_what_is_used_is_what_the_client_reads(self, model: ServedModel, stop: str) -> None:
+        router = FakeRouter(script(model, "a dog|", " a cat"))
+        setup = Setup(model, router, rules(CATS))
+        call = Call(request_id=ID)
+        given = GenerationInput(model=MODEL_NAME, prompt=TextPrompt("hello"), stop=(stop,))
+        router.traces[ID].num_output_tokens = 40  # workers are ahead
+        async with aclosing(setup.generator.run(given, call)) as events:
+            end = end_of([event async for event in events])
+        assert end.reason == ("stop" if stop == "|" else "content_filter")
+        assert call.use.completion_tokens == end.num_output_tokens < 40
 
 
 class TestResumed:
