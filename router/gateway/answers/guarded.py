@@ -11,8 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from typing import Final, Literal
 
+import msgspec
 from typing_extensions import override
 
+from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import RoutedRequest, Router, TokenBatch
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.guardrails.answers import AnswerGuard
@@ -43,6 +45,8 @@ class GuardedAnswer(Answer):
     ) -> None:
         super().__init__(router, routed, arrival, text, clock, answer_index)
         self._guard = guard
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        """Of the prompt, which come with the first token."""
         self.note_decisions(guard.decisions.counts)
 
     @override
@@ -57,8 +61,10 @@ class GuardedAnswer(Answer):
                         yield delta
                         continue
                     version = self._trace.model_version if tells_version and self._trace is not None else ""
+                    if tells_version:
+                        delta = self._with_prompt(delta)
                     tells_version = False
-                    yield replace(delta, model_version=version, prompt_token_ids=self._prompt_ids(delta.first_index))
+                    yield replace(delta, model_version=version)
                 if ended:
                     self._handle.num_answered = text.num_tokens
                     self.cancel()
@@ -76,6 +82,8 @@ class GuardedAnswer(Answer):
         """The next tokens, one by one, so that where the answer ends does not depend on how they came. Whether it ended
         here."""
         logprobs = self._logprobs(batch, len(batch.token_ids))
+        if logprobs and not self._text.num_tokens:
+            self._prompt_logprobs = logprobs[0].prompt
         for i, token_id in enumerate(batch.token_ids):
             if i % _TOKENS_A_TURN == _TOKENS_A_TURN - 1:
                 await asyncio.sleep(0)
@@ -87,6 +95,13 @@ class GuardedAnswer(Answer):
                 await self._guard.finish("")
                 return True
         return False
+
+    def _with_prompt(self, delta: Delta) -> Delta:
+        """The first delta with tokens, with what is known of the prompt: the first token may have been replaced."""
+        if not delta.logprobs or self._routed.sampling.prompt_logprobs < 0:
+            return delta
+        first = msgspec.structs.replace(delta.logprobs[0], prompt=self._prompt_logprobs)
+        return replace(delta, logprobs=(first, *delta.logprobs[1:]), prompt_token_ids=self._prompt_ids(0))
 
     def _guarded_finish(self, stopped: bool) -> Finish:
         was_stopped = self._guard.stopped is not None

@@ -383,7 +383,9 @@ class AnswerWriter:
         return choice
 
     def _prompt_logprobs(self, first: _Whole) -> bytes:
-        """`first` is the answer that came with those of the prompt."""
+        """`first` is the answer that came with those of the prompt; null where guardrails let no token of it pass."""
+        if not first.logprobs:
+            return _NULL
         ids = unpack_token_ids(PackedTokenIds(first.prompt_token_ids))
         return _JSON.encode(prompt_logprobs(ids, first.logprobs[0].prompt, self._style.tokenizer))
 
@@ -412,5 +414,7 @@ class AnswerWriter:
 
 
 def _unlikelihood(answer: _Whole) -> float:
-    """The negated mean logprob of the tokens."""
-    return -math.fsum(max(one.logprob, LEAST_LOGPROB) for one in answer.logprobs) / max(1, len(answer.logprobs))
+    """The negated mean logprob of the tokens; infinite where guardrails let none pass."""
+    if not answer.logprobs:
+        return math.inf
+    return -math.fsum(max(one.logprob, LEAST_LOGPROB) for one in answer.logprobs) / len(answer.logprobs)

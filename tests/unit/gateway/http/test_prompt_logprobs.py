@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RoutedRequest, TokenBatch
+from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import BOS, FakeRouter, Step
 from tests.support.http_app import TestApp, error_of
@@ -123,3 +127,46 @@ async def test_so_many_values_are_refused_before_anything_runs(
 async def test_a_stream_with_prompt_logprobs_cannot_be_resumed(app: TestApp) -> None:
     refused = await app.text(prompt_logprobs=1, headers={"last-event-id": "0"})
     assert error_of(refused)[:2] == (400, "last-event-id")
+
+
+def guarded(model: ServedModel, answers: Iterator[str], rule: RuleOptions) -> TestApp:
+    """Answers of one batch of tokens each, whose likelihood falls from answer to answer, with a guardrail on them."""
+    levels = itertools.count(1)
+
+    def scripted(routed: RoutedRequest) -> list[Step]:
+        ids, level = model.tokenizer.encode_text(next(answers), special=False), -float(next(levels))
+        num_prompt = len(unpack_token_ids(routed.prompt_token_ids))
+        prompt = (TokenLogprobs(-3.0),) * (num_prompt - 1 if routed.sampling.prompt_logprobs >= 0 else 0)
+        logprobs = [TokenLogprobs(level, (), (), prompt), *[TokenLogprobs(level)] * (len(ids) - 1)]
+        return [TokenBatch(ids, logprobs), Completion("length", len(ids), 0)]
+
+    app = TestApp(model, FakeRouter(scripted))
+    app.completions.models.generators[0]._guardrails = Guardrails([GuardrailOptions(name="g", rules=(rule,))])
+    return app
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}])
+async def test_a_guardrail_that_replaces_the_first_token_leaves_those_of_the_prompt(
+    model: ServedModel, fields: dict[str, Any]
+) -> None:
+    rule = RuleOptions(pattern="1", action="replace", replacement="#", applies_to="answers")
+    body = (await guarded(model, iter(["1 ab"]), rule).text(prompt=[40, 50], **fields)).json()
+    (choice,) = body["choices"]
+    assert choice["text"].endswith("# ab")
+    if "echo" in fields:
+        assert choice["logprobs"]["token_logprobs"][:2] == [None, -3.0]
+    else:
+        assert [each and each["50"]["logprob"] for each in choice["prompt_logprobs"]] == [None, -3.0]
+
+
+async def test_a_guardrail_that_lets_no_token_pass_leaves_none(model: ServedModel) -> None:
+    rule = RuleOptions(pattern="1", applies_to="answers")
+    response = await guarded(model, iter(["1 ab"]), rule).text(prompt=[40, 50], prompt_logprobs=0)
+    (choice,) = response.json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["prompt_logprobs"]) == ("", "content_filter", None)
+
+
+async def test_an_answer_without_a_token_that_passed_is_not_the_best(model: ServedModel) -> None:
+    rule = RuleOptions(pattern="1", applies_to="answers")
+    body = (await guarded(model, iter(["1", "ab"]), rule).text(prompt=[40, 50], best_of=2)).json()
+    assert [(choice["text"], choice["finish_reason"]) for choice in body["choices"]] == [("ab", "length")]
