@@ -196,9 +196,7 @@ class ApiKeys(Authenticator):
 
     def limits(self) -> dict[str, TenantLimits]:
         """By tenant."""
-        keys, certificates = self._known
-        callers = [*(key.caller for key in keys.values()), *certificates.values()]
-        return {caller.tenant: caller.limits for caller in callers}
+        return {caller.tenant: caller.limits for caller in self._callers()}
 
     def take(self, other: ApiKeys) -> None:
         """Use the keys of `other` instead, from the next call on. From any thread."""
@@ -223,15 +221,27 @@ class ApiKeys(Authenticator):
             raise RefusedError("unknown")
         return self._unexpired(caller)
 
+    def _callers(self) -> list[Caller]:
+        keys, certificates = self._known
+        return [*(key.caller for key in keys.values()), *certificates.values()]
+
+    def _has_expired(self, caller: Caller) -> bool:
+        return caller.expires_at is not None and self._wall_clock() >= caller.expires_at
+
     def _unexpired(self, caller: Caller) -> Caller:
-        if caller.expires_at is not None and self._wall_clock() >= caller.expires_at:
+        if self._has_expired(caller):
             raise RefusedError("expired")
         return caller
 
     @override
     def find(self, tenant: str) -> Caller | None:
-        limits = self.limits().get(tenant)
-        return None if limits is None else Caller(tenant, False, limits)
+        """It may use the models that one of the tenant's keys may: which key ordered the work is not known."""
+        own = [one for one in self._callers() if one.tenant == tenant and one.infers and not self._has_expired(one)]
+        if not own:
+            return None
+        lists = [one.models for one in own if one.models is not None]
+        models = frozenset[str]().union(*lists) if len(lists) == len(own) else None
+        return Caller(tenant, False, own[0].limits, models=models)
 
 
 _NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), UNAUTHENTICATED)

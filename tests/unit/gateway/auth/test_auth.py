@@ -4,6 +4,7 @@ import contextvars
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,32 @@ def test_a_key_ends_at_its_time_and_its_client_is_told() -> None:
 
 
 # ---------------------------------------------------------------- the file
+
+
+def test_work_that_a_tenant_ordered_has_the_rights_of_its_keys_that_are_valid() -> None:
+    def key(text: str, tenant: str, **rights: Any) -> ApiKey:
+        return ApiKey(digest_of(text), Caller(tenant, False, **rights))
+
+    m1, m2 = frozenset({"m1"}), frozenset({"m2"})
+    keys = [
+        key("1", "one", models=m1),
+        key("2", "two", models=m1),
+        key("3", "two", models=m2),
+        key("4", "any", models=m1),
+        key("5", "any"),
+        key("6", "ended", expires_at=10.0),
+        key("7", "renewed", expires_at=10.0),
+        key("8", "renewed", models=m2),
+        key("9", "reader", infers=False, metrics=True),
+    ]
+    known = ApiKeys(keys, wall_clock=lambda: 10.0)
+    found = {tenant: known.find(tenant) for tenant in ("one", "two", "any", "ended", "renewed", "reader", "none")}
+    assert {tenant: caller and caller.models for tenant, caller in found.items() if caller is not None} == {
+        "one": m1,
+        "two": m1 | m2,
+        "any": None,
+        "renewed": m2,
+    }
 
 
 def test_both_forms_of_an_entry(tmp_path: Path) -> None:
