@@ -13,6 +13,7 @@ from disagg.router.gateway.auth.auth import CALLER, Authenticator
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.runner import LineResult
 from disagg.router.gateway.batches.store import Batch
+from disagg.router.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABLE
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.transport.errors import error_json
 from disagg.router.gateway.requests.request import Call, Targets
@@ -25,6 +26,9 @@ _TARGETS: Final = Targets(ttft_s=86_400.0, tpot_s=3600.0)
 """That a line cannot miss: the configured ones are for people who wait."""
 _MAX_LOST: Final = 5
 """Attempts that ended with a lost worker, each of which the router had tried again by itself: the line may be why."""
+_MAX_UNJUDGED: Final = 20
+"""Attempts that ended without a guardrail's verdict, over some six minutes: an outage must not fail a whole batch, and
+a line that is why must end."""
 _MAX_RETRY_S: Final = 30.0
 
 
@@ -46,16 +50,18 @@ class LineAnswers:
 
     async def __call__(self, batch: Batch, line: Line) -> LineResult:
         """Status, body, and what the last try used."""
-        num_lost = num_tries = 0
+        num_lost = num_unjudged = num_tries = 0
         while True:
             use = CallUse()
             try:
                 return LineResult(200, await self._run(batch, line, use), use)
             except DisaggError as error:
                 num_tries += 1
-                num_lost += isinstance(error, UnavailableError) and not error.code.startswith("no_")
+                is_unjudged = error.code == GUARDRAIL_UNAVAILABLE
+                num_unjudged += is_unjudged
+                num_lost += isinstance(error, UnavailableError) and not error.code.startswith("no_") and not is_unjudged
                 wait_s = retry_after_s(error)
-                if wait_s is None or num_lost >= _MAX_LOST:
+                if wait_s is None or num_lost >= _MAX_LOST or num_unjudged >= _MAX_UNJUDGED:
                     use.failed = True
                     return LineResult(error.http_status, error_json(error), use)
             except Exception:
