@@ -101,8 +101,15 @@ def shown(value: float | str) -> str:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether objects and arrays of a decoded JSON value are in each other more than `most` deep."""
-    if not isinstance(value, dict | list):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return most < 1 or any(is_deeper(item, most - 1) for item in items)
+    """Whether objects and arrays of a decoded JSON value are in each other more than `most` deep. Goes level by level:
+    clients may send hundreds of thousands of values."""
+    level = [value] if isinstance(value, dict | list) else []
+    while level and most > 0:
+        most -= 1
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, (dict, list))
+        ]
+    return bool(level)
