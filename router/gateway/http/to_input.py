@@ -26,7 +26,7 @@ from disagg.router.gateway.http.schema import (
     decode_field,
 )
 from disagg.router.gateway.http.structured import read_structured
-from disagg.router.gateway.http.tools import OfferedTools, has_extra, read_extra, read_tools
+from disagg.router.gateway.http.tools import LONG_ARGUMENTS, OfferedTools, has_extra, read_extra, read_tools
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.sampling import MAX_LOGIT_BIASES
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
@@ -209,6 +209,8 @@ def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
             yield
         role, content = _read_role(message, len(turns)), message.content
         extra = read_extra(message, len(turns)) if has_extra(message) else ""
+        if len(extra) > LONG_ARGUMENTS:
+            yield
         if content is None and extra and role == "assistant":
             content = ""
         if not isinstance(content, str):

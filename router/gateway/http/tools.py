@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.schema import ABSENT, Message, decode_field
+from disagg.router.gateway.requests.shape import MAX_JSON_PARTS, count_json
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.requests.values import is_deeper
 from disagg.router.gateway.text.tool_calls import ToolFormat
@@ -26,6 +27,8 @@ MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
 MAX_CHOICE_BYTES: Final = 1024
 """Of the JSON of `tool_choice`."""
+LONG_ARGUMENTS: Final = 2048
+"""Characters of calls after which other work of the event loop has its turn."""
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES: Final = ("auto", "none", "required")
 
@@ -202,15 +205,33 @@ def _check_depth(value: Any, place: str) -> None:
         raise InvalidRequestError(place, f"must not be nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
+def check_parts(arguments: str, field: str) -> None:
+    """Raises `InvalidRequestError` if the JSON of calls' arguments has too many values, before anything is built from
+    it: in a body it is one string."""
+    if sum(map(arguments.count, '"[{,')) <= MAX_JSON_PARTS:
+        return
+    try:
+        for _ in count_json(arguments.encode("utf-8", "surrogatepass"), MAX_JSON_PARTS):
+            pass
+    except InvalidRequestError:
+        raise InvalidRequestError(field, f"arguments have more than {MAX_JSON_PARTS} values") from None
+
+
 def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or len(given) > MAX_CALLS:
         raise InvalidRequestError(place, f"must be a list of at most {MAX_CALLS} calls")
-    calls = []
+    found: list[_Call] = []
     for i, item in enumerate(given):
         try:
-            call = msgspec.convert(item, _Call)
+            found.append(msgspec.convert(item, _Call))
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{place}[{i}]", f"is no call of a function: {error}") from None
+    check_parts("\n".join([call.function.arguments for call in found]), place)
+    calls = []
+    for i, call in enumerate(found):
+        try:
             arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequestError(f"{place}[{i}]", f"is no call of a function: {error}") from None
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"{place}[{i}].function.arguments", "must be a JSON object")

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.http.tools import MAX_SCHEMA_DEPTH
+from disagg.router.gateway.http.tools import MAX_SCHEMA_DEPTH, check_parts
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.values import is_deeper, shown
 from disagg.router.gateway.text.chat_template import ChatTurn
@@ -116,6 +116,8 @@ def read_text(parts: str | Sequence[TextPart] | None, kinds: Sequence[str], plac
 
 
 def _arguments(given: object, place: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        check_parts(given, place)
     try:
         value = _ARGUMENTS.decode(given or "{}") if isinstance(given, str) else given
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

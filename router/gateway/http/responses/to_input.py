@@ -30,7 +30,7 @@ from disagg.router.gateway.http.responses.schema import (
 )
 from disagg.router.gateway.http.schema import decode_field
 from disagg.router.gateway.http.to_input import ParsedCall
-from disagg.router.gateway.http.tools import MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
+from disagg.router.gateway.http.tools import LONG_ARGUMENTS, MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.structured import StructuredOutput
@@ -140,7 +140,10 @@ def _read_item(item: Item, place: str, turns: Turns, joins: bool) -> Pieces[None
         turns.add_text(role, text, joins)
     elif kind == "function_call":
         call_id, name = _set(item.call_id, f"{place}.call_id"), _set(item.name, f"{place}.name")
-        turns.add_call(call_id, name, _set(item.arguments, f"{place}.arguments"), f"{place}.arguments")
+        arguments = _set(item.arguments, f"{place}.arguments")
+        turns.add_call(call_id, name, arguments, f"{place}.arguments")
+        if len(arguments) > LONG_ARGUMENTS:
+            yield
     elif kind == "function_call_output":
         call_id = _set(item.call_id, f"{place}.call_id")
         text = yield from read_text(item.output, _CONTENTS, f"{place}.output")

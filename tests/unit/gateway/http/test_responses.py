@@ -19,6 +19,7 @@ from disagg.router.gateway.http.responses.schema import ResponsesBody
 from disagg.router.gateway.http.responses.to_input import ParsedResponse, read_response
 from disagg.router.gateway.http.schema import decoded
 from disagg.router.gateway.requests.request import ChatPrompt
+from disagg.router.gateway.requests.shape import MAX_JSON_PARTS
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tokenizer import fake_model
@@ -380,3 +381,15 @@ async def test_a_stream_cannot_be_resumed() -> None:
         PATH, json={"model": MODEL, "input": "hi", "stream": True}, headers={"last-event-id": "0"}
     )
     assert error_of(response) == (400, "last-event-id", "invalid_value")
+
+
+async def test_arguments_of_calls_are_counted_and_read_one_by_one() -> None:
+    many = {**CALLED, "arguments": '{"a":[%s1]}' % ("[]," * MAX_JSON_PARTS)}
+    with pytest.raises(InvalidRequestError, match="arguments have more than 32768 values") as caught:
+        await read(input=[SAID, many])
+    assert caught.value.field == "input[1].arguments"
+    some = {**CALLED, "arguments": '{"a":[%s1]}' % ("1," * 2000)}
+    pieces = list(
+        read_response(msgspec.json.decode(json.dumps({"model": MODEL, "input": [some] * 5}), type=ResponsesBody))
+    )
+    assert len(pieces) == 5

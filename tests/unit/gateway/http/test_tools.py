@@ -15,6 +15,7 @@ from disagg.router.gateway.http.to_input import read_chat
 from disagg.router.gateway.http.tool_choices import ToolChoices
 from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
 from disagg.router.gateway.requests.request import Call
+from disagg.router.gateway.requests.shape import MAX_JSON_PARTS
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
 from disagg.router.gateway.text.tool_grammar import call_grammar
@@ -117,6 +118,24 @@ def test_earlier_calls_reach_the_template_with_their_arguments_as_objects() -> N
     assert json.loads(read_extra(message, 0)) == {"tool_calls": [expected]}
     with pytest.raises(InvalidRequestError, match=r"messages\[3\]\.tool_call_id"):
         read_extra(Message("tool", "1"), 3)
+
+
+def test_arguments_of_earlier_calls_are_counted_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def message(*arguments: str) -> Message:
+        return Message(
+            "assistant", None, [{"id": "c", "function": {"name": "f", "arguments": one}} for one in arguments]
+        )
+
+    half, built = MAX_JSON_PARTS // 2 - 8, json.dumps({"code": '[{,"' * MAX_JSON_PARTS})
+    assert len(read_extra(message('{"a":[%s1]}' % ("1," * half), built), 0)) > 2 * half
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", None)
+    for part in ("1,", "[],", '"",'):
+        arguments = '{"a":[%s1]}' % (part * (half + 20))
+        with pytest.raises(InvalidRequestError, match="arguments have more than 32768 values") as caught:
+            read_extra(message(arguments, arguments), 3)
+        assert caught.value.field == "messages[3].tool_calls"
+    monkeypatch.setattr(msgspec.json, "decode", decode)
 
 
 def test_a_template_with_tools_gets_them_and_one_without_gets_text() -> None:
