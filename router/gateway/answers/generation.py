@@ -144,7 +144,7 @@ class Generator:
             if self._guardrails is not None:
                 checked = await self.guarded(checked, call)
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
-            if checked.seed is not None and checked.num_answers == 1:
+            if checked.seed is not None and checked.num_answers == call.use.num_prompts == 1:
                 call.use.stream = stream_id(call.caller.tenant, routed)
             call.use.continues |= bool(checked.resumed)
             resumed, had_text = await self._resumed_text(checked, routed)

@@ -281,6 +281,7 @@ class Completions:
         checked: Sequence[CheckedRequest],
     ) -> Events:
         """The events of all prompts; choices are counted through."""
+        call.use.num_prompts = len(parsed.inputs)
         prompts = zip(parsed.inputs, checked, parsed.names, strict=True)
         runs = [
             _run_one(generator, given, one, names, call if i == 0 else call.for_another(self._mint_id()), charge)

@@ -63,6 +63,8 @@ class CallUse:
     completion_tokens: int = 0
     stream: bytes = b""
     """Which answer it is, if it can be continued by another call: from tenant, prompt and seed."""
+    num_prompts: int = 1
+    """Of the call. What several used together is no part of one answer."""
     continues: bool = False
     """Whether it continues an answer, of which an earlier call may have recorded a part."""
     failed: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,13 @@ import pytest
 from typing_extensions import override
 
 from disagg.proto.errors import UnavailableError
-from disagg.router.api import Completion
+from disagg.router.api import Completion, RoutedRequest
 from disagg.router.gateway.auth.auth import AnonymousAccess, Caller
 from disagg.router.gateway.auth.rights import usage_of
 from disagg.router.gateway.config import UsageOptions
 from disagg.router.gateway.requests.request import Call
 from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.usage.counts import Counts
+from disagg.router.gateway.usage.counts import CallUse, Counts
 from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import MODEL_NAME, FakeRouter, Wait
@@ -98,6 +100,33 @@ async def test_a_client_that_leaves_pays_for_what_was_made(model: ServedModel, r
     app.router.script = lambda _: LETTERS
     await app.text(**IDS)
     assert await counts(recorder) == Counts(2, 0, 6, 0, 6)
+
+
+@pytest.mark.parametrize("prompts", [[[75]], [[75], [76]]])
+async def test_what_several_prompts_used_is_no_part_of_one_answer(
+    model: ServedModel, recorder: UsageRecorder, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    """Else whoever goes on with the answer to one of them would be counted less, by what the others used."""
+    added: list[CallUse] = []
+    monkeypatch.setattr(recorder._pending, "add", lambda tenant, day, use, **_: added.append(use))
+    submitted = asyncio.Semaphore(0)
+
+    def script(_: RoutedRequest) -> list[Any]:
+        submitted.release()
+        return [[75, 76], Wait()]
+
+    app = app_of(model, recorder, script)
+    fields = {"model": MODEL_NAME, "prompt": prompts, "seed": 7, "stream": True}
+    call = AsgiCall(app.app, "/v1/completions", json.dumps(fields).encode())
+    for _ in prompts:
+        await submitted.acquire()
+    for handle in app.router.handles:
+        await handle.waiting.wait()
+    call.leave()
+    await call.task
+    (use,) = added
+    assert use.completion_tokens == 2 * len(prompts)
+    assert bool(use.stream) is (len(prompts) == 1)
 
 
 class Ordered(UsageRecorder):
