@@ -192,6 +192,10 @@ class Asked:
         except asyncio.CancelledError:
             circuit.withdrawn()
             raise
+        except Exception as error:  # of a verdict that somebody else's code made
+            why = f"it gave no verdict: {type(error).__name__}: {error}"
+            self._failed(why)
+            raise JudgeError(why) from error
         finally:
             self._num_asking -= 1
         if circuit.passed() == "closed":

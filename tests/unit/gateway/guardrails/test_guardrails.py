@@ -416,6 +416,7 @@ class TestJudges:
             (Replace(("\ud800",)), "its replacement is no text, or too long"),
             (Replace(("a" * ((1 << 20) + 1),)), "its replacement is no text, or too long"),
             (Stop(reason=5), "its reason is no text"),  # type: ignore[arg-type]
+            (Replace(None), "it gave no verdict: TypeError: 'NoneType' object is not iterable"),  # type: ignore[arg-type]
         ],
     )
     async def test_what_is_no_verdict(self, verdict: object, message: str) -> None:
@@ -424,6 +425,16 @@ class TestJudges:
         with pytest.raises(UnavailableError):
             await asked.ask(Question(subject="prompt", texts=("a",)), None, noted.append, lambda _: None)
         assert [one.reason for one in noted] == [message]
+
+    async def test_the_trial_of_an_open_circuit_may_fail_in_any_way(self) -> None:
+        now = [0.0]
+        wrong: Any = Replace(None)  # type: ignore[arg-type]
+        judge = ScriptedJudge([*[JudgeError("down")] * FAILURES, wrong, ALLOW])
+        asked = Asked(GuardrailOptions(name="s", on_failure="allow"), judge, lambda: now[0])
+        for wait_s in (*[0.0] * FAILURES, PAUSE_S, PAUSE_S):
+            now[0] += wait_s
+            await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, lambda _: None)
+        assert (judge.verdicts, asked.is_open) == ([], False)
 
 
 @pytest.mark.parametrize(
