@@ -299,7 +299,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """The latest requests of all tenants, newest first; for admins only."""
         offset_s = self._clock_to_epoch_s()
         known = self._router.recent(limit)
-        refused = [trace for trace in self._refused() if trace.request_id not in {each.request_id for each in known}]
+        known_ids = {each.request_id for each in known}
+        refused = [trace for trace in self._refused() if trace.request_id not in known_ids]
         for trace in sorted([*known, *refused], key=lambda trace: -trace.arrival)[:limit]:
             yield explanation(trace, offset_s)
             await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
