@@ -185,7 +185,9 @@ class Completions:
         checked = await in_pieces(_check(generator, parsed))
         call.use.model = generator.model.info.name
         with _charged(generator, parsed, call) as charge:
-            checked = await _guarded(generator, parsed, checked, call)
+            if len(checked) > 1:
+                async with exchange.until_disconnect():
+                    checked = await _guarded(generator, parsed, checked, call)
             run = self._run(generator, parsed, call, charge, checked)
             if position is not None and (position.num_tokens or position.num_chars):
                 call.use.continues = True
