@@ -15,16 +15,19 @@ from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
 LEFT_TIMEOUT_S = 10.0
 
 
-def sources(folder: Path) -> tuple[ModelSource, ...]:
+def sources(folder: Path, max_model_len: int | None = None) -> tuple[ModelSource, ...]:
     """One model, of a checkpoint folder."""
-    return (ModelSource(name=MODEL_NAME, path=str(folder), prefix_root=FINGERPRINT),)
+    source = ModelSource(name=MODEL_NAME, path=str(folder), prefix_root=FINGERPRINT, max_model_len=max_model_len)
+    return (source,)
 
 
 @asynccontextmanager
-async def running(folder: Path, router: FakeRouter, **changes: Any) -> AsyncIterator[GatewayServer]:
+async def running(
+    folder: Path, router: FakeRouter, max_model_len: int | None = None, **changes: Any
+) -> AsyncIterator[GatewayServer]:
     """A gateway that has stopped, and left no task, when the context ends. `changes` are of its configuration."""
     before = asyncio.all_tasks()
-    config = GatewayConfig(models=sources(folder), **changes)
+    config = GatewayConfig(models=sources(folder, max_model_len), **changes)
     server = GatewayServer(config, {"": router})
     await server.start()
     try:
