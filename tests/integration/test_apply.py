@@ -241,6 +241,7 @@ def test_workers_that_cannot_start_are_taken_back_and_the_old_ones_never_stop_to
         assert pids(cluster) == before
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_in_the_middle_change_nothing_of_the_end(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:

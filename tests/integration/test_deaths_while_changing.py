@@ -150,6 +150,7 @@ def test_a_worker_that_is_killed_while_it_starts_or_drains_by_scale(scene: Scene
     scene.check()
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_while_a_configuration_is_applied(scene: Scene) -> None:
     """First a new worker, before it is ready, and an old one; then, under the next configuration, a gateway."""
     deaths: tuple[dict[str, list[str]], ...] = (

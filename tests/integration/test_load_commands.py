@@ -77,6 +77,7 @@ def test_a_sweep_of_a_running_gateway_keeps_what_it_measured(options: commands.C
     assert again == (commands.EXIT_INVALID if report["summary"]["invalid_runs"] else commands.EXIT_MET)
 
 
+@pytest.mark.slow
 def test_a_comparison_measures_each_shape_once_and_finds_the_same_answers(
     options: commands.Common, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ async def test_elastic_workers_move_sequences_under_load_and_answers_stay_the_sa
         assert (await answers_while_workers_drain_at_random(infos, NUM_MOVES))["moved"] >= NUM_MOVES
 
 
+@pytest.mark.slow
 async def test_decode_workers_hand_over_to_each_other(checkpoint: Path) -> None:
     """One of them with two ranks, so that each head goes from the rank that has it to the one that needs it."""
     configs = [

@@ -428,6 +428,7 @@ async def ask_all(info: WorkerInfo, prompts: list[list[int]], num_tokens: int) -
     return [answer.token_ids for answer in answers]
 
 
+@pytest.mark.slow
 def test_a_worker_ends_in_order_though_its_follower_hangs(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "llama")
     with running_worker(config(model_path=str(folder), dtype="float32", num_blocks=256)) as process:

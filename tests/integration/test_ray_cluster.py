@@ -164,6 +164,7 @@ def test_what_is_killed_comes_back_and_pools_grow_and_shrink(temp_dir: Path) -> 
         assert serve(cluster) == ("prefill-0", "decode-0")
 
 
+@pytest.mark.slow
 def test_an_apply_goes_on_under_the_next_controller(temp_dir: Path) -> None:
     config = make_config(temp_dir, pools={"decode": {"size": 2}})
     wanted = parse_config({**config, "pools": {"decode": {"size": 2, "num_blocks": 300}}})
@@ -289,6 +290,7 @@ def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path
         cluster.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["", "ready  ray"], ids=["while Ray starts", "while workers start"])
 def test_a_signal_to_all_during_a_start_ends_it_cleanly(temp_dir: Path, tmp_path: Path, moment: str) -> None:
     """As `timeout` and service managers send it: to `disagg` and its process group at once."""

@@ -126,6 +126,7 @@ def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
         lose_the_owner(nodes, folder)
 
 
+@pytest.mark.slow
 def test_the_controller_keeps_a_twin_running(folder: Path) -> None:
     settings: dict[str, Any] = {
         "mode": "elastic",

@@ -162,7 +162,7 @@ def running_pair(transport: TransportName) -> Iterator[Bench]:
         assert (p.exitcode, led.process.exitcode) == (0, 0)
 
 
-@pytest.mark.parametrize("transport", ["gloo", NIXL])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("nixl", marks=[*NIXL.marks, pytest.mark.slow])])
 def test_four_processes_move_heads_and_all_end_when_one_is_killed(transport: TransportName) -> None:
     with running_pair(transport) as bench:
         for start, stop in CHUNKS:

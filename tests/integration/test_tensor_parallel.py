@@ -56,7 +56,7 @@ WIDE, NARROW = "llama_odd_vocab", "qwen3"
 """8 query and 4 KV heads, and a vocabulary that no number of ranks divides; 4 query and 2 KV heads, which is fewer than
 some workers have ranks."""
 BYTES_PER_TOKEN = {WIDE: 3 * 2 * 4 * 8 * 4, NARROW: 3 * 2 * 2 * 32 * 4}
-PAIRS = [Pair(1, 2, WIDE), Pair(2, 1, NARROW), Pair(2, 2, WIDE)]
+PAIRS = [Pair(1, 2, WIDE), Pair(2, 1, NARROW), pytest.param(Pair(2, 2, WIDE), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
