@@ -28,7 +28,7 @@ from torch import Tensor
 from disagg.engine.plan import NO_TOKEN, RowFault
 from disagg.engine.randomness import uniform
 from disagg.engine.request import Sequence
-from disagg.engine.runner.logits import edited_logits, forbidden
+from disagg.engine.runner.logits import edited_logits, of_grammars
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sampling_rules import edits_logits, is_filtered, is_greedy, is_only_masked
@@ -82,7 +82,7 @@ class Sampler:
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
         logits_RV = logits_RV[:, : self._vocab_size]
         if all(is_only_masked(sequence) for sequence in sequences):  # no other edit: the logits' own dtype will do
-            edited_RV = logits_RV.masked_fill(forbidden(sequences, self._masks, logits_RV), float("-inf"))
+            edited_RV = of_grammars(logits_RV, sequences, self._masks)
         else:
             edited_RV = edited_logits(logits_RV, sequences, self._masks)
         chosen: list[int] = argmax_rows(edited_RV, self._vocab_size).tolist()
