@@ -25,13 +25,13 @@ from disagg.client import AsyncClient, Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.control import ControlState, StateRequest
-from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from tests.integration.test_batches import contents
 from tests.integration.test_scaling import replaced
 from tests.support import reference
 from tests.support.metrics import read_samples
 from tests.support.tiny_models import make_checkpoint
-from tests.support.waiting import LONG_WAIT_S, wait_until
+from tests.support.waiting import LONG_WAIT_S, eventually, wait_until
 from tests.support.workers import wait_until_workers_idle
 
 NUM_TOKENS = 24
@@ -98,6 +98,15 @@ def over_grpc(served: Served, key: str, number: int) -> list[int]:
             PROMPTS[key][number], model=NAMES[key], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
         )
         return list(answer.token_ids)
+
+
+async def answers(served: Served, key: str) -> bool:
+    """Whether the gateway has workers for a model."""
+    try:
+        await asyncio.to_thread(over_grpc, served, key, 0)
+    except UnavailableError:
+        return False
+    return True
 
 
 def over_http(served: Served, key: str, number: int) -> str:
@@ -220,6 +229,7 @@ async def a_worker_dies(served: Served) -> None:
         health = await asyncio.to_thread(httpx.get, f"http://{cluster.http_address}/readyz")
         assert health.status_code == 200
     assert await asyncio.to_thread(replaced, cluster, "first/decode-0", pid)
+    await eventually(lambda: answers(served, "first"), every_s=0.1)  # the gateway, too, has connected to it
     assert await asyncio.to_thread(over_grpc, served, "first", 2) == served.expected["first"][2]
     after = {info.worker_id: info.incarnation for info in cluster.workers}
     assert {name for name in before if before[name] != after[name]} == {"first/decode-0"}
