@@ -62,12 +62,12 @@ def together(views: Sequence[ClusterView]) -> ClusterView:
         rates=Rates(
             sum(view.rates.requests_per_s for view in views), sum(view.rates.output_tokens_per_s for view in views)
         ),
-        slos=_slos(views),
+        slos=_pairs(view.slos for view in views),
         exported_traces=_added(view.exported_traces for view in views),
         counters={name: metrics for view in views for name, metrics in view.counters.items()},
         restarts={name: count for view in views for name, count in view.restarts.items()},
         events=_added(view.events for view in views),
-        tenants=_tenants(views),
+        tenants=_pairs(view.tenants for view in views),
     )
 
 
@@ -79,17 +79,10 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _slos(views: Sequence[ClusterView]) -> dict[str, tuple[int, int]]:
+def _pairs(counts: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """As `_added`, of two counts by name."""
     found: dict[str, tuple[int, int]] = {}
-    for name, (met, total) in chain.from_iterable(view.slos.items() for view in views):
+    for name, (first, second) in chain.from_iterable(each.items() for each in counts):
         before = found.get(name, (0, 0))
-        found[name] = (before[0] + met, before[1] + total)
-    return found
-
-
-def _tenants(views: Sequence[ClusterView]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    for name, (queued, running) in chain.from_iterable(view.tenants.items() for view in views):
-        before = found.get(name, (0, 0))
-        found[name] = (before[0] + queued, before[1] + running)
+        found[name] = (before[0] + first, before[1] + second)
     return found
