@@ -214,7 +214,7 @@ def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
         if content is None and extra and role == "assistant":
             content = ""
         if not isinstance(content, str):
-            content = yield from _read_parts(content, len(turns))
+            content = yield from read_text(content, ("text",), f"messages[{len(turns)}].content")
         turns.append(ChatTurn(role, content, extra))
     return tuple(turns)
 
@@ -231,16 +231,20 @@ def _read_role(message: Message, index: int) -> str:
     return _ROLES.get(message.role, message.role)
 
 
-def _read_parts(parts: Sequence[ContentPart] | None, index: int) -> Pieces[str]:
-    place = f"messages[{index}].content"
+def read_text(parts: str | Sequence[ContentPart] | None, kinds: Sequence[str], place: str) -> Pieces[str]:
+    """The text of a content: parts are joined by line ends. Yields between pieces of work. Raises
+    `InvalidRequestError` for a part that is none of `kinds`."""
+    if isinstance(parts, str):
+        return parts
     if parts is None:
         raise InvalidRequestError(place, "must be set")
     texts: list[str] = []
     for part in parts:
-        if part.type != "text":
-            raise InvalidRequestError(f"{place}[{len(texts)}].type", f"must be text, not {part.type[:64]!r}")
+        where = f"{place}[{len(texts)}]"
+        if part.type not in kinds:
+            raise InvalidRequestError(f"{where}.type", f"must be {' or '.join(kinds)}, not {shown(part.type)}")
         if part.text is None:
-            raise InvalidRequestError(f"{place}[{len(texts)}].text", "must be set")
+            raise InvalidRequestError(f"{where}.text", "must be set")
         texts.append(part.text)
         if len(texts) % TURNS_A_PIECE == 0:
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,18 +10,11 @@ import msgspec
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.tools import MAX_SCHEMA_DEPTH, check_parts
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
-from disagg.router.gateway.requests.values import is_deeper, shown
+from disagg.router.gateway.requests.values import is_deeper
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tool_grammar import MAX_CALLS
 
 _ARGUMENTS: Final = msgspec.json.Decoder()
-
-
-class TextPart(msgspec.Struct, frozen=True):
-    """One piece of a content; other kinds than text are refused."""
-
-    type: str
-    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -93,26 +85,6 @@ class Turns:
                 yield
             turns.append(turn.read())
         return tuple(turns)
-
-
-def read_text(parts: str | Sequence[TextPart] | None, kinds: Sequence[str], place: str) -> Pieces[str]:
-    """The text of a content: parts are joined by line ends. Yields between pieces of work. Raises
-    `InvalidRequestError` for a part that is none of `kinds`."""
-    if isinstance(parts, str):
-        return parts
-    if parts is None:
-        raise InvalidRequestError(place, "must be set")
-    texts: list[str] = []
-    for part in parts:
-        where = f"{place}[{len(texts)}]"
-        if part.type not in kinds:
-            raise InvalidRequestError(f"{where}.type", f"must be {' or '.join(kinds)}, not {shown(part.type)}")
-        if part.text is None:
-            raise InvalidRequestError(f"{where}.text", "must be set")
-        texts.append(part.text)
-        if len(texts) % TURNS_A_PIECE == 0:
-            yield
-    return "\n".join(texts)
 
 
 def _arguments(given: object, place: str) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from disagg.router.gateway.http.foreign.bodies import SamplingFields
-from disagg.router.gateway.http.foreign.turns import TextPart
-from disagg.router.gateway.http.schema import ABSENT
+from disagg.router.gateway.http.schema import ABSENT, ContentPart
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -21,7 +20,7 @@ class Block(msgspec.Struct, frozen=True):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     is_error: bool | None = None
 
 
@@ -37,7 +36,7 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
 
     messages: list[Turn] | None = None
     max_tokens: int | None = None
-    system: str | list[TextPart] | None = None
+    system: str | list[ContentPart] | None = None
     stop_sequences: list[str] | None = None
 
     # Read by `to_input`, which looks at their sizes first.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.router.gateway.http.foreign.bodies import SamplingFields
-from disagg.router.gateway.http.foreign.turns import TextPart
-from disagg.router.gateway.http.schema import ABSENT
+from disagg.router.gateway.http.schema import ABSENT, ContentPart
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -14,12 +13,12 @@ class Item(msgspec.Struct, frozen=True):
 
     type: str | None = None
     role: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     """JSON of an object."""
-    output: str | list[TextPart] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):

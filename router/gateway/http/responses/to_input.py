@@ -19,7 +19,7 @@ from disagg.router.gateway.http.foreign.bodies import (
 )
 from disagg.router.gateway.http.foreign.names import OtherNames
 from disagg.router.gateway.http.foreign.offered import Choice, GivenTool, offer
-from disagg.router.gateway.http.foreign.turns import Turns, read_text
+from disagg.router.gateway.http.foreign.turns import Turns
 from disagg.router.gateway.http.responses.schema import (
     FunctionTool,
     Item,
@@ -29,7 +29,7 @@ from disagg.router.gateway.http.responses.schema import (
     TextFormat,
 )
 from disagg.router.gateway.http.schema import decode_field
-from disagg.router.gateway.http.to_input import ParsedCall
+from disagg.router.gateway.http.to_input import ParsedCall, read_text
 from disagg.router.gateway.http.tools import LONG_ARGUMENTS, MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
