@@ -8,7 +8,7 @@ A stream's status waits for the first event, so that whatever is wrong before ha
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -103,13 +103,13 @@ class Completions:
         usage: UsageRecorder,
     ) -> None:
         self._usage = usage
-        self._models = self.models = models
+        self.models = models
         self._metrics = metrics
         self._readiness = readiness
-        self._limits = self.limits = limits
+        self.limits = limits
         self._mint_id = mint_id
         self._clock = clock
-        self._wall_clock = self.wall_clock = wall_clock
+        self.wall_clock = wall_clock
 
     async def chat(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/chat/completions`."""
@@ -128,20 +128,14 @@ class Completions:
     ) -> None:
         """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer. Raises
         whatever is wrong with it."""
-        with self._metrics.counted("http"), self._readiness.answering():
-            call = self._call(exchange, request_id)
-            if (only := self._models.only) is not None:
-                exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
-            async with self._usage.counted(call):
-                if exchange.headers.get(HEADER):
-                    raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
-                generator, parsed = self._accepted(await self._limits.read(exchange, read), call)
-                exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
-                checked = await in_pieces(_check(generator, parsed))
-                call.use.model = generator.model.info.name
-                run = self._recorded(self._run(generator, parsed, call, None, checked), call)
-                async with exchange.until_disconnect(), aclosing(run) as events:
-                    await write(generator, exchange, parsed, call, events)
+        async with self._counted(exchange, request_id) as call:
+            if exchange.headers.get(HEADER):
+                raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
+            generator, parsed = await self._read(exchange, call, read)
+            checked = await in_pieces(_check(generator, parsed))
+            run = self._recorded(self._run(generator, parsed, call, None, checked), call)
+            async with exchange.until_disconnect(), aclosing(run) as events:
+                await write(generator, exchange, parsed, call, events)
 
     async def _recorded(self, run: Events, call: Call) -> Events:
         """The events of a call, whose use is recorded before they end."""
@@ -153,9 +147,9 @@ class Completions:
     async def line(self, endpoint: str, body: bytes, call: Call) -> bytes:
         """The answer to a line of a batch: the body that a request to `endpoint` would get. Raises as that."""
         kind = _KINDS["chat" if endpoint == "/v1/chat/completions" else "text"]
-        if len(body) > self._limits.max_bytes:
-            raise InvalidRequestError("body", f"must have at most {self._limits.max_bytes} bytes")
-        generator, parsed = self._accepted(await self._limits.decode(body, kind.read), call)
+        if len(body) > self.limits.max_bytes:
+            raise InvalidRequestError("body", f"must have at most {self.limits.max_bytes} bytes")
+        generator, parsed = self._accepted(await self.limits.decode(body, kind.read), call)
         if parsed.stream:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
         call = replace(call, priority=min(call.priority, parsed.priority))
@@ -167,38 +161,46 @@ class Completions:
                 return await self._whole(generator, parsed, call, kind, events)
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
+        async with self._counted(exchange, request_id) as call:
+            generator, parsed = await self._read(exchange, call, kind.read)
+            call = replace(call, priority=_within(call.caller, parsed.priority))
+            position = _position(generator, exchange, parsed)
+            if position is not None:
+                given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
+                parsed = replace(parsed, inputs=(given,))
+            checked = await in_pieces(_check(generator, parsed))
+            call.use.model = generator.model.info.name
+            with _charged(generator, parsed, call) as charge:
+                if len(checked) > 1:
+                    async with exchange.until_disconnect():
+                        checked = await _guarded(generator, parsed, checked, call)
+                run = self._run(generator, parsed, call, charge, checked)
+                if position is not None and (position.num_tokens or position.num_chars):
+                    call.use.continues = True
+                    run = rest_after(run, replace(position))
+                async with exchange.until_disconnect(), aclosing(run) as events:
+                    await self._write(generator, exchange, parsed, call, kind, events, position)
+
+    @asynccontextmanager
+    async def _counted(self, exchange: Exchange, request_id: RequestId) -> AsyncGenerator[Call, None]:
+        """Inside, a call is answered; it counts, and its use is recorded."""
         with self._metrics.counted("http"), self._readiness.answering():
             call = self._call(exchange, request_id)
-            if (only := self._models.only) is not None:
+            if (only := self.models.only) is not None:
                 exchange.late_headers = lambda: quota_headers(only.quota(call.caller))
             async with self._usage.counted(call):
-                await self._answer_call(exchange, call, kind)
+                yield call
 
-    async def _answer_call(self, exchange: Exchange, call: Call, kind: _Kind) -> None:
-        generator, parsed = self._accepted(await self._limits.read(exchange, kind.read), call)
+    async def _read(self, exchange: Exchange, call: Call, read: Callable[[bytes], Pieces[P]]) -> tuple[Generator, P]:
+        """As `_accepted`, of the body; from here on headers have what is left at that model."""
+        generator, parsed = self._accepted(await self.limits.read(exchange, read), call)
         exchange.late_headers = lambda: quota_headers(generator.quota(call.caller))
-        call = replace(call, priority=_within(call.caller, parsed.priority))
-        position = _position(generator, exchange, parsed)
-        if position is not None:
-            given = replace(parsed.inputs[0], seed=position.seed, model_version=position.model_version)
-            parsed = replace(parsed, inputs=(given,))
-        checked = await in_pieces(_check(generator, parsed))
-        call.use.model = generator.model.info.name
-        with _charged(generator, parsed, call) as charge:
-            if len(checked) > 1:
-                async with exchange.until_disconnect():
-                    checked = await _guarded(generator, parsed, checked, call)
-            run = self._run(generator, parsed, call, charge, checked)
-            if position is not None and (position.num_tokens or position.num_chars):
-                call.use.continues = True
-                run = rest_after(run, replace(position))
-            async with exchange.until_disconnect(), aclosing(run) as events:
-                await self._write(generator, exchange, parsed, call, kind, events, position)
+        return generator, parsed
 
     def _accepted(self, parsed: P, call: Call) -> tuple[Generator, P]:
         """The generator of the model, and the call of somebody who may use it; with the grammar of tool calls where
         there must be some: the model's format is known here. Raises as `Models.find`."""
-        generator = self._models.find(call.caller, parsed.inputs[0].model)
+        generator = self.models.find(call.caller, parsed.inputs[0].model)
         tokenizer = generator.model.tokenizer
         structure = None if parsed.tools is None else parsed.tools.structure(tokenizer.tool_format)
         if structure is None:
@@ -243,7 +245,7 @@ class Completions:
         given, tokenizer = parsed.inputs[0], generator.model.tokenizer
         style = Style(
             call_id=f"{kind.id_prefix}{call.request_id}",
-            created=int(self._wall_clock()),
+            created=int(self.wall_clock()),
             model=given.model,
             tokenizer=tokenizer,
             with_logprobs=parsed.shows_logprobs,
