@@ -52,6 +52,8 @@ MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 5.0
 REPORT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+"""How long the drain of a worker waits for those that may take its place to be connected."""
 IDLE_LOAD_S = 1.0
 """How often to look whether an autoscaler is to have reports."""
 
@@ -73,6 +75,10 @@ class Workers(Protocol):
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """Stop using it; its requests are requeued."""
+        ...
+
+    async def wait_until_connected(self, timeout_s: float) -> None:
+        """Wait until each that does not drain can be used. Raises `TimeoutError` with the ids of the others."""
         ...
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -288,11 +294,21 @@ class ControllerLink:
         for worker in sorted(before & present - self._draining):
             self._workers.resume_worker(*worker)
         self._drained &= self._draining
+        if self._draining - before:
+            await self._connect_others(sorted(worker_id for worker_id, _ in self._draining - before))
         for info in draining:
             if (info.worker_id, info.incarnation) in self._drained:  # sent to an earlier controller
                 self._on_drained(info.worker_id, info.incarnation)
             else:
                 self._workers.drain_worker(info.worker_id, info.incarnation)
+
+    async def _connect_others(self, leaving: Sequence[WorkerId]) -> None:
+        """Workers that came a moment ago may be there to take the place of those that leave. If these left before the
+        others are connected, a pool would have no worker, and requests would be refused."""
+        try:
+            await self._workers.wait_until_connected(CONNECT_TIMEOUT_S)
+        except TimeoutError as error:
+            logger.warning("draining %s although other workers are not connected: %s", ", ".join(leaving), error)
 
     def _on_drained(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self._drained.add((worker_id, incarnation))

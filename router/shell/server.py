@@ -131,15 +131,19 @@ class RouterServer(Router):
             await self.add_worker(info)
 
     async def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait until every worker has a session. Raises `TimeoutError` with the ids of those without."""
+        """Wait until every worker that does not drain has a session. Raises `TimeoutError` with the ids of those
+        without."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not all(link.is_up for link in self._links.values()):
+                while self._not_connected():
                     self._link_came_up.clear()
                     await self._link_came_up.wait()
         except TimeoutError:
-            missing = sorted(worker_id for worker_id, link in self._links.items() if not link.is_up)
-            raise TimeoutError(f"no session with {', '.join(missing)} after {timeout_s:g} s") from None
+            raise TimeoutError(f"no session with {', '.join(self._not_connected())} after {timeout_s:g} s") from None
+
+    def _not_connected(self) -> list[WorkerId]:
+        """The workers that do not drain and have no session."""
+        return sorted(name for name, link in self._links.items() if not link.is_up and name not in self._draining)
 
     async def stop(self) -> None:
         """Fail what still runs, send the workers its cancels, and end every task."""

@@ -19,7 +19,7 @@ from disagg.proto.control import (
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.membership import ControllerLink
+from disagg.router.gateway.membership import CONNECT_TIMEOUT_S, ControllerLink
 from tests.support.control import make_info
 from tests.support.secret import SECRET
 
@@ -30,6 +30,7 @@ class Workers:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.fails = False
+        self.unreachable = ""
         self.on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
 
     async def add_worker(self, info: WorkerInfo) -> None:
@@ -41,6 +42,12 @@ class Workers:
         if self.fails:
             raise RuntimeError("no channel")
         self.told.append(f"remove {worker_id}")
+
+    async def wait_until_connected(self, timeout_s: float) -> None:
+        assert timeout_s == CONNECT_TIMEOUT_S
+        self.told.append("connect")
+        if self.unreachable:
+            raise TimeoutError(f"no session with {self.unreachable} after {timeout_s:g} s")
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.told.append(f"drain {incarnation}")
@@ -81,18 +88,33 @@ async def test_a_worker_drains_until_it_is_gone_or_back_as_another_life() -> Non
     workers = Workers()
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
     await link.take(membership(a1="draining", b1="ready"))
-    assert workers.take() == ["drain a.1"]
+    assert workers.take() == ["connect", "drain a.1"]
     workers.on_drained(WorkerId("a"), Incarnation("a.1"))
     await link.take(membership(a1="draining", b1="draining"))
-    assert workers.take() == ["drain b.1"], "a is known to be empty"
+    assert workers.take() == ["connect", "drain b.1"], "a is known to be empty"
     await link.take(membership(a2="draining", b1="draining"))
-    assert workers.take() == ["add a.2", "drain a.2", "drain b.1"]
+    assert workers.take() == ["add a.2", "connect", "drain a.2", "drain b.1"]
 
 
 async def test_a_worker_that_joins_draining_is_added_and_drained() -> None:
     workers = Workers()
     await make_link(workers).take(membership(a1="draining"))
-    assert workers.take() == ["add a.1", "drain a.1"]
+    assert workers.take() == ["add a.1", "connect", "drain a.1"]
+
+
+async def test_a_worker_that_leaves_waits_for_those_that_came(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers()
+    link = make_link(workers, make_info("a", 1))
+    await link.take(membership(a1="draining", b1="ready"))
+    assert workers.take() == ["add b.1", "connect", "drain a.1"]
+    await link.take(membership(a1="draining", b1="ready", c1="ready"))
+    assert workers.take() == ["add c.1", "drain a.1"], "nothing else leaves"
+    workers.unreachable = "c"
+    await link.take(membership(b1="draining", c1="ready"))
+    assert workers.take() == ["remove a", "connect", "drain b.1"]
+    assert caplog.messages == [
+        "draining b although other workers are not connected: no session with c after 5 s",
+    ]
 
 
 async def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
@@ -100,9 +122,9 @@ async def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
     await link.take(membership(a1="draining", b1="ready"))
     await link.take(membership(a1="ready", b1="ready"))
-    assert workers.take() == ["drain a.1", "resume a.1"]
+    assert workers.take() == ["connect", "drain a.1", "resume a.1"]
     await link.take(membership(a1="draining", b1="ready"))
-    assert workers.take() == ["drain a.1"]
+    assert workers.take() == ["connect", "drain a.1"]
 
 
 async def test_the_next_controller_hears_what_is_draining() -> None:
