@@ -38,7 +38,8 @@ class RouterServers:
             await router.start()
 
     async def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait until every worker that does not drain has a session. Raises `TimeoutError` with the ids of those without."""
+        """Wait until every worker that does not drain has a session. Raises `TimeoutError` with the ids of those
+        without."""
         waits = (router.wait_until_connected(timeout_s) for router in self._routers.values())
         found = await asyncio.gather(*waits, return_exceptions=True)
         late = [str(error) for error in found if isinstance(error, TimeoutError)]
