@@ -105,6 +105,7 @@ def configuration(num_blocks: int) -> dict[str, Any]:
     return {
         **FAKE,
         "gateway": {"port": 0, "replicas": 2},
+        "recovery": {"suspect_after_s": None, "kill_after_s": None},  # a test stops a process, and kills it later
         "placement": {"policy": "round_robin", "local_prefill": "never"},
         "pools": {"prefill": POOL, "decode": {"size": 2, "num_blocks": num_blocks}},
     }
