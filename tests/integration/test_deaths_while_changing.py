@@ -105,7 +105,7 @@ def configuration(num_blocks: int) -> dict[str, Any]:
     return {
         **FAKE,
         "gateway": {"port": 0, "replicas": 2},
-        "recovery": {"suspect_after_s": None, "kill_after_s": None},  # a test stops a process, and kills it later
+        "recovery": {"suspect_after_s": 30.0, "kill_after_s": 60.0},  # a test stops a process, and kills it later
         "placement": {"policy": "round_robin", "local_prefill": "never"},
         "pools": {"prefill": POOL, "decode": {"size": 2, "num_blocks": num_blocks}},
     }
@@ -139,7 +139,8 @@ def test_a_worker_that_is_killed_while_it_starts_or_drains_by_scale(scene: Scene
             os.kill(held, signal.SIGSTOP)  # what it has does not end, so it drains until it is killed
 
             def has_work() -> bool:
-                return any(w.worker_id == "decode-2" and w.sequences for w in client.cluster_state().workers)
+                running = [each for each in client.requests(100) if each.outcome == "running"]
+                return any(each.decode_worker == "decode-2" for each in running)
 
             assert wait_until(has_work, LONG_WAIT_S)
             scene.scale(decode=2)
