@@ -11,15 +11,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.proto.splitmix import GOLDEN, MASK, mix, splitmix64
+from disagg.proto.splitmix import FACTORS, GOLDEN, MASK, SHIFTS, splitmix64
 
 U64 = NDArray[np.uint64]
 
+_GOLDEN = np.uint64(GOLDEN)
+_FACTORS = tuple(map(np.uint64, FACTORS))
+_SHIFTS = tuple(map(np.uint64, SHIFTS))
 
-def first_outputs(states_N: U64) -> U64:
-    """Output 0 of the SplitMix64 generators that start with these states: each word mixed."""
-    outputs_N: U64 = mix((states_N + GOLDEN) & MASK)
-    return outputs_N
+
+def first_outputs(states: U64) -> U64:
+    """Output 0 of the SplitMix64 generators that start with these states, in an array of their shape."""
+    outputs: U64 = states + _GOLDEN
+    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
+        outputs ^= outputs >> shift
+        outputs *= factor
+    outputs ^= outputs >> _SHIFTS[2]
+    return outputs
 
 
 def uniform(seed: int, index: int) -> float:

@@ -17,6 +17,7 @@ holds its heads only, and reads back only those.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -42,9 +43,11 @@ _LARGEST_RANK = 50
 _HEAD_BYTES_PER_TOKEN = 8
 _HEAD_SHIFT = 0x9E3779B1
 _UNWRITTEN = 0xFFFFFFFF
+_HALF_WORD = np.uint64(32)
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
 
 
 class FakeModelRunner(ModelRunner):
@@ -210,10 +213,12 @@ class FakeModelRunner(ModelRunner):
         self._pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
 
     def _next_greedy(self, entry: ScheduledSequence) -> int:
-        blocks, offsets = self._slots(entry.sequence.block_table, 0, entry.start + entry.num_tokens)
-        token_ids_HT, positions_HT = self._pages_2HNB[:, :, blocks, offsets] - self._shift_H1
+        num_tokens = entry.start + entry.num_tokens
+        block_table = entry.sequence.block_table[: -(-num_tokens // self.block_size)]
+        pages_2HMB = self._pages_2HNB.take(block_table, axis=2)
+        words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, :num_tokens] - self._shift_H1
         # Heads that agree, as they should, count once.
-        digests = {_digest(token_ids_HT[head], positions_HT[head]) for head in range(len(token_ids_HT))}
+        digests = set(_digests(*words_2HT).tolist())
         return _token_of(sum(digests), self.vocab_size)
 
     def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
@@ -243,12 +248,11 @@ def fake_generate(
     logit_bias: Seq[tuple[int, float]] = (),
 ) -> list[int]:
     """The tokens that a `FakeModelRunner` must answer to a prompt, whoever computes it and however it is cut."""
-    positions = np.arange(len(prompt_token_ids), dtype=np.uint32)
-    digest = _digest(np.array(prompt_token_ids, dtype=np.uint32), positions)
+    digest = sum(map(_digest_of_one, prompt_token_ids, range(len(prompt_token_ids))))
     output: list[int] = []
     for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
         output.append(_with_bias(_token_of(digest, vocab_size), logit_bias, vocab_size))
-        digest += _digest(np.array(output[-1:], dtype=np.uint32), np.array([position], dtype=np.uint32), position)
+        digest += _digest_of_one(output[-1], position)
     return output
 
 
@@ -284,12 +288,33 @@ def _with_bias(greedy_id: int, logit_bias: Seq[tuple[int, float]], vocab_size: i
     )
 
 
-def _digest(token_ids: U32, positions: U32, first_index: int = 0) -> int:
-    """The sum of one mixed word per token. The index at which a token was read is mixed in beside the position that was
-    stored with it, so that exchanged slots show."""
-    index = np.arange(first_index, first_index + len(token_ids), dtype=np.uint64)
-    words = (token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
-    return int(first_outputs(words ^ first_outputs(index)).sum(dtype=np.uint64))
+def _digests(token_ids_HT: U32, positions_HT: U32) -> U64:
+    """Of each head the sum of one mixed word per token. The index at which a token was read is mixed in beside the
+    position that was stored with it, so that exchanged slots show."""
+    words_HT = token_ids_HT.astype(np.uint64)
+    words_HT <<= _HALF_WORD
+    words_HT |= positions_HT
+    words_HT ^= _mixed_indices(words_HT.shape[1])
+    sums_H: U64 = first_outputs(words_HT).sum(axis=1, dtype=np.uint64)
+    return sums_H
+
+
+def _digest_of_one(token_id: int, position: int) -> int:
+    """What one more token at its place adds to a digest, modulo 2^64."""
+    return splitmix64((token_id << 32 | position) ^ splitmix64(position, 0), 0)
+
+
+def _mixed_indices(count: int) -> U64:
+    """The mixed words of the indices 0 to `count - 1`; a view of a table."""
+    size = 1024
+    while size < count:
+        size *= 2
+    return _table_of_mixed_indices(size)[:count]
+
+
+@functools.cache
+def _table_of_mixed_indices(size: int) -> U64:
+    return first_outputs(np.arange(size, dtype=np.uint64))
 
 
 def _token_of(digest: int, vocab_size: int) -> int:
