@@ -162,6 +162,7 @@ def read(path: str) -> str:
     return (REPOSITORY / path).read_text(encoding="utf-8")
 
 
+@functools.cache
 def module_name(path: str) -> str:
     """`engine/core/steps.py` -> `disagg.engine.core.steps`; `src/disagg/client/wire.py` -> `disagg.client.wire`."""
     parts = PurePosixPath(path.removeprefix("src/disagg/")).with_suffix("").parts
@@ -173,17 +174,19 @@ def part_of(path: str) -> str:
     return module_name(path).split(".")[1]
 
 
-def imports(path: str, source: str) -> list[Import]:
+@functools.cache
+def imports(path: str, source: str) -> tuple[Import, ...]:
     """Every import of a file, wherever it stands, also `importlib.import_module("...")` with a literal.
 
     `from a import b` counts as `a` and `a.b`; relative imports are made absolute.
     """
-    return [found for node in _nodes(source) for found in _imports_of(node, path)]
+    return tuple(found for node in _nodes(source) for found in _imports_of(node, path))
 
 
 @functools.cache
 def _nodes(source: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source)))
+    """Those that some rule is about."""
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, _LOOKED_AT))
 
 
 def _last_name(node: ast.expr) -> str:
@@ -299,6 +302,7 @@ def _documented(
 
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_LOOKED_AT = (*_DEFINITIONS, ast.Module, ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.keyword)
 _POINTER = re.compile(r"See |(?:As|Like|Same as|Cf\.) (?:in )?`?[\w.]+`?[.;:]?$")
 _EMPTY_WORDS = frozenset(
     {
@@ -393,9 +397,11 @@ def _reachable(path: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
     return seen
 
 
+@functools.cache
 def _numpy_random_lines(source: str) -> list[int]:
     spellings = ("np.random", "numpy.random")
-    return [n.lineno for n in _nodes(source) if isinstance(n, ast.Attribute) and ast.unparse(n) in spellings]
+    attributes = (node for node in _nodes(source) if isinstance(node, ast.Attribute) and node.attr == "random")
+    return [node.lineno for node in attributes if ast.unparse(node) in spellings]
 
 
 def main() -> None:

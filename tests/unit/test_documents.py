@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,11 +79,14 @@ def broken_links(path: str, text: str) -> list[str]:
 def missing_files(text: str) -> list[str]:
     """Names of Python and protobuf files that no source file has. `*` stands for any characters."""
     named = re.findall(r"(?<![\w./*<-])[\w./*-]+\.(?:py|proto)(?!\w)", text)
-    return [name for name in named if not any(_pattern(name).fullmatch(known) for known in _with_suffix(name))]
+    return [name for name in named if not _is_known(name)]
 
 
-def _with_suffix(name: str) -> list[str]:
-    return [known for known in file_names() if known.endswith(Path(name).suffix)]
+@cache
+def _is_known(name: str) -> bool:
+    if "*" not in name:
+        return name in file_names()
+    return any(map(_pattern(name).fullmatch, file_names()))
 
 
 def _pattern(name: str) -> re.Pattern[str]:

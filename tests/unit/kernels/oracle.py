@@ -1,4 +1,4 @@
-"""Naive kernels in float64, one number at a time, that share no code with the real ones."""
+"""Naive kernels in float64, one row at a time, that share no code with the real ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,9 @@ def write(cache_NKBD: Tensor, table: Sequence[int], rows_CKD: Tensor) -> None:
 
 def attend(q_D: Tensor, keys_CD: Tensor, values_CD: Tensor, scale: float) -> Tensor:
     """softmax(q . k * scale) @ v for one query row, float64."""
-    scores = [float(q_D.double() @ key_D.double()) * scale for key_D in keys_CD]
-    weights = [math.exp(score - max(scores)) for score in scores]
-    total = math.fsum(weights)
-    out_D = torch.zeros(values_CD.shape[1], dtype=torch.float64)
-    for weight, value_D in zip(weights, values_CD, strict=True):
-        out_D += weight / total * value_D.double()
-    return out_D
+    scores_C = keys_CD.double() @ q_D.double() * scale
+    weights_C = (scores_C - scores_C.max()).exp()
+    return weights_C @ values_CD.double() / weights_C.sum()
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
