@@ -58,8 +58,8 @@ test: export OMP_NUM_THREADS = 1
 test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
 	@echo "Testing (about ten minutes on two cores; ARGS that match no test of one part are fine)"
-	@$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(STAMP) ## tests that take too long for every change

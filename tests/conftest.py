@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.leftovers import Snapshot, leftovers, mark_this_run, pending_tasks
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long an end may take to be seen: a thread that returns, a process that is reaped, a task of gRPC's."""
 
 

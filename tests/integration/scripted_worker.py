@@ -41,7 +41,7 @@ from disagg.proto.services import (
 from tests.support.router import worker_info
 from tests.support.secret import SECRET
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 _down: msgspec.msgpack.Decoder[GatewayToWorker] = msgspec.msgpack.Decoder(GatewayToWorker)
 

@@ -20,7 +20,7 @@ from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 
 KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0002"
-WAIT_S = 30.0
+WAIT_S = 60.0
 BODY = b'{"model":"tiny","prompt":[5],"max_tokens":1}'
 
 

@@ -27,7 +27,7 @@ ECHO = "/disagg.test.Echo/Echo"
 ENCRYPTED = ClusterSecret(SECRET.value, encrypted=True)
 UNAUTHENTICATED = ClusterSecret(OTHER_SECRET.value, encrypted=True)
 PROMPT = tuple(range(40))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 async def _echo(request: bytes, context: object) -> bytes:

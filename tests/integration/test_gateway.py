@@ -53,7 +53,7 @@ from tests.support.gateway import (
 from tests.support.gateway_server import running, sources
 from tests.support.waiting import eventually
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """How long anything may take before a test fails."""
 
 

@@ -20,7 +20,7 @@ from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.gateway import MODEL_NAME, FakeRouter, Step, Wait, forever, write_checkpoint
 from tests.support.gateway_server import running
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """How long anything may take before a test fails."""
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

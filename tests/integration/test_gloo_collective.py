@@ -19,7 +19,7 @@ from tests.support.secret import SECRET
 
 HOST = "127.0.0.1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ENDED_S = 20.0
+ENDED_S = 60.0
 
 
 def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:

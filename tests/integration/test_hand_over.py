@@ -157,7 +157,7 @@ async def test_a_lost_gateway_leaves_nothing(pair: list[WorkerInfo]) -> None:
     for info in pair:
         await gateway.connect(info)
     _, answer = gateway.submit(prompt_of(100), worker="prefill-0", to="decode-0", max_tokens=3000)
-    await asyncio.wait_for(answer.first_token.wait(), 20)
+    await asyncio.wait_for(answer.first_token.wait(), 60)
     await gateway.close()
     prompt = prompt_of(33)
     async with open_gateway(pair) as gateway:  # waits until both workers are idle
@@ -175,7 +175,7 @@ async def test_no_room_is_refused_and_not_a_fault(pair: list[WorkerInfo]) -> Non
     async with open_gateway(pair) as gateway:
         # Each takes 34 of the 256 blocks (20 tokens, 512 of reserve) and goes on for long: the eighth finds no room.
         taken = [gateway.submit(prompt_of(20), worker="prefill-0", to="decode-0", max_tokens=3000) for _ in range(7)]
-        await asyncio.gather(*(asyncio.wait_for(answer.first_token.wait(), 20) for _, answer in taken))
+        await asyncio.gather(*(asyncio.wait_for(answer.first_token.wait(), 60) for _, answer in taken))
         refused = await gateway.run(prompt_of(20), worker="prefill-0", to="decode-0", max_tokens=3000)
         assert refused.reason == "refused"
         assert not refused.tokens

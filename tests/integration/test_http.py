@@ -22,7 +22,7 @@ from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever, write_c
 from tests.support.gateway_server import running, sources
 from tests.support.http_app import CHAT, TEXT, error_of, events_of
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """How long anything may take before a test fails."""
 CHUNK_BYTES = 150
 """At least, of one token."""

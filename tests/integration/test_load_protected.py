@@ -118,7 +118,7 @@ def http(folder: Path, cluster: ProcessCluster) -> Iterator[httpx.Client]:
         address = client.cluster_state().http_address
     context = ssl.create_default_context(cafile=ca)
     context.load_cert_chain(certificate, private)
-    with httpx.Client(base_url=f"https://{address}", verify=context, timeout=10.0) as opened:
+    with httpx.Client(base_url=f"https://{address}", verify=context, timeout=60) as opened:
         assert opened.get("/metrics").status_code == 401
         opened.headers["authorization"] = f"Bearer {KEY}"
         yield opened

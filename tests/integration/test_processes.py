@@ -149,7 +149,7 @@ def test_a_child_that_nobody_wants_ends(tmp_path: Path, children: list[Child]) -
         children.append(start_child("w", WORKER_MODULE, worker_config("w"), registry.address, SECRET, tmp_path, {}))
         registry.wait(["w"])
         registry.dismiss("w")
-        assert children[0].process.wait(20) == 0
+        assert children[0].process.wait(60) == 0
 
 
 def test_a_child_registers_again_and_again(tmp_path: Path, children: list[Child]) -> None:
@@ -174,7 +174,7 @@ def test_a_start_that_fails_is_told_to_the_controller(tmp_path: Path, children: 
         config = worker_config("w", block_size=17)
         children.append(start_child("w", WORKER_MODULE, config, registry.address, SECRET, tmp_path, {}))
         assert "17" in registry.wait_error("w")
-        assert children[0].process.wait(20) == 1
+        assert children[0].process.wait(60) == 1
 
 
 def test_a_configuration_that_is_no_worker_s_ends_the_child(tmp_path: Path, children: list[Child]) -> None:

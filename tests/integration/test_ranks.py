@@ -44,7 +44,7 @@ from tests.support.tiny_models import make_checkpoint
 from tests.support.waiting import until
 from tests.support.workers import GatewayStub, open_gateway
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NONCE = bytes(32)
 
 

@@ -64,7 +64,7 @@ def test_a_gateway_that_hangs_is_replaced_at_its_address() -> None:
         assert not hung.is_alive()
         assert cluster.address == address
         with Client(address) as client:
-            answer = client.generate(range(40), max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=20)
+            answer = client.generate(range(40), max_tokens=20, temperature=0.0, ignore_eos=True, timeout_s=60)
             assert list(answer.token_ids) == fake_generate(range(40), 20)
     assert cluster.killed == []
 
@@ -86,7 +86,7 @@ async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
     router = RouterServer(config, GatewayId("g"), infos, SECRET)
     await router.start()
     try:
-        await router.wait_until_connected(10)
+        await router.wait_until_connected(60)
         await _until_used(router, "before", {"decode-0", "decode-1"})  # the pairs are formed
         await wait_until_workers_idle(infos)
         await eventually(lambda: all(view.load.num_running == 0 for view in router.view().workers))

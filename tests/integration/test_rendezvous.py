@@ -20,7 +20,7 @@ from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.waiting import until
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0
+WAIT_S = 60.0
 _dist: Any = torch.distributed
 
 

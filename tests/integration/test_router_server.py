@@ -30,7 +30,7 @@ from tests.support.router import (
 from tests.support.secret import SECRET
 from tests.support.waiting import eventually
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 CONFIG = RouterConfig(local_prefill="never", min_reconnect_s=0.02, max_reconnect_s=0.1)
 
 

@@ -21,7 +21,7 @@ from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from tests.integration.test_processes import FAKE, PROMPT
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 NUM_STREAMS = 8
 NUM_TOKENS = 200
@@ -67,7 +67,7 @@ def settled(cluster: ProcessCluster) -> bool:
     return cluster.state().is_settled
 
 
-def replaced(cluster: ProcessCluster, name: str, pid: int, timeout_s: float = 20.0) -> bool:
+def replaced(cluster: ProcessCluster, name: str, pid: int, timeout_s: float = WAIT_S) -> bool:
     """Whether another process than `pid` has that name in a settled cluster, in time.
 
     Between the end of a process and the controller's notice of it, the cluster still calls itself settled.

@@ -32,7 +32,7 @@ from tests.support.gateway import (
 from tests.support.gateway_server import running
 from tests.support.waiting import eventually
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 POLL_S = 0.01
 WRITE_TIMEOUT_S = 0.5
 TOKEN = 20

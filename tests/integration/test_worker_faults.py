@@ -231,7 +231,7 @@ async def test_what_comes_for_a_gateway_without_a_session_is_ended() -> None:
             gateway.infos["decode-0"] = decode
             prompt = prompt_of(100)
             _, answer = gateway.submit(prompt, worker="prefill-0", to="decode-0", max_tokens=MANY_TOKENS)
-            await asyncio.wait_for(answer.first_token.wait(), 10)
+            await asyncio.wait_for(answer.first_token.wait(), 60)
             await wait_until_workers_idle([prefill, decode])
             assert answer.token_ids == fake_generate(prompt, 1)  # of P; D has no session to send to
 
@@ -316,7 +316,7 @@ def test_a_worker_stops_twice_and_whatever_its_roles_do() -> None:
 def test_a_fault_in_a_timer_ends_the_worker() -> None:
     worker = Worker(config("decode-0"), [_Slipping], SECRET)
     worker.start()
-    assert worker.crashed.wait(10)
+    assert worker.crashed.wait(60)
     worker.stop()
 
 
@@ -327,7 +327,7 @@ def test_a_fault_in_a_callback_ends_the_worker() -> None:
     worker = Worker(config("decode-0"), [DecodeRole], SECRET)
     worker.start()
     worker.call_soon(fail)
-    assert worker.crashed.wait(10)
+    assert worker.crashed.wait(60)
     worker.stop()
 
 
@@ -341,6 +341,6 @@ def test_a_fault_in_the_engine_ends_the_worker() -> None:
     worker = Worker(config("decode-0"), [make_role], SECRET)
     worker.start()
     contexts[0].post(msgspec.structs.replace)  # type: ignore[arg-type]  # No command at all.
-    assert worker.crashed.wait(10)
+    assert worker.crashed.wait(60)
     worker.stop()
     contexts[0].post(Release)  # type: ignore[arg-type]  # It is no longer processed.

@@ -149,7 +149,7 @@ async def bench(report_idle_s: float = NEVER_S) -> AsyncIterator[Bench]:
 async def details(call: Any) -> list[str]:
     """What is still sent, to the end of the stream."""
     found = []
-    while isinstance(frame := await asyncio.wait_for(call.read(), 10), bytes):
+    while isinstance(frame := await asyncio.wait_for(call.read(), 60), bytes):
         found += [end.detail for end in _up(frame).ends]
     return found
 

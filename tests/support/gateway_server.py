@@ -12,7 +12,7 @@ from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
 
-LEFT_TIMEOUT_S = 10.0
+LEFT_TIMEOUT_S = 60.0
 
 
 def sources(folder: Path, max_model_len: int | None = None) -> tuple[ModelSource, ...]:

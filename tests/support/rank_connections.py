@@ -31,7 +31,7 @@ from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE
 from tests.support.secret import SECRET, checksum
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """How long a test waits for another thread before it fails."""
 
 

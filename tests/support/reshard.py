@@ -44,7 +44,7 @@ U32 = npt.NDArray[np.uint32]
 HOST = "127.0.0.1"
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 UNWRITTEN = 0xFFFFFFFF
-WAIT_S = 20.0
+WAIT_S = 60.0
 P_TABLE = [7, 2, 9, 4, 0, 11]
 D_TABLE = [1, 10, 3, 8, 5, 6]
 

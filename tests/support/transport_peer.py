@@ -32,7 +32,7 @@ from tests.support.secret import SECRET
 from tests.support.waiting import LONG_WAIT_S
 
 HOST = "127.0.0.1"
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 Bytes = npt.NDArray[np.uint8]
 Script = list[tuple[str, Any]]
 Answer = tuple[bool, str, int]

@@ -46,6 +46,7 @@ from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, S
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.waiting import WAIT_S
 
 GATEWAY = GatewayId("test-gateway")
 START_TIMEOUT_S = 60.0
@@ -225,7 +226,7 @@ async def audit(info: WorkerInfo, secret: ClusterSecret = SECRET) -> AuditReport
 
 
 async def wait_until_workers_idle(
-    infos: Sequence[WorkerInfo], secret: ClusterSecret = SECRET, timeout_s: float = 20.0
+    infos: Sequence[WorkerInfo], secret: ClusterSecret = SECRET, timeout_s: float = WAIT_S
 ) -> None:
     """Every worker holds nothing and finds no problem, within `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s

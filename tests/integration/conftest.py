@@ -1,0 +1,41 @@
+"""The order of the files: processes of pytest-xdist that share them end at about the same time.
+
+With `--dist loadfile` each process takes the next file of the order when it has no other, so the longest ones must not
+be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the fewest tests there).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+LONGEST = (
+    "ray_detached",
+    "ray_cluster",
+    "exactness",
+    "apply",
+    "migration",
+    "tensor_parallel",
+    "tool_calls",
+    "failpoints",
+    "deaths_of_controllers",
+    "load_protected",
+    "recovery",
+    "worker_faults",
+    "several_gateways",
+    "templates",
+    "batch_control",
+    "twin",
+    "recording",
+    "gateway",
+    "multi_turn",
+)
+"""Files that take ten seconds or more, `test_*.py`, by their time."""
+_PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the tests of this folder by their file; what pytest was asked for by node ids too."""
+    own = [place for place, item in enumerate(items) if "integration" in item.path.parts]
+    ordered = sorted((items[place] for place in own), key=lambda item: _PLACES.get(item.path.stem, len(_PLACES)))
+    for place, item in zip(own, ordered, strict=True):
+        items[place] = item
