@@ -48,7 +48,7 @@ async def test_a_stop_waits_for_running_answers_and_no_longer(folder: Path) -> N
     router = FakeRouter(lambda request: [[5], Wait()])
     async with (
         running(folder, router, drain_timeout_s=600.0) as server,
-        AsyncClient(server.address) as client,
+        AsyncClient(server.address, resume_s=0.0) as client,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -517,7 +517,7 @@ async def test_reflection_lists_the_services(folder: Path) -> None:
 
 async def test_stop_lets_running_calls_end_and_then_cancels(folder: Path) -> None:
     router = FakeRouter([[5], Wait()])
-    async with running(folder, router) as server, AsyncClient(server.address) as client:
+    async with running(folder, router) as server, AsyncClient(server.address, resume_s=0.0) as client:
         stream = client.stream("x")
         await anext(stream)
         started = time.monotonic()
