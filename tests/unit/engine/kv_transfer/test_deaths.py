@@ -40,7 +40,9 @@ def assert_holds_nothing(pair: WorkerPair, side: str) -> None:
     assert (problems, any(counts.values())) == ([], False)
 
 
-@pytest.mark.parametrize(("seed", "stride"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("seed", "stride"), [(0, 1), (1, 2), *(pytest.param(seed, 2, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("dead", ["p", "d"])
 def test_a_worker_dies_at_every_point_and_returns(dead: str, seed: int, stride: int) -> None:
     survivor = "d" if dead == "p" else "p"

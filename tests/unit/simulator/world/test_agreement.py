@@ -97,6 +97,19 @@ SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
 }
 
 
+SLOW = {
+    "slack, tight",
+    "slack, all alike",
+    "slack, too much",
+    "slack, short pauses",
+    "slack, one machine",
+    "one machine, colocated",
+    "elastic, tight",
+    "pair, hopeless last",
+}
+"""What others show in part; each takes a second or two."""
+
+
 def run(engine: EngineKind, workload: WorkloadConfig, rate_per_s: float, habits: Habits, spec: dict[str, Any]) -> Any:
     shape = {"times": TIMES, "overheads": MESSAGES, "bandwidth_bytes_per_s": 1e7, **spec}
     requests = planned(workload, rate_per_s=rate_per_s, num_requests=200, targets=shape.pop("targets", None))
@@ -117,7 +130,9 @@ def figures(records: list[RequestRecord]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SCENARIOS]
+)
 def test_the_fast_engine_agrees_with_the_exact_one(name: str) -> None:
     exact, fast = (figures(run(engine, *SCENARIOS[name]).records) for engine in ("exact", "fast"))
     assert 20 <= exact["good"] <= 195
@@ -137,7 +152,9 @@ def test_shared_hashes_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(record.cached_tokens for record in shared.records) > 50_000
 
 
-@pytest.mark.parametrize("name", ["round robin", "colocated", "conversations", "unknown lengths"])
+@pytest.mark.parametrize(
+    "name", ["round robin", "colocated", "conversations", pytest.param("unknown lengths", marks=pytest.mark.slow)]
+)
 def test_exact_steps_that_are_taken_together_change_nothing(name: str) -> None:
     """Where placements do not depend on what workers report, all times are those of steps that are taken one by one."""
     workload, rate_per_s, habits, spec = SCENARIOS[name]
