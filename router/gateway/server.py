@@ -229,6 +229,7 @@ class GatewayServer:
                     self._own_http = self._make_http(models, min(config.max_connections, _MAX_OWN_CONNECTIONS))
                     self._own_http_port = await self._own_http.start(config.host, port)
         except (RuntimeError, OSError) as error:
+            await server.start()  # gRPC closes the ports of no server that was not started
             await server.stop(None)
             await self._stop_http(0.0)
             self._offload.close()

@@ -21,6 +21,8 @@ from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
 from tests.support.gateway_server import running, sources
 from tests.support.http_app import CHAT, TEXT, error_of, events_of
+from tests.support.sockets import listening_addresses
+from tests.support.waiting import eventually
 
 WAIT_S = 60.0
 """How long anything may take before a test fails."""
@@ -306,9 +308,10 @@ async def test_a_port_that_is_taken(folder: Path) -> None:
     async with serving(folder, FakeRouter()) as server:
         port = int(server.http_address.rsplit(":", 1)[1])
         config = GatewayConfig(models=sources(folder), http_port=port)
-        second = GatewayServer(config, {"": FakeRouter()})
+        second, before = GatewayServer(config, {"": FakeRouter()}), listening_addresses()
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await second.start()
+        await eventually(lambda: listening_addresses() == before)  # its port for gRPC is closed again
 
 
 async def test_without_a_port_there_is_no_http(folder: Path) -> None:
