@@ -9,27 +9,27 @@ from __future__ import annotations
 import pytest
 
 LONGEST = (
-    "ray_detached",
-    "ray_cluster",
     "exactness",
+    "ray_cluster",
+    "ray_detached",
+    "worker_faults",
+    "failpoints",
     "apply",
     "migration",
     "tensor_parallel",
+    "templates",
+    "nixl_transport",
     "tool_calls",
-    "failpoints",
+    "load_generator",
+    "shm_transport",
+    "attention_probe",
+    "scaling",
+    "recovery",
+    "several_gateways",
     "deaths_of_controllers",
     "load_protected",
-    "recovery",
-    "worker_faults",
-    "several_gateways",
-    "templates",
-    "batch_control",
-    "twin",
-    "recording",
-    "gateway",
-    "multi_turn",
 )
-"""Files that take ten seconds or more, `test_*.py`, by their time."""
+"""The files that take longest, `test_*.py`, by their time."""
 _PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
 
 

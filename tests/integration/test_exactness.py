@@ -34,11 +34,11 @@ LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUN
 NUM_TOKENS = 20
 MODELS = ["llama3_rope", "mistral", "qwen2", "qwen3"]
 REAL_MODEL = "smollm2-135m"
-REAL_LENGTHS = [1, BLOCK + 1, CHUNK, 3 * CHUNK + 7]
+REAL_LENGTHS = [BLOCK + 1, 3 * CHUNK + 7]
 ALL_MODELS = [*MODELS, pytest.param(REAL_MODEL, marks=pytest.mark.model)]
 OVER_NIXL = [
     pytest.param((MODELS[0], "nixl"), marks=needs_nixl),
-    pytest.param((REAL_MODEL, "nixl"), marks=[pytest.mark.model, needs_nixl]),
+    pytest.param((REAL_MODEL, "nixl"), marks=[pytest.mark.model, pytest.mark.slow, needs_nixl]),
 ]
 SLOW_FOR_REAL = [*MODELS, pytest.param(REAL_MODEL, marks=[pytest.mark.model, pytest.mark.slow])]
 """What the tiny models show as well, at a tenth of the time."""

@@ -122,7 +122,6 @@ def test_a_cluster_stands_on_the_nodes_with_its_labels(folder: Path) -> None:
         assert len(processes) == 4
         assert cluster_command(nodes, "stop") == (0, "stopped\n")
         assert [process for process in processes if process.is_alive()] == []
-        assert cluster_command(nodes, "stop") == (0, "nothing was running\n")
         lose_the_owner(nodes, folder)
 
 
