@@ -105,7 +105,6 @@ def configuration(num_blocks: int) -> dict[str, Any]:
     return {
         **FAKE,
         "gateway": {"port": 0, "replicas": 2},
-        "recovery": {"suspect_after_s": 30.0, "kill_after_s": 60.0},  # a test stops a process, and kills it later
         "placement": {"policy": "round_robin", "local_prefill": "never"},
         "pools": {"prefill": POOL, "decode": {"size": 2, "num_blocks": num_blocks}},
     }

@@ -17,12 +17,12 @@ from disagg.cluster.system.children import LaunchError
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest, WorkerRecord
-from tests.integration.test_processes import FAKE, PROMPT
+from tests.integration.test_processes import FAKE, PATIENT, PROMPT
 from tests.support.metrics import Samples, scrape
 from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle
 
-BREAKABLE: dict[str, Any] = {**FAKE, "recovery": {"failpoints": True}}
+BREAKABLE: dict[str, Any] = {**FAKE, "recovery": {**PATIENT, "failpoints": True}}
 FIGURES = re.compile(
     "disagg_(requests|calls|prompt_tokens|output_tokens|engine_prompt_tokens|engine_output_tokens|engine_cached_tokens"
     "|kv_transfers|kv_transfer_bytes|kv_transfer_failures|router_decisions)(_total)?"

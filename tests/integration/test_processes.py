@@ -29,11 +29,14 @@ from tests.support.registry import Registry
 from tests.support.secret import SECRET
 from tests.support.waiting import wait_until
 
+PATIENT = {"suspect_after_s": 30.0, "kill_after_s": 60.0}
+"""`recovery` where nothing hangs: on a slow machine a process may be silent for longer than the default."""
 FAKE = {
     "model": {"path": "fake"},
     "gateway": {"port": 0},
     "placement": {"local_prefill": "never"},
     "transfer": {"transport": "shm"},
+    "recovery": PATIENT,
 }
 """Without torch, which gloo would bring, a worker starts in a third of the time."""
 PROMPT = tuple(range(40))
