@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -186,3 +187,24 @@ async def test_a_client_that_stops_reading_loses_its_stream(folder: Path, num_an
     assert (type(error), error.code) == (UnavailableError, "stream_lost")
     assert error.message == "nothing was read for 0.3 s"
     assert [handle.num_cancels for handle in silent] == [1] * num_answers
+
+
+async def test_a_connection_that_takes_half_a_second_to_be_made_serves(folder: Path) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async with running(folder, FakeRouter([[5]])) as server:
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(0.5)
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", server.port)
+            await asyncio.gather(forward(reader, up_writer), forward(up_reader, writer))
+
+        slow = await asyncio.start_server(accept, "127.0.0.1", 0)
+        async with slow:
+            port = slow.sockets[0].getsockname()[1]
+            async with AsyncClient(f"127.0.0.1:{port}", resume_s=0.0) as client:
+                assert (await client.generate("x")).token_ids == (5,)
