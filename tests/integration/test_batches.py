@@ -23,7 +23,13 @@ NUM_LINES = 300
 NUM_PROMPTS = 30
 NUM_TOKENS = 12
 ENDPOINT = "/v1/completions"
-KEY, OTHER_KEY = "k" * 32, "o" * 32
+KEY, OTHER_KEY, LIMITED_KEY = "k" * 32, "o" * 32, "l" * 32
+
+KEYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("a", KEY, {}),
+    ("a", LIMITED_KEY, {"models": ["other"]}),
+    ("b", OTHER_KEY, {}),
+)
 
 
 def prompt_of(number: int) -> list[int]:
@@ -40,7 +46,7 @@ def line(number: int) -> bytes:
 
 def config(folder: Path) -> dict[str, Any]:
     keys = folder / "keys.yaml"
-    keys.write_text(yaml.safe_dump([{"tenant": "a", "key": KEY}, {"tenant": "b", "key": OTHER_KEY}]))
+    keys.write_text(yaml.safe_dump([{"tenant": tenant, "key": key, **more} for tenant, key, more in KEYS]))
     keys.chmod(0o600)
     batches = {"folder": str(folder / "batches"), "max_running": 8}
     return {
@@ -98,10 +104,24 @@ def test_each_line_is_answered_once_though_the_gateway_is_killed(tmp_path: Path)
         assert http.get("/v1/files", headers=other).json()["data"] == []
         assert http.post("/v1/batches", json=given, headers=other).json()["error"]["param"] == "input_file_id"
         assert len(http.get("/v1/files").json()["data"]) == 3
+        refused_for_another_key(http, line(0))
         assert http.delete(f"/v1/files/{uploaded['id']}").json()["deleted"]
         assert http.get(f"/v1/files/{uploaded['id']}").status_code == 404
         http.close()
     assert cluster.killed == []
+
+
+def refused_for_another_key(http: httpx.Client, content: bytes) -> None:
+    """A key that is not for the model cannot use it by a batch, though another key of its tenant could."""
+    limited = {"authorization": f"Bearer {LIMITED_KEY}"}
+    file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}, headers=limited)
+    given = {"input_file_id": file.json()["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+    url = f"/v1/batches/{http.post('/v1/batches', json=given, headers=limited).json()['id']}"
+    assert wait_until(lambda: http.get(url, headers=limited).json()["status"] == "completed", LONG_WAIT_S)
+    (refused,) = contents(http, http.get(url).json()["error_file_id"])
+    asked = http.post(ENDPOINT, json=json.loads(content)["body"], headers=limited)
+    assert (refused["response"]["status_code"], asked.status_code) == (403, 403)
+    assert refused["response"]["body"] == asked.json()
 
 
 def contents(http: httpx.Client, file_id: str) -> list[Any]:

@@ -25,6 +25,10 @@ from disagg.router.api import NO_LIMITS, TenantLimits
 TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """Names of tenants."""
 
+_DIGEST: Final = "sha256:"
+_CERTIFICATE: Final = "certificate:"
+"""What `Caller.credential` begins with."""
+
 Reason = Literal["missing", "malformed", "unknown", "certificate", "expired"]
 """Why a call was refused, for the operator: no key, no `Bearer KEY`, a key that is not in the file, a certificate whose
 name is no tenant's, an entry of the file that has expired."""
@@ -48,6 +52,9 @@ class Caller(NamedTuple):
     """The only ones that it may use, by name; None for all."""
     expires_at: float | None = None
     """In seconds since the epoch."""
+    credential: str = ""
+    """What authenticated it, as `Authenticator.find` reads it: `sha256:HEX` of a key, `certificate:NAME`; empty where
+    callers have neither. It is kept with work that is done later."""
 
     @property
     def sees_counts(self) -> bool:
@@ -119,8 +126,17 @@ class Authenticator(Protocol):
         """
         ...
 
-    def find(self, tenant: str) -> Caller | None:
-        """A caller of that tenant, for work that it ordered before; None where it is not let in any more."""
+    def find(self, tenant: str, credential: str | None) -> Caller:
+        """The caller, as it is now, whose work was ordered before.
+
+        Args:
+            tenant: of the caller then.
+            credential: of the caller then; None where that was not kept. Then it may use what every key of the tenant
+                may.
+
+        Raises:
+            RefusedError: if `authenticate` would refuse it now, or its credential is another tenant's.
+        """
         ...
 
 
@@ -137,8 +153,10 @@ class AnonymousAccess(Authenticator):
         return self._caller
 
     @override
-    def find(self, tenant: str) -> Caller | None:
-        return None if tenant else self._caller
+    def find(self, tenant: str, credential: str | None) -> Caller:
+        if tenant or credential:
+            raise RefusedError("unknown")
+        return self._caller
 
 
 _ONE_OF_SEVERAL: Final = TenantLimits(is_sole=False, max_priority=0)
@@ -153,11 +171,13 @@ class CertificateNames(Authenticator):
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         if not re.match(TENANT, certificate):
             raise RefusedError("certificate")
-        return Caller(certificate, False, _ONE_OF_SEVERAL)
+        return Caller(certificate, False, _ONE_OF_SEVERAL, credential=_CERTIFICATE + certificate)
 
     @override
-    def find(self, tenant: str) -> Caller | None:
-        return Caller(tenant, False, _ONE_OF_SEVERAL) if re.match(TENANT, tenant) else None
+    def find(self, tenant: str, credential: str | None) -> Caller:
+        if credential not in (None, _CERTIFICATE + tenant):
+            raise RefusedError("certificate")
+        return self.authenticate(None, tenant)
 
 
 class ApiKey(NamedTuple):
@@ -183,7 +203,8 @@ class ApiKeys(Authenticator):
         certificates: Mapping[str, Caller] | None = None,
         wall_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._known = _index(keys), dict(certificates or {})
+        named = {name: caller._replace(credential=_CERTIFICATE + name) for name, caller in (certificates or {}).items()}
+        self._known = _index(keys), named
         self._wall_clock = wall_clock
 
     def __len__(self) -> int:
@@ -225,6 +246,13 @@ class ApiKeys(Authenticator):
         keys, certificates = self._known
         return [*(key.caller for key in keys.values()), *certificates.values()]
 
+    def _of_credential(self, credential: str) -> Caller | None:
+        keys, certificates = self._known
+        if credential.startswith(_CERTIFICATE):
+            return certificates.get(credential.removeprefix(_CERTIFICATE))
+        known = keys.get(bytes.fromhex(credential.removeprefix(_DIGEST)))
+        return None if known is None else known.caller
+
     def _has_expired(self, caller: Caller) -> bool:
         return caller.expires_at is not None and self._wall_clock() >= caller.expires_at
 
@@ -234,21 +262,26 @@ class ApiKeys(Authenticator):
         return caller
 
     @override
-    def find(self, tenant: str) -> Caller | None:
-        """It may use the models that one of the tenant's keys may: which key ordered the work is not known."""
-        own = [one for one in self._callers() if one.tenant == tenant and one.infers and not self._has_expired(one)]
+    def find(self, tenant: str, credential: str | None) -> Caller:
+        if credential is not None:
+            caller = self._of_credential(credential)
+            if caller is None or caller.tenant != tenant:
+                raise RefusedError("unknown")
+            return self._unexpired(caller)
+        own = [one for one in self._callers() if one.tenant == tenant and not self._has_expired(one)]
         if not own:
-            return None
+            raise RefusedError("unknown")
         lists = [one.models for one in own if one.models is not None]
-        models = frozenset[str]().union(*lists) if len(lists) == len(own) else None
-        return Caller(tenant, False, own[0].limits, models=models)
+        models = frozenset.intersection(*lists) if lists else None
+        return Caller(tenant, False, own[0].limits, infers=all(one.infers for one in own), models=models)
 
 
 _NO_KEY: Final = ApiKey(bytes(hashlib.sha256().digest_size), UNAUTHENTICATED)
 
 
 def _index(keys: Sequence[ApiKey]) -> dict[bytes, ApiKey]:
-    return {key.digest: key for key in keys}
+    named = (key._replace(caller=key.caller._replace(credential=_DIGEST + key.digest.hex())) for key in keys)
+    return {key.digest: key for key in named}
 
 
 def digest_of(key: str) -> bytes:

@@ -62,6 +62,8 @@ def _check(raw: bytes, endpoint: str, where: str) -> Line:
         line = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{where}: {error}") from None
+    except RecursionError:
+        raise InputError(f"{where}: is nested too deeply") from None
     if line.method != "POST":
         raise InputError(f"{where}: method: must be POST")
     if line.url != endpoint:

@@ -19,6 +19,7 @@ SQLite's locks do not work over network file systems, so gateways of several mac
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -41,11 +42,15 @@ CREATE TABLE IF NOT EXISTS batches(
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, endpoint TEXT NOT NULL, input_file TEXT NOT NULL, status TEXT NOT NULL,
     created REAL NOT NULL, expires REAL NOT NULL, ended REAL, total INTEGER NOT NULL DEFAULT 0,
     output_file TEXT, error_file TEXT, error TEXT, owner TEXT, lease_until REAL NOT NULL DEFAULT 0,
-    num_completed INTEGER, num_failed INTEGER, metadata TEXT, answer_bytes INTEGER NOT NULL DEFAULT 0);
+    num_completed INTEGER, num_failed INTEGER, metadata TEXT);
 CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
 """
+_VERSION: Final = 1
+"""Of the database, in `PRAGMA user_version`; see `_migrate`."""
+_LATER_COLUMNS: Final = (("answer_bytes", "INTEGER NOT NULL DEFAULT 0"), ("credential", "TEXT"))
+"""Of batches. A database of version 0 has none of them, or the first."""
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +101,8 @@ class Batch(NamedTuple):
     num_failed: int
     metadata: str | None
     """The client's own notes, JSON."""
+    credential: str | None = None
+    """Of the caller who ordered it, see `Caller.credential`; None where an earlier version kept none."""
 
 
 class Answer(NamedTuple):
@@ -110,7 +117,8 @@ class Answer(NamedTuple):
 _BATCH: Final = """SELECT id, tenant, endpoint, input_file, status, created, expires, ended, total, output_file,
     error_file, error,
     coalesce(num_completed, (SELECT count(*) FROM answers WHERE batch = id AND ok)),
-    coalesce(num_failed, (SELECT count(*) FROM answers WHERE batch = id AND NOT ok)), metadata
+    coalesce(num_failed, (SELECT count(*) FROM answers WHERE batch = id AND NOT ok)), metadata,
+    credential
     FROM batches """
 
 
@@ -126,8 +134,11 @@ class BatchStore:
         self._contents = folder / "files"
         self._limits = limits
         self._db = open_database(folder / "batches.sqlite", _SCHEMA, "FULL", _BUSY_TIMEOUT_S)
-        if not any(row[1] == "answer_bytes" for row in self._db.execute("PRAGMA table_info(batches)")):
-            self._db.execute("ALTER TABLE batches ADD COLUMN answer_bytes INTEGER NOT NULL DEFAULT 0")
+        try:
+            _migrate(self._db)
+        except BaseException:
+            self._db.close()
+            raise
         self._contents.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
@@ -182,6 +193,7 @@ class BatchStore:
         now: float,
         window_s: float,
         metadata: str | None = None,
+        credential: str = "",
     ) -> Batch:
         """Add a batch, `validating`. Raises `InvalidRequestError` without such a file, `LimitError` for too many."""
         with transaction(self._db) as db:
@@ -192,9 +204,9 @@ class BatchStore:
             if count >= self._limits.max_batches:
                 raise LimitError(tenant, "batches", f"{count} have not ended", None)
             db.execute(
-                "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires, metadata) "
-                "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?)",
-                (batch_id, tenant, endpoint, input_file, now, now + window_s, metadata),
+                "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires, metadata, "
+                "credential) VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+                (batch_id, tenant, endpoint, input_file, now, now + window_s, metadata, credential),
             )
             db.execute(
                 "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE tenant = ? AND ended IS NOT NULL "
@@ -347,3 +359,19 @@ class BatchStore:
 
     def _get(self, batch_id: str) -> Batch:
         return Batch(*self._db.execute(_BATCH + "WHERE id = ?", (batch_id,)).fetchone())
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """Bring a database of an earlier version, or a new one, to `_VERSION`; of two processes the second finds nothing to
+    do. An earlier version can use the result. Raises `sqlite3.DatabaseError` for one of a later version."""
+    with transaction(db):
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise sqlite3.DatabaseError(f"the database has version {version}, this program knows {_VERSION} at most")
+        if version == _VERSION:
+            return
+        present = {row[1] for row in db.execute("PRAGMA table_info(batches)")}
+        for name, kind in _LATER_COLUMNS:
+            if name not in present:
+                db.execute(f"ALTER TABLE batches ADD COLUMN {name} {kind}")
+        db.execute(f"PRAGMA user_version = {_VERSION}")

@@ -67,11 +67,18 @@ class Batches:
             raise InvalidRequestError("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
         if body.completion_window != _WINDOW:
             raise InvalidRequestError("completion_window", f"must be {_WINDOW}")
-        tenant, batch_id = CALLER.get().tenant, f"batch_{uuid.uuid4().hex}"
+        caller, batch_id = CALLER.get(), f"batch_{uuid.uuid4().hex}"
         notes = None if body.metadata is None else msgspec.json.encode(body.metadata).decode()
         batch = await self._batches.call(
             lambda store: store.create(
-                batch_id, tenant, body.endpoint, body.input_file_id, time.time(), _WINDOW_S, notes
+                batch_id,
+                caller.tenant,
+                body.endpoint,
+                body.input_file_id,
+                time.time(),
+                _WINDOW_S,
+                notes,
+                caller.credential,
             )
         )
         self._batches.wake()

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from disagg.proto.errors import AuthenticationError, DisaggError, InternalError, UnavailableError, retry_after_s
+from disagg.proto.errors import DisaggError, InternalError, UnavailableError, retry_after_s
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Authenticator
+from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.runner import LineResult
 from disagg.router.gateway.batches.store import Batch
@@ -37,7 +38,7 @@ class LineAnswers:
 
     Args:
         completions: what answers HTTP requests too.
-        authenticator: knows the limits of tenants.
+        authenticator: knows what the key that ordered a batch may do now.
         mint_id: a request id that was never used.
     """
 
@@ -71,9 +72,8 @@ class LineAnswers:
             await asyncio.sleep(min(_MAX_RETRY_S, max(wait_s, 0.05 * 2 ** min(num_tries, 10))))
 
     async def _run(self, batch: Batch, line: Line, use: CallUse) -> bytes:
-        caller = self._authenticator.find(batch.tenant)
-        if caller is None:
-            raise AuthenticationError("the tenant of this batch has no key any more")
+        caller = self._authenticator.find(batch.tenant, batch.credential)
+        require_inference(caller)
         CALLER.set(caller)  # of this line's task
         call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY, use=use)
         return await self._completions.line(batch.endpoint, bytes(line.body), call)

@@ -19,7 +19,9 @@ from disagg.router.gateway.auth.auth import (
     AnonymousAccess,
     ApiKey,
     ApiKeys,
+    Authenticator,
     Caller,
+    CertificateNames,
     RefusedError,
     digest_of,
 )
@@ -35,6 +37,11 @@ def write(folder: Path, text: str, mode: int = 0o600) -> str:
     file.write_text(text)
     file.chmod(mode)
     return str(file)
+
+
+def caller_of(keys: ApiKeys, header: str | None, certificate: str = "") -> Caller:
+    """Who calls, apart from which key said so."""
+    return keys.authenticate(header, certificate)._replace(credential="")
 
 
 def refusal(path: str) -> str:
@@ -55,7 +62,7 @@ def refusal(path: str) -> str:
     ],
 )
 def test_a_key_says_who_calls(header: str, caller: Caller) -> None:
-    assert KEYS.authenticate(header) == caller
+    assert caller_of(KEYS, header) == caller
 
 
 @pytest.mark.parametrize(
@@ -121,8 +128,8 @@ def test_other_keys_are_taken_from_the_next_call_on() -> None:
     keys = ApiKeys([ApiKey(digest_of(KEY_A), Caller("a", False))])
     keys.take(ApiKeys([ApiKey(digest_of(KEY_B), Caller("b", False))], {"c": Caller("c", False)}))
     assert (len(keys), keys.takes_certificates) == (2, True)
-    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", False)
-    assert keys.authenticate(None, "c") == Caller("c", False)
+    assert caller_of(keys, f"Bearer {KEY_B}") == Caller("b", False)
+    assert caller_of(keys, None, "c") == Caller("c", False)
     with pytest.raises(RefusedError):
         keys.authenticate(f"Bearer {KEY_A}")
 
@@ -145,7 +152,7 @@ def test_a_key_ends_at_its_time_and_its_client_is_told() -> None:
     now = 99.9
     caller = Caller("a", False, expires_at=100.0)
     keys = ApiKeys([ApiKey(digest_of(KEY_A), caller)], {"a.example": caller}, wall_clock=lambda: now)
-    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(None, "a.example") == caller
+    assert caller_of(keys, f"Bearer {KEY_A}") == caller_of(keys, None, "a.example") == caller
     now = 100.0
     for header, certificate in ((f"Bearer {KEY_A}", ""), (None, "a.example")):
         with pytest.raises(RefusedError, match=r"has expired$") as caught:
@@ -159,11 +166,44 @@ def test_a_key_ends_at_its_time_and_its_client_is_told() -> None:
 # ---------------------------------------------------------------- the file
 
 
-def test_work_that_a_tenant_ordered_has_the_rights_of_its_keys_that_are_valid() -> None:
+def credential_of(key: str) -> str:
+    return f"sha256:{digest_of(key).hex()}"
+
+
+def found_by(known: Authenticator, tenant: str, credential: str | None) -> Caller | str:
+    """Who ordered work, or why it is refused."""
+    try:
+        return known.find(tenant, credential)
+    except RefusedError as error:
+        return error.reason
+
+
+def test_work_has_the_rights_of_the_key_that_ordered_it_as_they_are_now() -> None:
+    now, m1, m2 = 9.9, frozenset({"m1"}), frozenset({"m2"})
+    one = Caller("a", False, models=m1, expires_at=10.0)
+    other = Caller("a", False, models=m2)
+    named = Caller("a", False, infers=False)
+    keys = [ApiKey(digest_of(KEY_A), one), ApiKey(digest_of(KEY_B), other)]
+    known = ApiKeys(keys, {"a.example": named}, wall_clock=lambda: now)
+    credentials = [known.authenticate(*each).credential for each in ((f"Bearer {KEY_A}",), (None, "a.example"))]
+    assert credentials == [credential_of(KEY_A), "certificate:a.example"]
+    by_key, by_certificate = (one._replace(credential=credentials[0]), named._replace(credential=credentials[1]))
+    assert [found_by(known, "a", each) for each in credentials] == [by_key, by_certificate]
+    assert [found_by(known, "b", each) for each in credentials] == ["unknown", "unknown"]
+    assert found_by(known, "a", "") == "unknown"  # ordered when callers needed no key
+    now = 10.0
+    assert found_by(known, "a", credentials[0]) == "expired"
+    known.take(ApiKeys([ApiKey(digest_of(KEY_B), other)]))
+    assert [found_by(known, "a", each) for each in credentials] == ["unknown", "unknown"]
+    known.take(ApiKeys([ApiKey(digest_of(KEY_A), Caller("b", False))]))
+    assert found_by(known, "a", credentials[0]) == "unknown"
+
+
+def test_work_whose_key_was_not_kept_has_what_all_keys_of_its_tenant_have() -> None:
     def key(text: str, tenant: str, **rights: Any) -> ApiKey:
         return ApiKey(digest_of(text), Caller(tenant, False, **rights))
 
-    m1, m2 = frozenset({"m1"}), frozenset({"m2"})
+    m1, m2 = frozenset({"m1", "m3"}), frozenset({"m2", "m3"})
     keys = [
         key("1", "one", models=m1),
         key("2", "two", models=m1),
@@ -173,16 +213,31 @@ def test_work_that_a_tenant_ordered_has_the_rights_of_its_keys_that_are_valid() 
         key("6", "ended", expires_at=10.0),
         key("7", "renewed", expires_at=10.0),
         key("8", "renewed", models=m2),
-        key("9", "reader", infers=False, metrics=True),
+        key("9", "reader"),
+        key("10", "reader", infers=False, metrics=True),
     ]
     known = ApiKeys(keys, wall_clock=lambda: 10.0)
-    found = {tenant: known.find(tenant) for tenant in ("one", "two", "any", "ended", "renewed", "reader", "none")}
-    assert {tenant: caller and caller.models for tenant, caller in found.items() if caller is not None} == {
-        "one": m1,
-        "two": m1 | m2,
-        "any": None,
-        "renewed": m2,
+    found = {tenant: found_by(known, tenant, None) for tenant in ("one", "two", "any", "ended", "renewed", "none")}
+    assert found == {
+        "one": Caller("one", False, models=m1),
+        "two": Caller("two", False, models=frozenset({"m3"})),
+        "any": Caller("any", False, models=m1),
+        "ended": "unknown",
+        "renewed": Caller("renewed", False, models=m2),
+        "none": "unknown",
     }
+    assert found_by(known, "reader", None) == Caller("reader", False, infers=False)
+
+
+def test_work_of_gateways_without_keys() -> None:
+    anonymous, named = AnonymousAccess(), CertificateNames()
+    assert [found_by(anonymous, "", each) for each in ("", None)] == [ANONYMOUS, ANONYMOUS]
+    assert [found_by(anonymous, *each) for each in (("a", None), ("", credential_of(KEY_A)))] == ["unknown"] * 2
+    caller = named.authenticate(None, "a")
+    assert caller.credential == "certificate:a"
+    assert [found_by(named, "a", each) for each in ("certificate:a", None)] == [caller, caller]
+    assert [found_by(named, "a", each) for each in ("certificate:b", credential_of(KEY_A), "")] == ["certificate"] * 3
+    assert found_by(named, "", None) == "certificate"
 
 
 def test_both_forms_of_an_entry(tmp_path: Path) -> None:
@@ -191,8 +246,8 @@ def test_both_forms_of_an_entry(tmp_path: Path) -> None:
         f"- tenant: a\n  sha256: {digest_of(KEY_A).hex().upper()}\n- {{tenant: b, key: {KEY_B}, admin: true}}\n",
     )
     keys = load_keys(file)
-    assert keys.authenticate(f"Bearer {KEY_A}") == Caller("a", False, PLAIN)
-    assert keys.authenticate(f"Bearer {KEY_B}") == Caller("b", True, PLAIN)
+    assert caller_of(keys, f"Bearer {KEY_A}") == Caller("a", False, PLAIN)
+    assert caller_of(keys, f"Bearer {KEY_B}") == Caller("b", True, PLAIN)
 
 
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +263,8 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_rights_and_certificates_of_entries(tmp_path: Path) -> None:
     text = f"[{{tenant: m, key: {KEY_A}, metrics: true}}, {{tenant: c, certificate: c.example}}]"
     keys = load_keys(write(tmp_path, text))
-    assert keys.authenticate(f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == Caller("m", False, metrics=True)
-    assert keys.authenticate("", "c.example")._replace(limits=NO_LIMITS) == Caller("c", False)
+    assert caller_of(keys, f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == Caller("m", False, metrics=True)
+    assert caller_of(keys, "", "c.example")._replace(limits=NO_LIMITS) == Caller("c", False)
     twice = write(tmp_path, "[{tenant: a, certificate: x}, {tenant: b, certificate: x}]")
     assert refusal(twice) == f"gateway.api_keys: {twice}[1] is the same certificate as [0]; each needs its own"
 
@@ -258,7 +313,7 @@ def test_other_times_are_refused(tmp_path: Path, text: str) -> None:
 )
 def test_rights_of_a_key(tmp_path: Path, fields: str, caller: Caller) -> None:
     keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}, {fields}}}]"))
-    assert keys.authenticate(f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == caller
+    assert caller_of(keys, f"Bearer {KEY_A}")._replace(limits=NO_LIMITS) == caller
 
 
 @pytest.mark.parametrize(
@@ -280,7 +335,7 @@ def test_rights_that_cannot_be(tmp_path: Path, fields: str, message: str) -> Non
 def test_a_tenant_may_have_two_keys(tmp_path: Path) -> None:
     keys = load_keys(write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}, {{tenant: a, key: {KEY_B}}}]"))
     sole = Caller("a", False, TenantLimits(max_priority=0))
-    assert keys.authenticate(f"Bearer {KEY_A}") == keys.authenticate(f"Bearer {KEY_B}") == sole
+    assert caller_of(keys, f"Bearer {KEY_A}") == caller_of(keys, f"Bearer {KEY_B}") == sole
 
 
 def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None:
@@ -304,7 +359,7 @@ def test_limits_are_of_the_tenant_whatever_key_says_them(tmp_path: Path) -> None
         boosted=3,
         is_sole=False,
     )
-    callers = [keys.authenticate(f"Bearer {key}") for key in (KEY_A, KEY_B, f"{KEY_B}-and-more")]
+    callers = [caller_of(keys, f"Bearer {key}") for key in (KEY_A, KEY_B, f"{KEY_B}-and-more")]
     assert callers == [Caller("a", False, limits), Caller("a", False, limits), Caller("c", False, PLAIN)]
 
 

@@ -138,7 +138,7 @@ def test_the_name_of_a_client_certificate_is_a_tenant_who_is_no_admin(tmp_path: 
     authenticator = secure(config(host="0.0.0.0", tls=with_clients)).authenticator
     assert authenticator.takes_certificates
     assert authenticator.authenticate("Bearer x", "team-a") == Caller(
-        "team-a", False, TenantLimits(is_sole=False, max_priority=0)
+        "team-a", False, TenantLimits(is_sole=False, max_priority=0), credential="certificate:team-a"
     )
     for name in ("", "team a", "x" * 65):
         with pytest.raises(RefusedError, match=r"^the common name of your certificate is no tenant's name$"):
@@ -158,7 +158,8 @@ def test_certificates_in_the_file_of_keys_need_a_ca(tmp_path: Any) -> None:
     cert, key = authority.issue("server")
     tls = TlsFiles(cert=cert, key=key, client_ca=authority.ca)
     authenticator = secure(config(api_keys=str(file), tls=tls)).authenticator
-    assert authenticator.authenticate(None, "team-a.example")._replace(limits=NO_LIMITS) == Caller("a", True)
+    caller = authenticator.authenticate(None, "team-a.example")
+    assert caller._replace(limits=NO_LIMITS) == Caller("a", True, credential="certificate:team-a.example")
     for header, name in ((None, "other.example"), ("Bearer wrong-key-0000000", "team-a.example")):
         with pytest.raises(RefusedError, match=r"^a valid API key is needed"):
             authenticator.authenticate(header, name)

@@ -11,7 +11,7 @@ import pytest
 
 from disagg.proto.errors import DisaggError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth.auth import AnonymousAccess, Caller
+from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.http.batches.line_answers import LineAnswers
@@ -19,6 +19,11 @@ from disagg.router.gateway.http.batches.line_answers import LineAnswers
 LINE = Line(custom_id="a", method="POST", url="/v1/completions", body=msgspec.Raw(b"{}"))
 UNJUDGED = UnavailableError("the guardrail g gives no verdict", "guardrail_unavailable")
 LOST = UnavailableError("the worker is gone", "worker_lost")
+
+
+def batch_of(tenant: str, credential: str) -> Batch:
+    none = (None, None, None)
+    return Batch("b", tenant, "/v1/completions", "f", "in_progress", 0.0, 9.0, None, 1, *none, 0, 0, None, credential)
 
 
 class Completions:
@@ -57,8 +62,41 @@ async def test_how_often_a_line_is_tried(
     completions: Any = Completions(error, num_failures)
     ids = (RequestId(f"r{i}") for i in itertools.count())
     answers = LineAnswers(completions, AnonymousAccess(Caller("", False)), lambda: next(ids))
-    batch = Batch("b", "", "/v1/completions", "f", "in_progress", 0.0, 9.0, None, 1, None, None, None, 0, 0, None)
-    result = await answers(batch, LINE)
+    result = await answers(batch_of("", ""), LINE)
     assert (result.status, completions.num_tries, len(waits)) == (status, num_tries, num_tries - 1)
     assert result.use.failed is (status != 200)
     assert max(waits, default=0.0) <= 30.0
+
+
+class Calls:
+    """Answers each line with the models that its caller may use."""
+
+    async def line(self, endpoint: str, body: bytes, call: Any) -> bytes:
+        return msgspec.json.encode(sorted(call.caller.models))
+
+
+async def test_a_line_has_the_rights_of_the_key_that_ordered_its_batch() -> None:
+    """Not those of another key of the tenant, and as they are when the line runs."""
+    now, first, second = 0.0, "first-key", "second-key"
+    allowed = {first: frozenset({"a"}), second: frozenset({"b"})}
+    keys = [ApiKey(digest_of(key), Caller("t", False, models=models)) for key, models in allowed.items()]
+    authenticator = ApiKeys(keys, wall_clock=lambda: now)
+    calls: Any = Calls()
+    answers = LineAnswers(calls, authenticator, lambda: RequestId("r"))
+    batches = {key: batch_of("t", authenticator.authenticate(f"Bearer {key}").credential) for key in allowed}
+
+    async def answer(key: str) -> tuple[int, Any]:
+        result = await answers(batches[key], LINE)
+        found = msgspec.json.decode(result.body)
+        return result.status, found if result.status == 200 else (found["error"]["code"], found["error"]["message"])
+
+    assert [await answer(key) for key in allowed] == [(200, ["a"]), (200, ["b"])]
+    ending, reader = Caller("t", False, expires_at=9.0), Caller("t", False, infers=False)
+    authenticator.take(ApiKeys([ApiKey(digest_of(first), ending), ApiKey(digest_of(second), reader)]))
+    now = 9.0
+    message = "this API key, or the key file's entry of this certificate, has expired"
+    assert await answer(first) == (401, ("expired_api_key", message))
+    assert await answer(second) == (403, ("permission_denied", "this needs a key with the scope inference"))
+    authenticator.take(ApiKeys([ApiKey(digest_of(second), Caller("t", False, models=allowed[second]))]))
+    message = "a valid API key is needed, as `authorization: Bearer KEY`"
+    assert [await answer(key) for key in allowed] == [(401, ("authentication_error", message)), (200, ["b"])]

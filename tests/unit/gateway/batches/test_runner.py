@@ -129,6 +129,7 @@ async def test_a_batch_that_ends_early_keeps_its_answers(tmp_path: Path, status:
     [
         (b"", "the file has no line"),
         (_line("x") + b"{\n", "line 2: "),
+        (_line("x") + b'{"body":' + b"[" * 10_000 + b"]" * 10_000 + b"}\n", "line 2: is nested too deeply"),
         (_line("x") + _line("x"), "line 2: custom_id: an earlier line has the same"),
         (_line("x", "/v1/models"), "line 1: url: must be /v1/completions, as of the batch"),
     ],

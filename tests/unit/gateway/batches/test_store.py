@@ -151,12 +151,25 @@ def test_contents_that_no_row_names_are_removed(tmp_path: Path) -> None:
     assert store.remove_orphans() == []
 
 
-def test_a_database_of_an_earlier_version_is_completed(tmp_path: Path) -> None:
-    store = _running(tmp_path)
+@pytest.mark.parametrize("earlier", [("answer_bytes", "credential"), ("credential",)])
+def test_a_database_of_an_earlier_version_is_completed(tmp_path: Path, earlier: tuple[str, ...]) -> None:
+    """Its batches go on; which key ordered them is not known."""
+    _running(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database:
-        database.execute("ALTER TABLE batches DROP COLUMN answer_bytes")
-    store.close()
-    again = _store(tmp_path)
+        for column in earlier:
+            database.execute(f"ALTER TABLE batches DROP COLUMN {column}")
+        database.execute("PRAGMA user_version = 0")
+    again, other = _store(tmp_path), _store(tmp_path)
     again.claim("me", 0.0)
     again.begin("b", "me", 1)
     assert again.answer("b", "me", [Answer(0, True, b"zero")]) == "kept"
+    again.create("b2", "a", "/v1/completions", "file-1", 1.0, 100.0, credential="sha256:00")
+    assert [(batch.id, batch.credential) for batch in other.batches("a", 9)] == [("b2", "sha256:00"), ("b", None)]
+
+
+def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    _running(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database:
+        database.execute("PRAGMA user_version = 2")
+    with pytest.raises(sqlite3.DatabaseError, match=r"^the database has version 2, this program knows 1 at most$"):
+        _store(tmp_path)
