@@ -52,9 +52,9 @@ class BatchOptions(StoreLimits, frozen=True, kw_only=True, forbid_unknown_fields
     max_file_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 34)] = 200 << 20
     """Of one uploaded file."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)] = 256
-    """Lines that each gateway runs at a time."""
+    """Answers to lines that each gateway runs at a time, of all models."""
     reserved_share: Fraction = 0.1
-    """The share of all decode places that lines leave free for interactive requests."""
+    """The share of a model's decode places that lines leave free for interactive requests."""
     max_step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     """Lines start only while a decode step with one more is predicted to take at most so long. `null` is 0.6 of
     `slo.tpot_ms`, and no bound without that target."""

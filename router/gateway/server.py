@@ -209,7 +209,7 @@ class GatewayServer:
                 config.batches,
                 config.name,
                 _mint_id(),
-                self._all.view,
+                {source.name: self._routers[source.key].view for source in config.models},
                 wakes_workers=not self._waits_for_workers,
                 ttft_s=config.ttft_target_s,
                 tpot_s=config.tpot_target_s,

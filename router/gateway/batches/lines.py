@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 1 << 20
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions")
+
+MAX_ANSWERS: Final = 128
+"""To a line that can be run: prompts times `n`, or times `best_of`."""
+_MAX_NAME_BYTES: Final = 4096
+"""Of a model's name in JSON, where it may be one of the served ones."""
 
 
 class InputError(Exception):
@@ -28,16 +34,44 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """For the endpoint, which checks it when the line is run."""
 
 
+class Index(NamedTuple):
+    """What is known of all lines before they run, each list by line."""
+
+    offsets: array[int]
+    models: array[int]
+    """Position of its model among the served ones; their number for another model, and for none."""
+    num_answers: array[int]
+    """How many it asks for: each takes a place. 1 where the line cannot be run."""
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """Fields of a body that say where it runs and how many answers it asks for."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    n: msgspec.Raw = msgspec.Raw(b"null")
+    best_of: msgspec.Raw = msgspec.Raw(b"null")
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+
 _DECODER: Final = msgspec.json.Decoder(Line)
+_SHAPE: Final = msgspec.json.Decoder(_Shape)
+_TEXTS: Final = msgspec.json.Decoder(list[str])
+_NAME: Final = msgspec.json.Decoder(str)
 
 
-def index(path: Path, endpoint: str) -> array[int]:
-    """The offset of each line, after all were checked; one line at a time is in memory. Blocks on the disk.
+def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
+    """What is known of each line, after all were checked; one line at a time is in memory. Blocks on the disk.
+
+    Args:
+        path: of the input.
+        endpoint: of the batch.
+        models: names of the served ones.
 
     Raises:
         InputError: for an empty file, too many or too long lines, and lines that are no requests to `endpoint`.
     """
-    offsets, names = array("Q"), set[str]()
+    found = Index(array("Q"), array("H"), array("H"))
+    offsets, names, places = found.offsets, set[str](), {name: place for place, name in enumerate(models)}
     at = 0
     with path.open("rb") as source:
         while raw := source.readline(MAX_LINE_BYTES + 1):
@@ -48,13 +82,42 @@ def index(path: Path, endpoint: str) -> array[int]:
                 raise InputError(f"{where}: has more than {MAX_LINE_BYTES} bytes")
             if len(offsets) > MAX_LINES:
                 raise InputError(f"{where}: a batch has at most {MAX_LINES} lines")
-            name = _check(raw, endpoint, where).custom_id
-            if name in names:
+            line = _check(raw, endpoint, where)
+            if line.custom_id in names:
                 raise InputError(f"{where}: custom_id: an earlier line has the same")
-            names.add(name)
+            names.add(line.custom_id)
+            model, num_answers = shape_of(line.body)
+            found.models.append(places.get(model, len(models)))
+            found.num_answers.append(num_answers)
     if not offsets:
         raise InputError("the file has no line")
-    return offsets
+    return found
+
+
+def shape_of(body: msgspec.Raw) -> tuple[str, int]:
+    """The model that a body names, empty for none, and how many answers it asks for. Whatever is wrong with it is found
+    when it is run."""
+    try:
+        shape = _SHAPE.decode(body)
+        model = bytes(shape.model)
+        name = _NAME.decode(model) if model.startswith(b'"') and len(model) <= _MAX_NAME_BYTES else ""
+        num_answers = _num_prompts(bytes(shape.prompt)) * max(_count(shape.n), _count(shape.best_of))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "", 1
+    return name, num_answers if num_answers <= MAX_ANSWERS else 1
+
+
+def _count(raw: msgspec.Raw) -> int:
+    text = bytes(raw)
+    return max(1, int(text)) if text.isdigit() and len(text) <= len(str(MAX_ANSWERS)) else 1
+
+
+def _num_prompts(raw: bytes) -> int:
+    """A list of texts or of lists is several prompts; a text, or a list of token ids, is one."""
+    first = raw[1:].lstrip()[:1] if raw[:1] == b"[" else b""
+    if first == b"[":
+        return raw.count(b"[") - 1
+    return len(_TEXTS.decode(raw)) if first == b'"' else 1
 
 
 def _check(raw: bytes, endpoint: str, where: str) -> Line:

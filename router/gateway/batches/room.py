@@ -1,4 +1,5 @@
-"""How many lines of batches may run, and whose: what interactive requests leave, in turn for the tenants. (pure)"""
+"""How many lines of batches may run at a model, and whose: what its interactive requests leave, in turn for the tenants.
+(pure)"""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ _GUESSED_TOKENS: Final = 256.0
 
 
 class Room(NamedTuple):
-    """What may start now."""
+    """What may start now at one model."""
 
-    num_lines: int
+    num_answers: int
+    """Each takes a decode place."""
+    num_prompts: int
+    """Lines: the answers to one have its prompt in common."""
     waiting: Collection[str] = ()
     """Tenants whose own requests or lines wait for a worker: none of theirs starts."""
     is_paced: bool = False
@@ -46,14 +50,14 @@ def bounds_for(ttft_s: float | None, tpot_s: float | None, max_step_ms: float | 
 
 
 def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: int, most: int) -> int:
-    """How many more lines may start now.
+    """How many more answers to lines may start now.
 
     Args:
         num_free: decode places that nothing uses.
         num_waiting: interactive requests that wait for a place; while there are any, no line starts.
         reserve: free places that are left to interactive requests.
-        num_running: lines that run.
-        most: lines that may run at a time.
+        num_running: answers to lines that run.
+        most: of these, at a time.
     """
     if num_waiting:
         return 0
@@ -62,7 +66,7 @@ def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: i
 
 def room_in(
     view: ClusterView,
-    num_lines: int,
+    num_running: int,
     reserved_share: float,
     most: int,
     *,
@@ -72,46 +76,57 @@ def room_in(
     """What may start now. Without a decode worker it is one line, where a request makes a worker start.
 
     Args:
-        view: the cluster now. What this router has placed may be missing in a worker's report, and what others have
+        view: the model's workers and requests now. What this router has placed may be missing in a worker's report, and what others have
             placed is missing in this router's count: the larger one counts.
-        num_lines: that run.
-        reserved_share, most: see `BatchOptions`.
+        num_running: answers to lines that run.
+        reserved_share: see `BatchOptions`.
+        most: answers to lines that may run at a time.
         wakes_workers: whether a request makes a worker start where there is none.
         bounds: see there.
     """
     workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
     waiting = frozenset(tenant for tenant, (num_waiting, _) in view.tenants.items() if num_waiting)
     if not workers:
-        return Room(int(wakes_workers and not num_lines), waiting)
+        return Room(int(wakes_workers and not num_running), 1, waiting)
     places = sum(worker.info.max_num_seqs for worker in workers)
     reported = sum(_num_sequences(worker) for worker in workers)
     num_used = max(reported, view.num_running)
     num_free = places - num_used
     num_interactive = view.num_queued - view.background.num_queued
-    most_now = num_admissible(num_free, num_interactive, math.ceil(places * reserved_share), num_lines, most)
+    most_now = num_admissible(num_free, num_interactive, math.ceil(places * reserved_share), num_running, most)
     if bounds.decode_ms is not None and most_now:
         fitting = sum(_places_by_step(worker, bounds.decode_ms) for worker in workers)
         most_now = max(0, min(most_now, fitting - num_used))
     if bounds.prefill_ms is None or not most_now:
-        return Room(most_now, waiting)
+        return Room(most_now, most_now, waiting)
     by_prompts = _num_by_prompts(view, bounds.prefill_ms)
-    return Room(min(most_now, by_prompts), waiting, is_paced=by_prompts < most_now)
+    return Room(most_now, by_prompts, waiting, is_paced=by_prompts < most_now)
 
 
-def shares(num_more: int, running: Sequence[int], left: Sequence[int]) -> list[int]:
-    """How many lines each batch may start: the next place is for the one that has the fewest running.
+def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequence[int]]) -> list[int]:
+    """How many of its next lines each batch may start. The next line is one of the batch that has the fewest answers
+    running. If the room is too small for its answers, no line starts until others have ended; it runs alone if it never
+    is large enough.
 
     Args:
-        num_more: lines that may start.
-        running: of each batch.
-        left: of each batch, how many lines could start.
+        room: see there.
+        running: answers of each batch that run in this room.
+        waiting: of each batch, how many answers each of its next lines has.
     """
-    counts = [0] * len(running)
-    for _ in range(num_more):
-        able = [i for i in range(len(counts)) if counts[i] < left[i]]
+    counts, busy = [0] * len(running), list(running)
+    num_answers, num_prompts = room.num_answers, room.num_prompts
+    while num_answers > 0 and num_prompts > 0:
+        able = [i for i in range(len(counts)) if counts[i] < len(waiting[i])]
         if not able:
             break
-        counts[min(able, key=lambda i: running[i] + counts[i])] += 1
+        first = min(able, key=lambda i: busy[i])
+        needed = waiting[first][counts[first]]
+        if needed > num_answers and any(busy):
+            break
+        counts[first] += 1
+        busy[first] += needed
+        num_answers -= needed
+        num_prompts -= 1
     return counts
 
 

@@ -1,7 +1,7 @@
 """Runs the batches of a store, one of each tenant at a time: claims them, runs the lines that have no answer, writes
 the answers, ends them.
 
-    claim ──> index the input ──> lines, as many at a time as there is room, the tenants in turn ──> finish
+    claim ──> index the input ──> lines, as many at a time as their model has room, the tenants in turn ──> finish
                   └─> fail             └─ each turn: answers kept, leases renewed, cancelled or expired?
 
 A runner that is cancelled gives its leases back. Lines that ran then are run again by the next owner.
@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from disagg.router.gateway.batches import lines
-from disagg.router.gateway.batches.room import Room, shares
+from disagg.router.gateway.batches.room import Room, lines_to_start
 from disagg.router.gateway.batches.store import Answer, Batch, BatchStore
 from disagg.router.gateway.usage.counts import CallUse
 
@@ -55,25 +55,36 @@ class _Done(NamedTuple):
     use: CallUse
 
 
+class _Running(NamedTuple):
+    """A line that runs."""
+
+    model: int
+    num_answers: int
+
+
 @dataclass(slots=True, eq=False)
 class _Open:
     """A batch that this runner owns."""
 
     batch: Batch
     path: Path
-    indexing: asyncio.Task[array[int]] | None
-    """Until the offsets of the lines are known."""
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    left: deque[int] = field(default_factory=deque)
-    """Lines without an answer that do not run."""
-    running: set[asyncio.Task[_Done]] = field(default_factory=set)
+    indexing: asyncio.Task[lines.Index] | None
+    """Until `index` is known."""
+    index: lines.Index | None = None
+    left: dict[int, deque[int]] = field(default_factory=dict)
+    """Lines without an answer that do not run, by model."""
+    running: dict[asyncio.Task[_Done], _Running] = field(default_factory=dict)
     looked: float = -math.inf
     """When its state was looked at last."""
 
     @property
     def is_done(self) -> bool:
         """Whether each line has an answer."""
-        return self.indexing is None and not self.left and not self.running
+        return self.indexing is None and not any(self.left.values()) and not self.running
+
+    def num_running(self, model: int | None = None) -> int:
+        """Answers that run at a model; None for all."""
+        return sum(each.num_answers for each in self.running.values() if model in (None, each.model))
 
 
 class BatchRunner:
@@ -82,8 +93,10 @@ class BatchRunner:
     Args:
         store: used by this runner alone; whoever else looks at the batches has a connection of its own.
         owner: name of this process's life; one that starts again has another.
+        models: names of those that are served.
         answer_line: see `AnswerLine`.
-        room: from the lines that run, what may start.
+        room: what may start at the model of that position, from the answers that run there and at all. The position
+            after the last is that of lines for no served model, which end at once.
         wall_clock: seconds since the epoch.
         kept: called with the tenant and what a line used, once its answer is kept.
         turn_s: how often leases and the batches' states are looked at, and room at least.
@@ -93,14 +106,16 @@ class BatchRunner:
         self,
         store: BatchStore,
         owner: str,
+        models: Sequence[str],
         answer_line: AnswerLine,
-        room: Callable[[int], Room],
+        room: Callable[[int, int, int], Room],
         wall_clock: Callable[[], float],
         kept: Callable[[str, CallUse], None],
         turn_s: float = TURN_S,
     ) -> None:
         self._store = store
         self._owner = owner
+        self._models = tuple(models)
         self._answer_line = answer_line
         self._room = room
         self._clock = wall_clock
@@ -142,8 +157,8 @@ class BatchRunner:
             if batch is None:
                 break
             path = self._store.path(batch.input_file)
-            task = asyncio.create_task(asyncio.to_thread(lines.index, path, batch.endpoint), name=f"index-{batch.id}")
-            self._open[batch.tenant] = _Open(batch, path, task)
+            indexing = asyncio.to_thread(lines.index, path, batch.endpoint, self._models)
+            self._open[batch.tenant] = _Open(batch, path, asyncio.create_task(indexing, name=f"index-{batch.id}"))
         return bool(self._open)
 
     async def _look(self, each: _Open) -> None:
@@ -161,11 +176,11 @@ class BatchRunner:
         if each.indexing is not None and each.indexing.done():
             await self._begin(each, each.indexing)
 
-    async def _begin(self, each: _Open, indexing: asyncio.Task[array[int]]) -> None:
+    async def _begin(self, each: _Open, indexing: asyncio.Task[lines.Index]) -> None:
         """Its input is indexed."""
         each.indexing, batch = None, each.batch
         try:
-            each.offsets = indexing.result()
+            index = each.index = indexing.result()
         except asyncio.CancelledError:
             return
         except (lines.InputError, OSError) as error:
@@ -174,23 +189,38 @@ class BatchRunner:
             await self._drop(each)
             await asyncio.to_thread(self._store.fail, batch.id, self._owner, reason, self._clock())
             return
-        await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(each.offsets))
+        await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(index.offsets))
         done = await asyncio.to_thread(self._store.answered, batch.id)
-        each.left.extend(number for number in range(len(each.offsets)) if number not in done)
+        for number, model in enumerate(index.models):
+            if number not in done:
+                each.left.setdefault(model, deque()).append(number)
 
     def _start(self) -> None:
+        """First at the model with the fewest answers: the bound of all is for each in turn."""
         self._is_paced = False
-        able = [each for each in self._open.values() if each.left]
+        models = range(len(self._models) + 1)
+        for model in sorted(models, key=lambda model: sum(each.num_running(model) for each in self._open.values())):
+            self._start_at(model)
+
+    def _start_at(self, model: int) -> None:
+        able = [(each, each.index) for each in self._open.values() if each.left.get(model) and each.index is not None]
         if not able:
             return
-        num_lines, waiting, self._is_paced = self._room(sum(len(each.running) for each in self._open.values()))
-        able = [each for each in able if each.batch.tenant not in waiting]
-        counts = shares(num_lines, [len(each.running) for each in able], [len(each.left) for each in able])
-        for each, count in zip(able, counts, strict=True):
+        opened = self._open.values()
+        num_here = sum(each.num_running(model) for each in opened)
+        room = self._room(model, num_here, sum(each.num_running() for each in opened))
+        self._is_paced |= room.is_paced
+        able = [(each, index) for each, index in able if each.batch.tenant not in room.waiting]
+        running = [each.num_running(model) for each, _ in able]
+        waiting = [
+            [index.num_answers[number] for number in islice(each.left[model], max(0, room.num_answers))]
+            for each, index in able
+        ]
+        for (each, index), count in zip(able, lines_to_start(room, running, waiting), strict=True):
             for _ in range(count):
-                number = each.left.popleft()
-                name = f"batch-{each.batch.id}-{number}"
-                each.running.add(asyncio.create_task(self._answer(each, number), name=name))
+                number = each.left[model].popleft()
+                task = asyncio.create_task(self._answer(each, index, number), name=f"batch-{each.batch.id}-{number}")
+                each.running[task] = _Running(model, index.num_answers[number])
 
     async def _keep(self) -> None:
         """Wait a turn, or until a line or an index is ready, then keep what was answered."""
@@ -202,8 +232,9 @@ class BatchRunner:
         elif self._open and not any(each.is_done for each in self._open.values()):
             await asyncio.sleep(self._turn_s)
         for each in list(self._open.values()):
-            if ended := {task for task in each.running if task.done()}:
-                each.running -= ended
+            if ended := [task for task in each.running if task.done()]:
+                for task in ended:
+                    del each.running[task]
                 await self._keep_answers(each, [task.result() for task in ended])
 
     async def _keep_answers(self, each: _Open, done: list[_Done]) -> None:
@@ -238,8 +269,8 @@ class BatchRunner:
         each.left.clear()
         each.indexing = None
 
-    async def _answer(self, each: _Open, number: int) -> _Done:
-        line = await asyncio.to_thread(lines.read, each.path, each.offsets[number])
+    async def _answer(self, each: _Open, index: lines.Index, number: int) -> _Done:
+        line = await asyncio.to_thread(lines.read, each.path, index.offsets[number])
         status, body, use = await self._answer_line(each.batch, line)
         data = lines.answer(each.batch.id, number, line.custom_id, status, body)
         return _Done(Answer(number, status < _FIRST_ERROR_STATUS, data), use)

@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +45,7 @@ class BatchService:
         options: see there.
         name: of this gateway, the same in each of its lives.
         life: of this process; another one each time.
-        view: the cluster now.
+        views: of each model that is served, by its name: its workers and requests now.
         wakes_workers: whether a request makes a worker start where there is none.
         ttft_s, tpot_s: the configured targets of interactive requests; None where there is none.
 
@@ -58,7 +58,7 @@ class BatchService:
         options: BatchOptions,
         name: str,
         life: str,
-        view: Callable[[], ClusterView],
+        views: Mapping[str, Callable[[], ClusterView]],
         *,
         wakes_workers: bool,
         ttft_s: float | None,
@@ -66,7 +66,7 @@ class BatchService:
     ) -> None:
         self.options = options
         self._name, self._owner = name, f"{name}/{os.getpid()}/{life}"
-        self._view = view
+        self._views = dict(views)
         self._bounds = bounds_for(ttft_s, tpot_s, options.max_step_ms)
         self._wakes_workers = wakes_workers
         folder = Path(options.folder)
@@ -87,7 +87,8 @@ class BatchService:
     def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
         """Run batches from now on, at first those that a former life of this gateway left. `kept`: see
         `BatchRunner`."""
-        runner = BatchRunner(self._runners_store, self._owner, answer_line, self._room, time.time, kept)
+        models = tuple(self._views)
+        runner = BatchRunner(self._runners_store, self._owner, models, answer_line, self._room, time.time, kept)
         self._task = asyncio.create_task(self._run(runner), name="batches")
 
     async def stop_lines(self) -> None:
@@ -152,13 +153,18 @@ class BatchService:
             if name == self._name and not _is_alive(rest.partition("/")[0]):
                 self._runners_store.release(owner)
 
-    def _room(self, num_running: int) -> Room:
+    def _room(self, model: int, num_running: int, num_all: int) -> Room:
         options = self.options
+        num_elsewhere = num_all - num_running
+        views = list(self._views.values())
+        if model == len(views):
+            most = max(0, options.max_running - num_all)
+            return Room(most, most)
         return room_in(
-            self._view(),
+            views[model](),
             num_running,
             options.reserved_share,
-            options.max_running,
+            options.max_running - num_elsewhere,
             wakes_workers=self._wakes_workers,
             bounds=self._bounds,
         )

@@ -12,7 +12,7 @@ import pytest
 from disagg.proto.messages import Load
 from disagg.proto.step_times.step_model import StepCoefficients
 from disagg.router.api import BackgroundView, ClusterView, WorkerView
-from disagg.router.gateway.batches.room import Room, StepBounds, bounds_for, num_admissible, room_in, shares
+from disagg.router.gateway.batches.room import Room, StepBounds, bounds_for, lines_to_start, num_admissible, room_in
 from tests.support.router import worker_info
 
 TIMES = StepCoefficients(base_ms=5.0, prefill_token_ms=0.4, attended_ms=0.0, decode_ms=0.5, context_ms=0.001)
@@ -33,8 +33,12 @@ def test_lines_start_only_in_room_that_nobody_waits_for() -> None:
 
 def test_lines_that_wait_hold_up_their_tenant_only() -> None:
     tenants = {"a": (3, 1), "b": (0, 4)}
-    assert room_in(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == Room(90, {"a"})
-    assert room_in(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == Room(0, {"a"})
+    assert room_in(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == Room(
+        90, 90, {"a"}
+    )
+    assert room_in(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == Room(
+        0, 0, {"a"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,18 +56,18 @@ def test_lines_start_as_far_as_steps_stay_short(
     num_running: int, blocks: int, max_step_ms: float | None, expected: int
 ) -> None:
     bounds = StepBounds(decode_ms=max_step_ms)
-    assert room_in(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_lines == expected
+    assert room_in(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_answers == expected
 
 
 @pytest.mark.parametrize(
     ("background", "prefill_ms", "expected"),
     [
-        (BackgroundView(), None, Room(90, frozenset())),
-        (BackgroundView(), 500.0, Room(4, frozenset(), is_paced=True)),  # prompts of 256 tokens take 102.4 ms
-        (BackgroundView(0, 2, 200), 100.0, Room(0, frozenset(), is_paced=True)),  # 40 ms each
-        (BackgroundView(1, 2, 30), 20.0, Room(2, frozenset(), is_paced=True)),  # 4 ms each
-        (BackgroundView(0, 1, 9999), 50.0, Room(0, frozenset(), is_paced=True)),
-        (BackgroundView(), 1.0, Room(1, frozenset(), is_paced=True)),
+        (BackgroundView(), None, Room(90, 90, frozenset())),
+        (BackgroundView(), 500.0, Room(90, 4, frozenset(), is_paced=True)),  # prompts of 256 tokens take 102.4 ms
+        (BackgroundView(0, 2, 200), 100.0, Room(90, 0, frozenset(), is_paced=True)),  # 40 ms each
+        (BackgroundView(1, 2, 30), 20.0, Room(90, 2, frozenset(), is_paced=True)),  # 4 ms each
+        (BackgroundView(0, 1, 9999), 50.0, Room(90, 0, frozenset(), is_paced=True)),
+        (BackgroundView(), 1.0, Room(90, 1, frozenset(), is_paced=True)),
     ],
 )
 def test_prompts_of_lines_take_little_time_of_those_that_compute_prompts(
@@ -84,17 +88,36 @@ def test_bounds_follow_from_the_targets() -> None:
 def test_without_a_worker_one_line_may_make_one_start() -> None:
     none = ClusterView((), 0, 0)
     assert [
-        room_in(none, lines, 0.1, 9, wakes_workers=wakes).num_lines for lines, wakes in ((0, False), (0, True))
+        room_in(none, lines, 0.1, 9, wakes_workers=wakes).num_answers for lines, wakes in ((0, False), (0, True))
     ] == [
         0,
         1,
     ]
-    assert room_in(none, 1, 0.1, 9, wakes_workers=True).num_lines == 0
+    assert room_in(none, 1, 0.1, 9, wakes_workers=True).num_answers == 0
 
 
-def test_the_next_place_is_for_the_batch_with_the_fewest_lines() -> None:
-    assert shares(6, [4, 0, 1], [99, 99, 99]) == [0, 4, 2]
-    assert shares(5, [0, 0], [1, 99]) == [1, 4]
-    assert shares(5, [7], [2]) == [2]
-    assert shares(0, [1], [1]) == [0]
-    assert shares(3, [], []) == []
+@pytest.mark.parametrize(
+    ("num_answers", "running", "waiting", "expected"),
+    [
+        (6, [4, 0, 1], [[1] * 9, [1] * 9, [1] * 9], [0, 4, 2]),
+        (5, [0, 0], [[1], [1] * 9], [1, 4]),
+        (5, [7], [[1, 1]], [2]),
+        (0, [1], [[1]], [0]),
+        (3, [], [], []),
+        (8, [0, 0], [[3, 3, 3], [1] * 9], [1, 3]),  # then it is the first one's turn, which needs 3
+        (4, [2], [[5, 1]], [0]),  # waits for its room, and no smaller line passes
+        (4, [2, 3], [[5], [1]], [0, 0]),
+        (4, [3, 2], [[5], [1, 1, 1]], [0, 1]),  # until it is the turn of the first
+        (4, [0], [[5, 1]], [1]),  # alone, since there may never be more room
+        (4, [0, 0], [[5], [1]], [1, 0]),
+    ],
+)
+def test_the_next_line_is_of_the_batch_with_the_fewest_answers(
+    num_answers: int, running: list[int], waiting: list[list[int]], expected: list[int]
+) -> None:
+    assert lines_to_start(Room(num_answers, 99), running, waiting) == expected
+
+
+def test_answers_to_a_line_are_one_prompt() -> None:
+    assert lines_to_start(Room(90, 2), [0], [[16] * 9]) == [2]
+    assert lines_to_start(Room(90, 0), [0], [[16] * 9]) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,8 +19,12 @@ URL = "/v1/completions"
 LEASE_S = StoreLimits().lease_s
 
 
-def _line(name: str, url: str = URL) -> bytes:
-    return msgspec.json.encode({"custom_id": name, "method": "POST", "url": url, "body": {"prompt": name}}) + b"\n"
+MODELS = ("m", "other")
+
+
+def _line(name: str, url: str = URL, **more: Any) -> bytes:
+    body = {"model": "m", "prompt": name, **more}
+    return msgspec.json.encode({"custom_id": name, "method": "POST", "url": url, "body": body}) + b"\n"
 
 
 class _Bench:
@@ -32,7 +37,11 @@ class _Bench:
         self.used: list[tuple[str, str]] = []
         """Tenant and name of each line that was kept."""
         self.waiting: tuple[str, ...] = ()
-        self.peak = self.running = 0
+        self.together: set[frozenset[str]] = set()
+        """As each line ran: the tasks of all lines that had begun and not ended."""
+        self.rooms: dict[int, int] = {}
+        """Answers that may run at the model of that position until the line `last` has run, where it is not `most`."""
+        self.last = ""
         self.hang_from: int | None = None
         """After so many lines, the others hang."""
         self.kept = asyncio.Event()
@@ -48,10 +57,11 @@ class _Bench:
 
     def runner(self, owner: str) -> BatchRunner:
         store = BatchStore(self.folder, self.limits)
-        return BatchRunner(store, owner, self._answer, self._room, self._clock, self._kept, 0.01)
+        return BatchRunner(store, owner, MODELS, self._answer, self._room, self._clock, self._kept, 0.01)
 
-    def _room(self, num_running: int) -> Room:
-        return Room(num_admissible(9, 0, 0, num_running, self.most), self.waiting)
+    def _room(self, model: int, num_running: int, num_all: int) -> Room:
+        most = self.rooms.get(model, self.most)
+        return Room(num_admissible(9, 0, 0, num_running, most), 9, self.waiting)
 
     def _clock(self) -> float:
         if self.batch().num_completed == self.hang_from:
@@ -65,13 +75,18 @@ class _Bench:
         if self.hang_from is not None and len(self.ran) >= self.hang_from:
             await asyncio.Event().wait()
         self.ran.append(line.custom_id)
+        tasks = (task.get_name() for task in asyncio.all_tasks())
+        self.together.add(frozenset(name for name in tasks if name.startswith("batch-")))
         self.waiting = ()
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        await asyncio.sleep(0)
-        self.running -= 1
+        if line.custom_id == self.last:
+            self.rooms = {}
         status = 400 if line.custom_id == "bad" else 200
         return LineResult(status, b'{"text":"' + line.custom_id.encode() + b'"}', CallUse(line.custom_id))
+
+    @property
+    def peak(self) -> int:
+        """The most lines at a time."""
+        return max(map(len, self.together))
 
     def batch(self, batch_id: str = "b", tenant: str = "a") -> Batch:
         found = self.store.batch(tenant, batch_id)
@@ -89,7 +104,7 @@ async def test_all_lines_are_answered_in_order_and_errors_apart(tmp_path: Path) 
     batch = bench.batch()
     assert (batch.status, batch.total, batch.num_completed, batch.num_failed) == ("completed", 3, 2, 1)
     assert (bench.names(batch.output_file), bench.names(batch.error_file)) == (["x", "y"], ["bad"])
-    assert bench.peak <= 2
+    assert bench.peak == 2
     assert sorted(bench.used) == [("a", "bad"), ("a", "x"), ("a", "y")]
     assert not await bench.runner("me").run()
 
@@ -175,3 +190,21 @@ async def test_a_batch_without_room_for_its_answers_fails_with_those_it_has(tmp_
     assert bench.names(batch.output_file) == ["0", "1", "2", "3"]
     assert bench.store.path(batch.output_file or "").stat().st_size == 4 * answer
     assert len(bench.used) == 4
+
+
+async def test_each_answer_to_a_line_takes_a_place(tmp_path: Path) -> None:
+    content = _line("four", n=4) + _line("best", best_of=3, n=1) + _line("one") + _line("large", n=8) + _line("last")
+    bench = _Bench(tmp_path, content, most=5)
+    assert await bench.runner("me").run()
+    most = {each for each in bench.together if not any(each < other for other in bench.together)}
+    assert most == {frozenset(f"batch-b-{number}" for number in numbers) for numbers in ((0,), (1, 2), (3,), (4,))}
+
+
+async def test_a_model_without_room_holds_up_no_line_of_another(tmp_path: Path) -> None:
+    """Lines for a model that is not served end at once."""
+    names = [("a", "m"), ("b", "m"), ("c", "other"), ("d", "none"), ("e", "other")]
+    bench = _Bench(tmp_path, b"".join(_line(name, model=model) for name, model in names), most=9)
+    bench.rooms, bench.last = {0: 0, 1: 1}, "e"
+    assert await bench.runner("me").run()
+    assert bench.ran.index("c") < bench.ran.index("e") < bench.ran.index("a")
+    assert bench.names(bench.batch().output_file) == ["a", "b", "c", "d", "e"]

@@ -34,8 +34,8 @@ class OneKey:
             raise RefusedError("unknown")
         return Caller("tenant", False)
 
-    def find(self, tenant: str) -> Caller | None:
-        return Caller("tenant", False) if tenant == "tenant" else None
+    def find(self, tenant: str, credential: str | None) -> Caller:
+        return Caller("tenant", False)
 
 
 @pytest.fixture

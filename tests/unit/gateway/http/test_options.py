@@ -33,7 +33,7 @@ class OneTenant:
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return self._caller
 
-    def find(self, tenant: str) -> Caller | None:
+    def find(self, tenant: str, credential: str | None) -> Caller:
         return self._caller
 
 

@@ -28,7 +28,7 @@ class Keyed:
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return CALLER
 
-    def find(self, tenant: str) -> Caller | None:
+    def find(self, tenant: str, credential: str | None) -> Caller:
         return CALLER
 
 
