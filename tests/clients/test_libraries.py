@@ -16,7 +16,7 @@ from tests.support.architecture import REPOSITORY
     [
         ("openai", "use_openai", 27),
         ("openai", "use_responses", 17),
-        ("openai", "use_batches", 3),
+        ("openai", "use_batches", 4),
         ("anthropic", "use_anthropic", 18),
         ("langchain", "use_langchain", 12),
         ("instructor", "use_instructor", 7),

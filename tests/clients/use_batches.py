@@ -42,10 +42,7 @@ def batch(client: openai.OpenAI, model: str) -> None:
     created = client.batches.create(
         input_file_id=uploaded.id, endpoint=ENDPOINT, completion_window="24h", metadata={"of": "a check"}
     )
-    deadline = time.monotonic() + WAIT_S
-    while (ended := client.batches.retrieve(created.id)).status not in ("completed", "failed", "expired", "cancelled"):
-        assert time.monotonic() < deadline, ended.status
-        time.sleep(0.2)
+    ended = _ended(client, created.id)
     assert (ended.status, ended.metadata) == ("completed", {"of": "a check"})
     counts = ended.request_counts
     assert (counts.total, counts.completed, counts.failed) == (NUM_LINES, NUM_LINES - 1, 1)
@@ -73,7 +70,29 @@ def files(client: openai.OpenAI, model: str) -> None:
     expect(openai.NotFoundError, lambda: client.files.retrieve(uploaded.id))
 
 
-CHECKS: tuple[Check, ...] = (batch, cancel, files)
+def responses(client: openai.OpenAI, model: str) -> None:
+    """A batch of another endpoint, whose answers are what a request gets."""
+    body = {"model": model, "input": "Say yes.", "max_output_tokens": NUM_TOKENS, "temperature": 0}
+    content = json.dumps({"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": body}).encode()
+    uploaded = client.files.create(file=("in.jsonl", content), purpose="batch")
+    created = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/responses", completion_window="24h")
+    ended = _ended(client, created.id)
+    assert ended.status == "completed"
+    [answer] = [json.loads(line) for line in client.files.content(ended.output_file_id).text.splitlines()]
+    found = openai.types.responses.Response.model_validate(answer["response"]["body"])
+    asked = client.responses.create(**body)
+    assert (found.object, found.output_text, found.status) == ("response", asked.output_text, asked.status)
+
+
+def _ended(client: openai.OpenAI, batch_id: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while (ended := client.batches.retrieve(batch_id)).status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < deadline, ended.status
+        time.sleep(0.2)
+    return ended
+
+
+CHECKS: tuple[Check, ...] = (batch, cancel, files, responses)
 
 
 def main(url: str, model: str) -> int:

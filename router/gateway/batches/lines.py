@@ -11,7 +11,7 @@ import msgspec
 
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = 1 << 20
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_ANSWERS: Final = 128
 """To a line that can be run: prompts times `n`, or times `best_of`."""

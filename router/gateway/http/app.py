@@ -28,7 +28,7 @@ from disagg.router.gateway.http.information import Information
 from disagg.router.gateway.http.messages.errors import MESSAGES, answer_as_anthropic
 from disagg.router.gateway.http.messages.messages import Messages
 from disagg.router.gateway.http.page import Page
-from disagg.router.gateway.http.responses.responses import Responses
+from disagg.router.gateway.http.responses.responses import RESPONSES, Responses
 from disagg.router.gateway.http.transport.errors import (
     Headers,
     MethodNotAllowedError,
@@ -200,7 +200,7 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
 def _other_routes(responses: Responses, messages: Messages) -> Sequence[Route]:
     post = ["POST"]
     return (
-        Route("/v1/responses", responses.create, methods=post),
+        Route(RESPONSES, responses.create, methods=post),
         Route(MESSAGES, messages.create, methods=post),
         Route(f"{MESSAGES}/count_tokens", messages.count_tokens, methods=post),
     )

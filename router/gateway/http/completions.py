@@ -147,9 +147,23 @@ class Completions:
     async def line(self, endpoint: str, body: bytes, call: Call) -> bytes:
         """The answer to a line of a batch: the body that a request to `endpoint` would get. Raises as that."""
         kind = _KINDS["chat" if endpoint == "/v1/chat/completions" else "text"]
+
+        async def whole(generator: Generator, parsed: ParsedCall, call: Call, events: Events) -> bytes:
+            return await self._whole(generator, parsed, call, kind, events)
+
+        return await self.run_line(body, call, kind.read, whole)
+
+    async def run_line(
+        self,
+        body: bytes,
+        call: Call,
+        read: Callable[[bytes], Pieces[P]],
+        whole: Callable[[Generator, P, Call, Events], Awaitable[bytes]],
+    ) -> bytes:
+        """As `line`, of an API whose bodies `read` reads and whose answers `whole` makes."""
         if len(body) > self.limits.max_bytes:
             raise InvalidRequestError("body", f"must have at most {self.limits.max_bytes} bytes")
-        generator, parsed = self._accepted(await self.limits.decode(body, kind.read), call)
+        generator, parsed = self._accepted(await self.limits.decode(body, read), call)
         if parsed.stream:
             raise InvalidRequestError("stream", "a line of a batch is answered whole")
         call = replace(call, priority=min(call.priority, parsed.priority))
@@ -158,7 +172,7 @@ class Completions:
         with _charged(generator, parsed, call) as charge:
             checked = await _guarded(generator, parsed, checked, call)
             async with aclosing(self._run(generator, parsed, call, charge, checked)) as events:
-                return await self._whole(generator, parsed, call, kind, events)
+                return await whole(generator, parsed, call, events)
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
         async with self._counted(exchange, request_id) as call:

@@ -16,6 +16,7 @@ from disagg.router.gateway.batches.runner import LineResult
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABLE
 from disagg.router.gateway.http.completions import Completions
+from disagg.router.gateway.http.responses.responses import RESPONSES, Responses
 from disagg.router.gateway.http.transport.errors import error_json
 from disagg.router.gateway.requests.request import Call, Targets
 from disagg.router.gateway.usage.counts import CallUse
@@ -46,6 +47,7 @@ class LineAnswers:
         self, completions: Completions, authenticator: Authenticator, mint_id: Callable[[], RequestId]
     ) -> None:
         self._completions = completions
+        self._responses = Responses(completions)
         self._authenticator = authenticator
         self._mint_id = mint_id
 
@@ -76,4 +78,6 @@ class LineAnswers:
         require_inference(caller)
         CALLER.set(caller)  # of this line's task
         call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY, use=use)
+        if batch.endpoint == RESPONSES:
+            return await self._responses.line(bytes(line.body), call)
         return await self._completions.line(batch.endpoint, bytes(line.body), call)

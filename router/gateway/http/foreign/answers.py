@@ -91,15 +91,28 @@ class AnswerWriter(Protocol):
         ...
 
 
+async def whole_answer(events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter) -> bytes:
+    """The one answer of a call, once it has ended."""
+    async for event in events:
+        if isinstance(event, Finish):
+            writer.finish(event)
+        else:
+            writer.delta(event)
+    return writer.whole()
+
+
 async def write_answer(
     exchange: Exchange, events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter, as_stream: bool
 ) -> None:
     """Send the one answer of a call. A stream's status waits for the first event, so that whatever is wrong before has
     a status of its own."""
+    if not as_stream:
+        await exchange.respond(200, await whole_answer(events, writer))
+        return
     last = b""
     async for event in events:
         written = b""
-        if as_stream and not exchange.started:
+        if not exchange.started:
             exchange.error_event = writer.failed
             await exchange.start_stream()
             written = writer.begin(event.num_prompt_tokens)
@@ -107,9 +120,6 @@ async def write_answer(
             last = written + writer.finish(event)
             continue
         written += writer.delta(event)
-        if as_stream and written:
+        if written:
             await exchange.write(written)
-    if as_stream:
-        await exchange.end(last)
-    else:
-        await exchange.respond(200, writer.whole())
+    await exchange.end(last)

@@ -11,13 +11,15 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Delta, Finish, Generator
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import Exchange
-from disagg.router.gateway.http.foreign.answers import PartReader, write_answer
+from disagg.router.gateway.http.foreign.answers import PartReader, whole_answer, write_answer
 from disagg.router.gateway.http.responses.answer import ResponseWriter
 from disagg.router.gateway.http.responses.schema import ResponsesBody
 from disagg.router.gateway.http.responses.to_input import ParsedResponse, read_response
 from disagg.router.gateway.http.schema import decoded
 from disagg.router.gateway.requests.request import Call
+from disagg.router.gateway.requests.shape import Pieces
 
+RESPONSES: Final = "/v1/responses"
 _BODY: Final = msgspec.json.Decoder(ResponsesBody)
 
 
@@ -33,7 +35,11 @@ class Responses:
 
     async def create(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/responses`."""
-        await self._completions.run(exchange, request_id, lambda raw: decoded(raw, _BODY, read_response), self._write)
+        await self._completions.run(exchange, request_id, _read, self._write)
+
+    async def line(self, body: bytes, call: Call) -> bytes:
+        """The answer to a line of a batch. Raises as a request."""
+        return await self._completions.run_line(body, call, _read, self._whole)
 
     async def _write(
         self,
@@ -43,7 +49,17 @@ class Responses:
         call: Call,
         events: AsyncGenerator[Delta | Finish, None],
     ) -> None:
+        await write_answer(exchange, events, self._writer(generator, parsed, call), parsed.stream)
+
+    async def _whole(
+        self, generator: Generator, parsed: ParsedResponse, call: Call, events: AsyncGenerator[Delta | Finish, None]
+    ) -> bytes:
+        return await whole_answer(events, self._writer(generator, parsed, call))
+
+    def _writer(self, generator: Generator, parsed: ParsedResponse, call: Call) -> ResponseWriter:
         reader = PartReader(generator.model.tokenizer, parsed.tools)
-        created = int(self._completions.wall_clock())
-        writer = ResponseWriter(parsed, call.request_id, created, reader)
-        await write_answer(exchange, events, writer, parsed.stream)
+        return ResponseWriter(parsed, call.request_id, int(self._completions.wall_clock()), reader)
+
+
+def _read(raw: bytes) -> Pieces[ParsedResponse]:
+    return decoded(raw, _BODY, read_response)

@@ -11,19 +11,23 @@ import pytest
 
 from disagg.proto.errors import DisaggError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
+from disagg.router.api import Completion
 from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.http.batches.line_answers import LineAnswers
+from disagg.router.gateway.text.tokenizer import ServedModel
+from tests.support.gateway import MODEL_NAME, FakeRouter
+from tests.support.http_app import TestApp
 
 LINE = Line(custom_id="a", method="POST", url="/v1/completions", body=msgspec.Raw(b"{}"))
 UNJUDGED = UnavailableError("the guardrail g gives no verdict", "guardrail_unavailable")
 LOST = UnavailableError("the worker is gone", "worker_lost")
 
 
-def batch_of(tenant: str, credential: str) -> Batch:
+def batch_of(tenant: str, credential: str, endpoint: str = "/v1/completions") -> Batch:
     none = (None, None, None)
-    return Batch("b", tenant, "/v1/completions", "f", "in_progress", 0.0, 9.0, None, 1, *none, 0, 0, None, credential)
+    return Batch("b", tenant, endpoint, "f", "in_progress", 0.0, 9.0, None, 1, *none, 0, 0, None, credential)
 
 
 class Completions:
@@ -100,3 +104,35 @@ async def test_a_line_has_the_rights_of_the_key_that_ordered_its_batch() -> None
     authenticator.take(ApiKeys([ApiKey(digest_of(second), Caller("t", False, models=allowed[second]))]))
     message = "a valid API key is needed, as `authorization: Bearer KEY`"
     assert [await answer(key) for key in allowed] == [(401, ("authentication_error", message)), (200, ["b"])]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "given"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi", "metadata": {"of": "a test"}}),
+    ],
+)
+async def test_a_line_gets_what_a_request_would(model: ServedModel, endpoint: str, given: dict[str, Any]) -> None:
+    """Answers, and errors."""
+    fields = {"model": MODEL_NAME, **given}
+    wrong = ({"temperature": -1}, {"model": "other"}, {"stop": 5})
+    for more, status in (({}, 200), *((each, 400) for each in wrong)):
+        app = TestApp(model, FakeRouter([[75], [76], Completion("length", 3, 1)]))
+        answers = LineAnswers(app.completions, AnonymousAccess(), lambda: RequestId("r0"))
+        asked = await app.client.post(endpoint, json={**fields, **more})
+        line = Line(custom_id="a", method="POST", url=endpoint, body=encoded({**fields, **more}))
+        result = await answers(batch_of("", "", endpoint), line)
+        assert result.status == asked.status_code == (404 if more == {"model": "other"} else status)
+        assert msgspec.json.decode(result.body) == asked.json()
+        assert result.use.failed is (status != 200)
+    refused = await answers(
+        batch_of("", "", endpoint),
+        Line(custom_id="a", method="POST", url=endpoint, body=encoded({**fields, "stream": True})),
+    )
+    assert (refused.status, msgspec.json.decode(refused.body)["error"]["param"]) == (400, "stream")
+
+
+def encoded(fields: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(fields))
