@@ -70,6 +70,7 @@ PURE_FILES = (
     "router/gateway/event_loop/offload_turns.py",
     "router/gateway/guardrails/answers.py",
     "router/gateway/guardrails/circuit.py",
+    "router/gateway/guardrails/places.py",
     "router/gateway/guardrails/config.py",
     "router/gateway/guardrails/pattern_syntax.py",
     "router/gateway/guardrails/patterns.py",

@@ -1,5 +1,5 @@
-"""How many lines of batches may run at a model, and whose: what its interactive requests leave, in turn for the tenants.
-(pure)"""
+"""How many answers to lines of batches may start at a model, and whose: what interactive requests leave, in turn for the
+tenants. (pure)"""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def room_in(
     """What may start now. Without a decode worker it is one line, where a request makes a worker start.
 
     Args:
-        view: the model's workers and requests now. What this router has placed may be missing in a worker's report, and what others have
-            placed is missing in this router's count: the larger one counts.
+        view: the model's workers and requests now. What this router has placed may be missing in a worker's report,
+            and what others have placed is missing in this router's count: the larger one counts.
         num_running: answers to lines that run.
         reserved_share: see `BatchOptions`.
         most: answers to lines that may run at a time.

@@ -1,11 +1,15 @@
-"""When a guardrail is asked no more because it keeps failing, and when it is tried again. Pure.
+"""When a guardrail is asked no more because it keeps failing, by whom, and when it is tried again. Pure.
 
 closed ──failures in a row──> open ──a pause──> one trial ──good──> closed
                                ^───────failed──────┘
+
+One tenant's texts may be what it fails at: failures in a row of one tenant's questions open the circuit for that
+tenant; it is open for all where those of several failed and none was answered between.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final, Literal
 
 FAILURES: Final = 5
@@ -17,7 +21,7 @@ Change = Literal["opened", "closed"] | None
 
 
 class Circuit:
-    """Of one guardrail. Times are seconds of any monotonic clock."""
+    """Of one tenant, or of all. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._num_failed = 0
@@ -53,9 +57,67 @@ class Circuit:
             return None
         if self._num_failed < FAILURES:
             return None
-        self._opened_at = now
+        self.open(now)
         return "opened"
+
+    def open(self, now: float) -> None:
+        """Do not ask."""
+        self._opened_at = now
 
     def withdrawn(self) -> None:
         """Whoever asked left before there was a verdict."""
         self._is_tried = False
+
+
+class Circuits:
+    """Of one guardrail: one for all, and one for each tenant whose last question failed."""
+
+    def __init__(self) -> None:
+        self._all = Circuit()
+        self._own: dict[str, Circuit] = {}
+        self._row: Counter[str] = Counter()
+        """Failures of each tenant's questions since it gave a verdict to anybody."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not asked, for one tenant at least."""
+        return self._all.is_open or any(own.is_open for own in self._own.values())
+
+    def asks(self, tenant: str, now: float) -> bool:
+        """Whether to ask now. As of `Circuit`."""
+        own = self._own.get(tenant)
+        if own is not None and not own.asks(now):
+            return False
+        if self._all.asks(now):
+            return True
+        if own is not None:
+            own.withdrawn()
+        return False
+
+    def passed(self, tenant: str) -> bool:
+        """It gave a verdict; whether it was not asked before."""
+        self._row.clear()
+        own = self._own.pop(tenant, None)
+        was_open = own is not None and own.is_open
+        if self._all.passed() == "closed":
+            self._own.clear()
+            return True
+        return was_open
+
+    def failed(self, tenant: str, now: float) -> Literal["all", "tenant"] | None:
+        """It gave none; for whom it is asked no more from now on."""
+        self._row[tenant] += 1
+        change = self._own.setdefault(tenant, Circuit()).failed(now)
+        if self._all.is_open:
+            self._all.failed(now)
+            return None
+        if len(self._row) > 1 and self._row.total() >= FAILURES:
+            self._all.open(now)
+            return "all"
+        return "tenant" if change == "opened" else None
+
+    def withdrawn(self, tenant: str) -> None:
+        """Whoever asked left before there was a verdict, or the question was one that it does not answer."""
+        if tenant in self._own:
+            self._own[tenant].withdrawn()
+        self._all.withdrawn()

@@ -79,9 +79,10 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     context_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     """Of the answer before a piece, that go with it."""
     timeout_s: Seconds = 1.0
-    """Until a question counts as failed."""
+    """Until a question counts as failed; before, it waits for its place as long at most."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
-    """Questions at a time: connections of a service, threads of Python."""
+    """Questions at a time: connections of a service, threads of Python. Where there are several tenants, a quarter of
+    them is never one tenant's, nor of those that wait."""
     max_waiting: NonNegativeInt = 256
     """Further questions, that wait; beyond that they fail."""
     on_failure: Literal["stop", "allow"] = "stop"

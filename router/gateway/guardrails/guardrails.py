@@ -245,7 +245,8 @@ class Guardrails:
         def count(action: str) -> None:
             self.counts[question.guardrail, question.subject, action] += 1
 
-        return await self._asked[question.guardrail].ask(question, call.deadline, decisions.add, count)
+        asked, is_sole = self._asked[question.guardrail], call.caller.limits.is_sole
+        return await asked.ask(question, call.deadline, decisions.add, count, is_sole)
 
     def _is_for(self, each: GuardrailOptions, subject: Subject) -> bool:
         if each.name in self._rules:

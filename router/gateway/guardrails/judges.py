@@ -1,8 +1,11 @@
 """Guardrails that are asked: a service or a function. Bounded in time and number; a failure has a configured outcome.
 
 ask ──circuit open, too many wait──> failed
- └──> waits for its turn ──> the judge ──verdict──> checked
-            └──timeout, error, no valid verdict──> failed ──on_failure──> allowed, or `UnavailableError`
+ └──> waits for its place ──> the judge ──verdict──> checked
+            └──timeout          └──timeout, error, no valid verdict──> failed ──on_failure──> allowed, or
+                                                                                        `UnavailableError`
+What the judge does counts for the circuit; that there was no place, that a client's deadline passed, and that a
+question was refused for what it is, does not.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from typing_extensions import override
 
 from disagg.proto.errors import ConfigError, DeadlineError, UnavailableError
-from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuit
+from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuits
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions
+from disagg.router.gateway.guardrails.places import Places, PlacesError, Ticket
 from disagg.router.gateway.guardrails.verdicts import (
     ALLOW,
     MAX_REASON_CHARS,
@@ -34,6 +38,8 @@ from disagg.router.gateway.guardrails.verdicts import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 GROUP: Final = "disagg.guardrails"
 UNAVAILABLE: Final = "guardrail_unavailable"
 """Code of the error where a guardrail gave no verdict and nothing may pass without one."""
@@ -41,7 +47,16 @@ MAX_REPLACEMENT_CHARS: Final = 1 << 20
 
 
 class JudgeError(Exception):
-    """There is no verdict; the message says why."""
+    """There is no verdict; the message says why.
+
+    Args:
+        message: see there.
+        is_refusal: whether the judge works, and refused this question.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
 
 
 class Judge(Protocol):
@@ -122,19 +137,25 @@ class Asked:
         self.options = options
         self._judge = judge
         self._clock = clock
-        self._circuit = Circuit()
-        self._places = asyncio.Semaphore(options.max_running)
-        self._num_asking = 0
+        self._circuit = Circuits()
+        self._places = Places(options.max_running, options.max_waiting)
+        self._waiting: dict[Ticket, asyncio.Event] = {}
+        """Set when its turn has come."""
         self.seconds = 0.0
         """Sum of the times that questions took."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it fails so often that it is not asked."""
+        """Whether it fails so often that it is not asked, for one tenant at least."""
         return self._circuit.is_open
 
     async def ask(
-        self, question: Question, deadline: float | None, note: Callable[[Decision], None], count: Callable[[str], None]
+        self,
+        question: Question,
+        deadline: float | None,
+        note: Callable[[Decision], None],
+        count: Callable[[str], None],
+        is_sole: bool = True,
     ) -> Verdict:
         """The verdict; where there is none, what is configured.
 
@@ -143,6 +164,7 @@ class Asked:
             deadline: of the request, on `clock`.
             note: takes what it decided, where it failed.
             count: takes what came of it: `allow`, `replace`, `stop` or `failed`.
+            is_sole: whether there is no other tenant.
 
         Raises:
             UnavailableError: if there is no verdict, and without one nothing may pass.
@@ -151,7 +173,7 @@ class Asked:
         """
         began = self._clock()
         try:
-            verdict = await self._verdict(question, began, deadline)
+            verdict = await self._verdict(question, began, deadline, is_sole)
         except JudgeError as error:
             count("failed")
             options = self.options
@@ -168,47 +190,90 @@ class Asked:
         """End what it holds."""
         await self._judge.close()
 
-    async def _verdict(self, question: Question, now: float, deadline: float | None) -> Verdict:
-        options, circuit = self.options, self._circuit
-        if self._num_asking >= options.max_running + options.max_waiting:
-            raise JudgeError(f"{self._num_asking} questions run or wait")
-        if not circuit.asks(now):
+    async def _verdict(self, question: Question, now: float, deadline: float | None, is_sole: bool) -> Verdict:
+        circuit, tenant, ticket = self._circuit, question.tenant, Ticket(question.tenant, is_sole)
+        if not circuit.asks(tenant, now):
             raise JudgeError("it is not asked for a while, after it failed again and again")
-        ends_before = deadline is not None and deadline - now < options.timeout_s
-        left_s = max(0.0, deadline - now) if deadline is not None and ends_before else options.timeout_s
-        self._num_asking += 1
         try:
-            async with asyncio.timeout(left_s), self._places:
-                verdict = checked(await self._judge.judge(question), question)
-        except TimeoutError:
-            if ends_before:
-                circuit.withdrawn()
-                raise DeadlineError(f"the deadline passed while the guardrail {options.name} was asked") from None
-            self._failed(f"no verdict in {left_s:g} s")
-            raise JudgeError(f"no verdict in {left_s:g} s") from None
+            await self._enter(ticket, deadline)
+        except BaseException:
+            circuit.withdrawn(tenant)
+            raise
+        try:
+            verdict = await self._asked(question, deadline)
         except JudgeError as error:
-            self._failed(str(error))
+            if error.is_refusal:
+                circuit.withdrawn(tenant)
+            else:
+                self._failed(tenant, str(error))
             raise
-        except asyncio.CancelledError:
-            circuit.withdrawn()
+        except (DeadlineError, asyncio.CancelledError):
+            circuit.withdrawn(tenant)
             raise
-        except Exception as error:  # of a verdict that somebody else's code made
-            why = f"it gave no verdict: {type(error).__name__}: {error}"
-            self._failed(why)
-            raise JudgeError(why) from error
         finally:
-            self._num_asking -= 1
-        if circuit.passed() == "closed":
-            logger.warning("guardrail %s: gives verdicts again", options.name)
+            self._leave(ticket)
+        if circuit.passed(tenant):
+            logger.warning("guardrail %s: gives verdicts again", self.options.name)
         return verdict
 
-    def _failed(self, why: str) -> None:
-        if self._circuit.failed(self._clock()) == "opened":
+    async def _enter(self, ticket: Ticket, deadline: float | None) -> None:
+        """Wait for a place. Raises `JudgeError`, or `DeadlineError`; then it has none."""
+        try:
+            if self._places.enter(ticket):
+                return
+        except PlacesError as error:
+            raise JudgeError(str(error)) from None
+        turn = self._waiting[ticket] = asyncio.Event()
+        try:
+            await self._within(deadline, turn.wait())
+        except BaseException as error:
+            self._leave(ticket)
+            if isinstance(error, TimeoutError):
+                raise JudgeError(f"no place in {self.options.timeout_s:g} s") from None
+            raise
+        finally:
+            del self._waiting[ticket]
+
+    def _leave(self, ticket: Ticket) -> None:
+        following = self._places.leave(ticket)
+        if following is not None:
+            self._waiting[following].set()
+
+    async def _asked(self, question: Question, deadline: float | None) -> Verdict:
+        """Raises `JudgeError`, or `DeadlineError`."""
+        try:
+            return checked(await self._within(deadline, self._judge.judge(question)), question)
+        except TimeoutError:
+            raise JudgeError(f"no verdict in {self.options.timeout_s:g} s") from None
+        except (JudgeError, DeadlineError):
+            raise
+        except Exception as error:  # of a verdict that somebody else's code made
+            raise JudgeError(f"it gave no verdict: {type(error).__name__}: {error}") from error
+
+    async def _within(self, deadline: float | None, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns in the configured time. Raises `TimeoutError` after that, and `DeadlineError` where the
+        request's deadline comes first."""
+        timeout_s = self.options.timeout_s
+        left_s = timeout_s if deadline is None else deadline - self._clock()
+        try:
+            async with asyncio.timeout(min(timeout_s, max(0.0, left_s))):
+                return await work
+        except TimeoutError:
+            if left_s < timeout_s:
+                name = self.options.name
+                raise DeadlineError(f"the deadline passed while the guardrail {name} was asked") from None
+            raise
+
+    def _failed(self, tenant: str, why: str) -> None:
+        scope = self._circuit.failed(tenant, self._clock())
+        if scope is not None:
+            of_tenant = f" of tenant {tenant}" if scope == "tenant" and tenant else ""
             then = "pass without it" if self.options.on_failure == "allow" else "fail"
             logger.error(
-                "guardrail %s: failed again and again, last: %s. Requests %s; it is tried again every %g s",
+                "guardrail %s: failed again and again, last: %s. Requests%s %s; it is tried again every %g s",
                 self.options.name,
                 why,
+                of_tenant,
                 then,
                 PAUSE_S,
             )

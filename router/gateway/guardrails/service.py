@@ -21,6 +21,8 @@ from disagg.router.gateway.guardrails.verdicts import ALLOW, Question, Replace, 
 
 MAX_ANSWER_BYTES: Final = 4 << 20
 _OK: Final = 200
+_REFUSALS: Final = (400, 413, 422)
+"""Of a question that is wrong or too large for a service that works."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -150,7 +152,7 @@ class _Connection:
         status = self._parser.get_status_code()
         self.stays_open = bool(self._parser.should_keep_alive())
         if status != _OK:
-            raise JudgeError(f"the service answered with status {status}")
+            raise JudgeError(f"the service answered with status {status}", is_refusal=status in _REFUSALS)
         return b"".join(self._body)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -350,6 +351,23 @@ class ScriptedJudge(Judge):
         self.closed = True
 
 
+class HeldJudge(Judge):
+    """Takes no notice of being cancelled until it may end."""
+
+    def __init__(self) -> None:
+        self.begun, self.ends = asyncio.Event(), asyncio.Event()
+
+    async def judge(self, question: Question) -> Verdict:
+        self.begun.set()
+        while not self.ends.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.ends.wait()
+        return ALLOW
+
+    async def close(self) -> None:
+        pass
+
+
 class TestJudges:
     async def test_one_that_fails_again_and_again_is_not_asked_for_a_while(
         self, caplog: pytest.LogCaptureFixture
@@ -393,6 +411,58 @@ class TestJudges:
             with pytest.raises(DeadlineError, match="the deadline passed while the guardrail s was asked"):
                 await asked.ask(question, 5.0, noted.append, lambda _: None)
         assert (noted, asked.is_open) == ([], False)
+
+    async def test_a_tenant_neither_fills_the_places_nor_opens_the_circuit_of_others(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        options = GuardrailOptions(name="s", on_failure="allow", max_running=2, max_waiting=8, timeout_s=60)
+        judge = ScriptedJudge([None, ALLOW, *[JudgeError("slow")] * FAILURES, ALLOW])
+        asked, counts = Asked(options, judge, lambda: 5.0), list[str]()
+
+        async def ask(tenant: str, deadline: float | None = None) -> str:
+            question = Question(subject="prompt", texts=("a",), tenant=tenant)
+            await asked.ask(question, deadline, lambda _: None, counts.append, is_sole=False)
+            return counts.pop()
+
+        waiting = [asyncio.create_task(ask("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await ask("b") == "allow"
+        with pytest.raises(DeadlineError):
+            await ask("a", 5.0)
+        assert len(judge.verdicts) == 1 + FAILURES
+        waiting[0].cancel()
+        assert await waiting[1] == "failed"
+        assert [await ask("a") for _ in range(FAILURES)] == ["failed"] * FAILURES
+        assert (await ask("b"), judge.verdicts) == ("allow", [])
+        assert [record.message for record in caplog.records] == [
+            "guardrail s: failed again and again, last: slow. Requests of tenant a pass without it; it is tried again "
+            "every 5 s"
+        ]
+
+    async def test_what_a_service_refuses_is_no_failure_of_it(self) -> None:
+        options = GuardrailOptions(name="s", on_failure="allow")
+        judge = ScriptedJudge([*[JudgeError("status 413", is_refusal=True)] * 2 * FAILURES, ALLOW])
+        asked, counts = Asked(options, judge, lambda: 5.0), list[str]()
+        for _ in range(2 * FAILURES + 1):
+            await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, counts.append)
+        assert (counts, asked.is_open) == (["failed"] * 2 * FAILURES + ["allow"], False)
+
+    async def test_waiting_for_a_place_is_bounded_and_no_failure_of_the_service(self) -> None:
+        options = GuardrailOptions(name="s", on_failure="allow", max_running=1, timeout_s=0.001)
+        judge, noted = HeldJudge(), list[Decision]()
+        asked, question = Asked(options, judge, lambda: 5.0), Question(subject="prompt", texts=("a",))
+
+        async def ask() -> None:
+            await asked.ask(question, None, noted.append, lambda _: None)
+
+        first = asyncio.create_task(ask())
+        await judge.begun.wait()
+        others = [asyncio.create_task(ask()) for _ in range(2 * FAILURES)]
+        await asyncio.gather(*others)
+        assert [one.reason for one in noted] == ["no place in 0.001 s"] * 2 * FAILURES
+        assert not asked.is_open
+        judge.ends.set()
+        await first
 
     async def test_the_number_of_questions_is_bounded(self) -> None:
         options = GuardrailOptions(name="s", on_failure="allow", max_running=1, max_waiting=1, timeout_s=60)

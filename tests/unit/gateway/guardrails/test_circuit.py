@@ -1,0 +1,55 @@
+"""For whom a guardrail is asked no more after failures."""
+
+from __future__ import annotations
+
+from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S, Circuits
+
+
+def test_failures_of_one_tenant_are_that_tenants() -> None:
+    circuits = Circuits()
+    assert [circuits.failed("a", 0.0) for _ in range(FAILURES)] == [None] * (FAILURES - 1) + ["tenant"]
+    assert (circuits.asks("a", 0.0), circuits.asks("b", 0.0), circuits.is_open) == (False, True, True)
+    assert not circuits.passed("b")
+    assert not circuits.asks("a", PAUSE_S - 0.1)
+    assert [circuits.asks("a", PAUSE_S) for _ in range(2)] == [True, False]  # one trial
+    assert circuits.failed("a", PAUSE_S) is None
+    assert not circuits.asks("a", PAUSE_S)
+    assert circuits.asks("a", 2 * PAUSE_S)
+    circuits.withdrawn("a")
+    assert circuits.asks("a", 2 * PAUSE_S)
+    assert circuits.passed("a")
+    assert (circuits.asks("a", 2 * PAUSE_S), circuits.is_open) == (True, False)
+
+
+def test_verdicts_for_others_do_not_excuse_a_tenants_own_failures() -> None:
+    circuits, found = Circuits(), list[str | None]()
+    for _ in range(FAILURES):
+        circuits.passed("b")
+        found.append(circuits.failed("a", 0.0))
+    assert found == [None] * (FAILURES - 1) + ["tenant"]
+    assert circuits.asks("b", 0.0)
+
+
+def test_failures_of_several_with_no_verdict_between_are_of_all() -> None:
+    circuits = Circuits()
+    circuits.failed("a", 0.0)
+    circuits.passed("c")
+    assert [circuits.failed(tenant, 0.0) for tenant in "aabab"] == [None] * (FAILURES - 1) + ["all"]
+    assert [circuits.asks(tenant, 0.0) for tenant in "abc"] == [False] * 3
+    assert [circuits.asks(tenant, PAUSE_S) for tenant in "cab"] == [True, False, False]
+    assert circuits.failed("c", PAUSE_S) is None
+    assert not circuits.asks("b", PAUSE_S)
+    assert circuits.asks("b", 2 * PAUSE_S)
+    assert circuits.passed("b")
+    assert [circuits.asks(tenant, 2 * PAUSE_S) for tenant in "abc"] == [True] * 3
+    assert not circuits.is_open
+
+
+def test_a_recovery_is_of_all() -> None:
+    """Also of those whose own questions failed often enough."""
+    circuits = Circuits()
+    assert [circuits.failed("a", 0.0) for _ in range(FAILURES)][-1] == "tenant"
+    assert circuits.failed("b", 0.0) == "all"
+    assert circuits.asks("b", PAUSE_S)
+    assert circuits.passed("b")
+    assert circuits.asks("a", PAUSE_S)
