@@ -243,7 +243,7 @@ def _message_fields(model: ModelInfo) -> dict[str, Value]:
         "max_tokens": _either(_not_int, _one_of(0, -1, None, model.max_model_len + 1, 2**64, _HUGE)),
         "system": _one_of(5, {}, [5], [{}], [{"type": "text"}], [image]),
         "stop_sequences": _one_of(5, "x", {}, [5], [""], ["x" * 257], [str(i) for i in range(17)]),
-        "thinking": _one_of(5, "x", {}, {"type": "enabled", "budget_tokens": 1024}),
+        "thinking": _one_of(5, "x", {}, {"type": "enabled"}, {"type": "adaptive", "display": "x"}),
         "output_config": _one_of(5, "x", {"format": 5}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}),
     }
 

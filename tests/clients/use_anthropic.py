@@ -196,7 +196,7 @@ def refused_by_name(client: anthropic.Anthropic, model: str) -> None:
     image = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     asked = {"model": model, "max_tokens": 20, "messages": QUESTION}
     for field, wrong in (
-        ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        ("thinking.type", {"thinking": {"type": "between_tools"}}),
         ("messages[0].content[0].type", {"messages": image}),
         ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         ("tools[0].input_schema", {"tools": [{"name": "f"}]}),

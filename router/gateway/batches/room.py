@@ -1,5 +1,5 @@
-"""How many answers to lines of batches may start at a model, and whose: what interactive requests leave, in turn for the
-tenants. (pure)"""
+"""How many answers to lines of batches may start at a model, and whose: what interactive requests leave, in turn for
+the tenants. (pure)"""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ _ARGUMENTS: Final = msgspec.json.Decoder()
 class _Turn:
     role: str
     texts: list[str]
+    reasoning: list[str] = field(default_factory=list)
+    """Before its text."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     answered_call: str | None = None
     """Id of the call whose result this is."""
@@ -29,6 +31,8 @@ class _Turn:
         extra: dict[str, Any] = {}
         if self.calls:
             extra["tool_calls"] = self.calls
+        if self.reasoning:
+            extra["reasoning_content"] = "\n".join(self.reasoning)
         if self.answered_call is not None:
             extra["tool_call_id"] = self.answered_call
         return ChatTurn(self.role, "\n".join(self.texts), msgspec.json.encode(extra).decode() if extra else "")
@@ -41,12 +45,22 @@ class Turns:
         self._turns: list[_Turn] = []
 
     def add_text(self, role: str, text: str, joins: bool = False) -> None:
-        """A turn of text. With `joins` it continues the last turn, if that has the same role and is text too."""
+        """A turn of text. It continues the last turn of its role where that is reasoning only, and with `joins` also
+        where that is text."""
         last = self._turns[-1] if self._turns else None
-        if joins and last is not None and last.role == role and not last.calls and last.answered_call is None:
+        is_open = last is not None and last.role == role and not last.calls and last.answered_call is None
+        if last is not None and is_open and (joins or not last.texts):
             last.texts.append(text)
             return
         self._turns.append(_Turn(role, [text]))
+
+    def add_reasoning(self, text: str) -> None:
+        """What the assistant thought before the text or call that follows."""
+        last = self._turns[-1] if self._turns else None
+        if last is None or last.role != "assistant" or last.texts or last.calls:
+            last = _Turn("assistant", [])
+            self._turns.append(last)
+        last.reasoning.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: object, place: str) -> None:
         """A call of a function, by the turn of the assistant that it follows, or by a new one.

@@ -35,20 +35,29 @@ class MessageWriter(AnswerWriter):
         request_id: ids begin with it.
         reader: finds the calls.
         error_event: writes an error.
+        shows_reasoning: whether reasoning is written, as blocks before the text.
     """
 
     def __init__(
-        self, model: str, request_id: str, reader: PartReader, error_event: Callable[[DisaggError], bytes]
+        self,
+        model: str,
+        request_id: str,
+        reader: PartReader,
+        error_event: Callable[[DisaggError], bytes],
+        shows_reasoning: bool = True,
     ) -> None:
+        self._shows_reasoning = shows_reasoning
         self._id = request_id
         self._reader = reader
         self._error_event = error_event
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the block of text that is written."""
+        """Of the block that is written."""
+        self._kind = ""
+        """Of that block, `text` or `thinking`, which also names its text; empty where none is written."""
         self._delta_head = b""
-        """Of the events of its text, up to that; empty where none is written."""
+        """Of the events of its text, up to that."""
         self._ending: dict[str, Any] = {}
 
     @override
@@ -60,13 +69,16 @@ class MessageWriter(AnswerWriter):
 
     @override
     def delta(self, delta: Delta) -> bytes:
-        return b"".join(map(self._part, self._reader.feed(delta.text)))
+        shown = self._text(delta.reasoning, "thinking") if delta.reasoning and self._shows_reasoning else b""
+        return shown + b"".join(map(self._part, self._reader.feed(delta.text)))
 
     @override
     def finish(self, finish: Finish) -> bytes:
         rest = b"".join(map(self._part, self._reader.finish())) + self._close_text()
         stop = {"stop_reason": self._reason(finish), "stop_sequence": finish.stop_string or None}
         usage = _usage(finish.num_prompt_tokens, finish.num_cached_tokens, finish.num_output_tokens)
+        if finish.num_reasoning_tokens:
+            usage["output_tokens_details"] = {"thinking_tokens": finish.num_reasoning_tokens}
         self._ending = {**stop, "usage": usage}
         return rest + typed_event("message_delta", {"delta": stop, "usage": usage}) + _STOP
 
@@ -86,25 +98,28 @@ class MessageWriter(AnswerWriter):
     def _part(self, part: Part) -> bytes:
         return self._call(part) if isinstance(part, ToolCall) else self._text(part)
 
-    def _text(self, text: str) -> bytes:
+    def _text(self, text: str, kind: str = "text") -> bytes:
         opened = b""
-        if not self._delta_head:
-            index = len(self._blocks)
-            opened = typed_event("content_block_start", {"index": index, "content_block": {"type": "text", "text": ""}})
-            self._blocks.append({"type": "text", "text": ""})
+        if self._kind != kind:
+            opened, index = self._close_text(), len(self._blocks)
+            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+            opened += typed_event("content_block_start", {"index": index, "content_block": block})
+            self._blocks.append(block)
+            self._kind = kind
             self._delta_head = (
                 b"event: content_block_delta\n"
-                b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":' % index
+                b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b_delta","%b":'
+                % (index, kind.encode(), kind.encode())
             )
         self._texts.append(text)
         return opened + self._delta_head + encode_text(text) + b"}}\n\n"
 
     def _close_text(self) -> bytes:
-        if not self._delta_head:
+        if not self._kind:
             return b""
-        self._blocks[-1]["text"] = "".join(self._texts)
+        self._blocks[-1][self._kind] = "".join(self._texts)
         self._texts.clear()
-        self._delta_head = b""
+        self._kind = ""
         return typed_event("content_block_stop", {"index": len(self._blocks) - 1})
 
     def _call(self, call: ToolCall) -> bytes:
@@ -121,7 +136,7 @@ class MessageWriter(AnswerWriter):
         )
 
 
-def _usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def _usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, Any]:
     """`input_tokens` are those that were not cached."""
     return {
         "input_tokens": num_prompt_tokens - num_cached_tokens,

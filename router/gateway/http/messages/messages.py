@@ -46,7 +46,7 @@ class Messages:
         model, asked = await self._completions.limits.read(exchange, lambda raw: decoded(raw, _BODY, _read_count))
         generator = self._completions.models.find(CALLER.get(), model)
         try:
-            prompt = check_chat(asked.prompt.turns, generator.limits, asked.prompt.tools)
+            prompt = check_chat(asked.prompt.turns, generator.limits, asked.prompt.tools, asked.prompt.options)
             token_ids = await generator.tokenize(prompt)
         except InvalidRequestError as error:
             raise asked.names.rename(error) from None
@@ -61,7 +61,8 @@ class Messages:
         events: AsyncGenerator[Delta | Finish, None],
     ) -> None:
         reader = PartReader(generator.model.tokenizer, parsed.tools)
-        writer = MessageWriter(parsed.inputs[0].model, call.request_id, reader, exchange.error_event)
+        model, shows_reasoning = parsed.inputs[0].model, parsed.shows_reasoning
+        writer = MessageWriter(model, call.request_id, reader, exchange.error_event, shows_reasoning)
         await write_answer(exchange, events, writer, parsed.stream)
 
 

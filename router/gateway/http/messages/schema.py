@@ -11,11 +11,12 @@ from disagg.router.gateway.http.schema import ABSENT, ContentPart
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A piece of a turn: text, a call (`tool_use`) or its result (`tool_result`). `cache_control` means nothing here:
-    every prefix is cached."""
+    """A piece of a turn: text, reasoning (`thinking`), a call (`tool_use`) or its result (`tool_result`).
+    `cache_control` means nothing here: every prefix is cached. So does the signature of reasoning."""
 
     type: str
     text: str | None = None
+    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
@@ -43,9 +44,9 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
     output_config: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
 
     # Not supported: they need state, or change the answer.
-    thinking: msgspec.Raw = ABSENT
     container: msgspec.Raw = ABSENT
     context_management: msgspec.Raw = ABSENT
     mcp_servers: msgspec.Raw = ABSENT
@@ -69,6 +70,15 @@ class ToolChoice(msgspec.Struct, frozen=True):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """`thinking`: whether the model may reason before it answers, and whether that is shown."""
+
+    type: str
+    budget_tokens: int | None = None
+    """Means nothing here: reasoning is bounded by `max_tokens`, like the rest."""
+    display: str | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):

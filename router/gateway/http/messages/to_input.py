@@ -20,7 +20,15 @@ from disagg.router.gateway.http.foreign.bodies import (
 from disagg.router.gateway.http.foreign.names import OtherNames
 from disagg.router.gateway.http.foreign.offered import Choice, GivenTool, offer
 from disagg.router.gateway.http.foreign.turns import Turns
-from disagg.router.gateway.http.messages.schema import Block, MessagesBody, OutputConfig, Tool, ToolChoice, Turn
+from disagg.router.gateway.http.messages.schema import (
+    Block,
+    MessagesBody,
+    OutputConfig,
+    Thinking,
+    Tool,
+    ToolChoice,
+    Turn,
+)
 from disagg.router.gateway.http.schema import decode_field
 from disagg.router.gateway.http.to_input import ParsedCall, read_text
 from disagg.router.gateway.http.tools import MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES, OfferedTools
@@ -29,9 +37,11 @@ from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.requests.validate import MAX_CHAT_MESSAGES
 from disagg.router.gateway.requests.values import check_length, shown
+from disagg.router.gateway.text.chat_template import NO_OPTIONS, TemplateOptions
 
 _TOOL: Final = msgspec.json.Decoder(Tool)
 _CHOICE: Final = msgspec.json.Decoder(ToolChoice | None)
+_THINKING: Final = msgspec.json.Decoder(Thinking | None)
 _OUTPUT: Final = msgspec.json.Decoder(OutputConfig | None)
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES: Final = ("user", "assistant")
@@ -39,7 +49,6 @@ _TEXT: Final = ("text",)
 _ERROR: Final = "Error: "
 """Before the result of a call that failed: templates have no other place for it."""
 _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
-    "thinking": ({"type": "disabled"},),
     "container": (),
     "context_management": ({"edits": []},),
     "mcp_servers": ([],),
@@ -49,12 +58,21 @@ _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
 """Fields that are not supported, with the values that mean nothing."""
 
 
+_THINKS: Final = ("enabled", "adaptive", "disabled")
+_DISPLAYS: Final = ("summarized", "omitted")
+_MAX_THINKING_BYTES: Final = 4096
+"""Of the JSON of `thinking`."""
+_NO_THINKING: Final = TemplateOptions('{"enable_thinking":false}')
+"""A variable of many templates; the others take no notice of it."""
+
+
 class Conversation(NamedTuple):
     """The prompt of a body, and what errors call its parts."""
 
     prompt: ChatPrompt
     tools: OfferedTools | None
     names: OtherNames
+    shows_reasoning: bool
 
 
 def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
@@ -64,7 +82,7 @@ def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
     if body.max_tokens is None:
         raise InvalidRequestError("max_tokens", "must be set")
     structured = _read_format(body.output_config)
-    prompt, tools, names = yield from read_conversation(body)
+    prompt, tools, names, shows_reasoning = yield from read_conversation(body)
     if tools is not None and tools.forced:
         structured = None  # the format is that of a text, and there is none
     given = GenerationInput(
@@ -72,6 +90,7 @@ def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         structured=structured,
+        split_reasoning=True,
         **sampling,
     )
     return ParsedCall(
@@ -82,6 +101,7 @@ def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
         include_usage=False,
         continuous_usage=False,
         tools=tools,
+        shows_reasoning=shows_reasoning,
     )
 
 
@@ -90,7 +110,7 @@ def read_conversation(body: MessagesBody) -> Pieces[Conversation]:
     if body.messages is None:
         raise InvalidRequestError("messages", "must be set")
     check_length(len(body.messages), "messages", MAX_CHAT_MESSAGES)
-    tools = _read_tools(body.tools, body.tool_choice)
+    tools, (options, shows_reasoning) = _read_tools(body.tools, body.tool_choice), _read_thinking(body.thinking)
     turns = Turns()
     if body.system:
         turns.add_text("system", (yield from read_text(body.system, _TEXT, "system")))
@@ -103,7 +123,7 @@ def read_conversation(body: MessagesBody) -> Pieces[Conversation]:
         raise InvalidRequestError(place, "the last turn must be the user's: to continue an answer is not supported")
     read = yield from turns.read()
     names = OtherNames("messages", "", stop_field="stop_sequences")
-    return Conversation(ChatPrompt(read, tools.source if tools else ""), tools, names)
+    return Conversation(ChatPrompt(read, tools.source if tools else "", options), tools, names, shows_reasoning)
 
 
 def _read_turn(turn: Turn, place: str, turns: Turns) -> Pieces[None]:
@@ -121,6 +141,8 @@ def _read_turn(turn: Turn, place: str, turns: Turns) -> Pieces[None]:
 def _read_block(block: Block, role: str, place: str, turns: Turns) -> Pieces[None]:
     if block.type == "text":
         turns.add_text(role, _set(block.text, f"{place}.text"), joins=True)
+    elif block.type == "thinking" and role == "assistant":
+        turns.add_reasoning(_set(block.thinking, f"{place}.thinking"))
     elif block.type == "tool_use" and role == "assistant":
         call_id, name = _set(block.id, f"{place}.id"), _set(block.name, f"{place}.name")
         turns.add_call(call_id, name, {} if block.input is None else block.input, f"{place}.input")
@@ -130,7 +152,7 @@ def _read_block(block: Block, role: str, place: str, turns: Turns) -> Pieces[Non
         text = yield from read_text(content, _TEXT, f"{place}.content")
         turns.add_result(call_id, _ERROR + text if block.is_error else text)
     else:
-        kinds = f"text or {'tool_use' if role == 'assistant' else 'tool_result'} in a turn of the {role}"
+        kinds = f"text or {'thinking, tool_use' if role == 'assistant' else 'tool_result'} in a turn of the {role}"
         raise InvalidRequestError(f"{place}.type", f"must be {kinds}, not {shown(block.type)}")
 
 
@@ -159,6 +181,23 @@ def _read_tools(raw: msgspec.Raw, raw_choice: msgspec.Raw) -> OfferedTools | Non
         kinds = ", ".join([*_CHOICES, "tool"])
         raise InvalidRequestError("tool_choice.type", f"must be one of {kinds}, not {shown(given.type)}")
     return offer(functions, choice, not given.disable_parallel_tool_use, "input_schema")
+
+
+def _read_thinking(raw: msgspec.Raw) -> tuple[TemplateOptions, bool]:
+    """What the template is told, and whether reasoning is shown."""
+    given = read_bounded(raw, _THINKING, "thinking", _MAX_THINKING_BYTES)
+    if given is None:
+        return NO_OPTIONS, True
+    if given.type not in _THINKS:
+        raise InvalidRequestError("thinking.type", f"must be one of {', '.join(_THINKS)}, not {shown(given.type)}")
+    if given.type == "enabled" and (given.budget_tokens is None or given.budget_tokens < 1):
+        raise InvalidRequestError("thinking.budget_tokens", "must be set, to a positive number")
+    if given.display is not None and given.display not in _DISPLAYS:
+        displays = " or ".join(_DISPLAYS)
+        raise InvalidRequestError("thinking.display", f"must be {displays}, not {shown(given.display)}")
+    if given.type == "disabled":
+        return _NO_THINKING, False
+    return NO_OPTIONS, given.display != "omitted"
 
 
 def _read_format(raw: msgspec.Raw) -> StructuredOutput | None:

@@ -1,6 +1,8 @@
 """An answer as OpenAI's response object, and as the events of its stream, in their order.
 
     created, in_progress
+    reasoning:  output_item.added, content_part.added, reasoning_text.delta*, reasoning_text.done, content_part.done,
+                output_item.done
     a message:  output_item.added, content_part.added, output_text.delta*, output_text.done, content_part.done,
                 output_item.done
     a call:     output_item.added, function_call_arguments.delta, function_call_arguments.done, output_item.done
@@ -11,6 +13,7 @@ Each event has the next `sequence_number`. A call is found when it is complete, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +27,34 @@ from disagg.router.gateway.http.responses.to_input import ParsedResponse
 from disagg.router.gateway.http.transport.errors import short_message
 from disagg.router.gateway.text.tool_calls import Part, ToolCall
 
-_DELTA: Final = "response.output_text.delta"
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of an item of text."""
+
+    prefix: str
+    """Of its id."""
+    head: dict[str, Any]
+    """Fields of the item."""
+    event: str
+    """Name of the events of its text, up to what became of it."""
+    part: dict[str, Any]
+    """Fields of its part beside the text."""
+    shared: dict[str, Any]
+    """Further fields of the events of its text."""
+
+
+_NO_LOGPROBS: Final[dict[str, Any]] = {"logprobs": []}
+_MESSAGE: Final = _Form(
+    "msg",
+    {"type": "message", "role": "assistant"},
+    "response.output_text",
+    {"type": "output_text", "annotations": [], "logprobs": []},
+    _NO_LOGPROBS,
+)
+_REASONING: Final = _Form(
+    "rs", {"type": "reasoning", "summary": []}, "response.reasoning_text", {"type": "reasoning_text"}, {}
+)
 _EMPTY: Final = {"type": "object", "properties": {}}
 """Arguments of a function without parameters."""
 
@@ -45,9 +75,11 @@ class ResponseWriter(AnswerWriter):
         self._shared = {"id": f"resp_{request_id}", "object": "response", "created_at": created} | _repeated(parsed)
         self._output: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the message that is written."""
+        """Of the item that is written."""
+        self._form: _Form | None = None
+        """Of that item; `None` where none is written."""
         self._delta_head = b""
-        """Of the events of its text, up to their number; empty where none is written."""
+        """Of the events of its text, up to their number."""
         self._number = 0
         self._ending: dict[str, Any] = {"status": "in_progress"}
 
@@ -58,15 +90,16 @@ class ResponseWriter(AnswerWriter):
 
     @override
     def delta(self, delta: Delta) -> bytes:
-        return b"".join(map(self._part, self._reader.feed(delta.text)))
+        reasoning = self._text(delta.reasoning, _REASONING) if delta.reasoning else b""
+        return reasoning + b"".join(map(self._part, self._reader.feed(delta.text)))
 
     @override
     def finish(self, finish: Finish) -> bytes:
         rest = b"".join(map(self._part, self._reader.finish()))
         is_whole = finish.reason == "stop"
         if not self._output:
-            rest += self._open_message()
-        rest += self._close_message("completed" if is_whole else "incomplete")
+            rest += self._open(_MESSAGE)
+        rest += self._close("completed" if is_whole else "incomplete")
         self._ending = {"status": "completed", "usage": _usage(finish)}
         if not is_whole:
             reason = "max_output_tokens" if finish.reason == "length" else "content_filter"
@@ -88,45 +121,40 @@ class ResponseWriter(AnswerWriter):
     def _part(self, part: Part) -> bytes:
         return self._call(part) if isinstance(part, ToolCall) else self._text(part)
 
-    def _text(self, text: str) -> bytes:
-        opened = b"" if self._delta_head else self._open_message()
+    def _text(self, text: str, form: _Form = _MESSAGE) -> bytes:
+        opened = b"" if self._form is form else self._open(form)
         self._texts.append(text)
         self._number += 1
         numbered = b'%b"sequence_number":%d,"delta":%b}\n\n' % (self._delta_head, self._number - 1, encode_text(text))
         return opened + numbered
 
-    def _open_message(self) -> bytes:
-        index = len(self._output)
-        item = {
-            "id": f"msg_{self._id}_{index}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+    def _open(self, form: _Form) -> bytes:
+        """Begin an item of text, after the one that is written."""
+        closed, index = self._close("completed"), len(self._output)
+        item = {"id": f"{form.prefix}_{self._id}_{index}", **form.head, "status": "in_progress", "content": []}
         added = self._event("response.output_item.added", output_index=index, item=item)
         self._output.append(item)
-        at = self._at_message()
-        head = one_line({"type": _DELTA, **at, "logprobs": []})[:-1]
-        self._delta_head = b"event: %b\ndata: %b," % (_DELTA.encode(), head)
-        return added + self._event("response.content_part.added", **at, part=_text_part(""))
+        at, kind = self._at_item(), f"{form.event}.delta"
+        head = one_line({"type": kind, **at, **form.shared})[:-1]
+        self._form, self._delta_head = form, b"event: %b\ndata: %b," % (kind.encode(), head)
+        return closed + added + self._event("response.content_part.added", **at, part={**form.part, "text": ""})
 
-    def _close_message(self, status: str) -> bytes:
-        if not self._delta_head:
+    def _close(self, status: str) -> bytes:
+        form, self._form = self._form, None
+        if form is None:
             return b""
-        item, text, at = self._output[-1], "".join(self._texts), self._at_message()
+        item, text, at = self._output[-1], "".join(self._texts), self._at_item()
         self._texts.clear()
-        self._delta_head = b""
-        part = _text_part(text)
+        part = {**form.part, "text": text}
         item |= {"status": status, "content": [part]}
         return (
-            self._event("response.output_text.done", **at, text=text, logprobs=[])
+            self._event(f"{form.event}.done", **at, text=text, **form.shared)
             + self._event("response.content_part.done", **at, part=part)
             + self._event("response.output_item.done", output_index=at["output_index"], item=item)
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        closed = self._close_message("completed")
+        closed = self._close("completed")
         index, name = len(self._output), f"{self._id}_{len(self._output)}"
         item = {
             "id": f"fc_{name}",
@@ -148,7 +176,7 @@ class ResponseWriter(AnswerWriter):
             + self._event("response.output_item.done", output_index=index, item=item)
         )
 
-    def _at_message(self) -> dict[str, Any]:
+    def _at_item(self) -> dict[str, Any]:
         index = len(self._output) - 1
         return {"item_id": self._output[index]["id"], "output_index": index, "content_index": 0}
 
@@ -157,17 +185,13 @@ class ResponseWriter(AnswerWriter):
         return typed_event(kind, {"sequence_number": self._number - 1, **fields})
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
 def _usage(finish: Finish) -> dict[str, Any]:
     prompt, output = finish.num_prompt_tokens, finish.num_output_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": finish.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": finish.num_reasoning_tokens},
         "total_tokens": prompt + output,
     }
 

@@ -9,7 +9,8 @@ from disagg.router.gateway.http.schema import ABSENT, ContentPart
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One of `input`: a message (also without `type`), a call or its result."""
+    """One of `input`: a message (also without `type`), a call or its result, or reasoning, of which `content` is
+    read."""
 
     type: str | None = None
     role: str | None = None

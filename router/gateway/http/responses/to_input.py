@@ -49,6 +49,7 @@ _TEXT: Final = msgspec.json.Decoder(TextConfig | None)
 _PLAIN: Final = TextFormat("text")
 
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_THOUGHTS: Final = ("reasoning_text",)
 _CONTENTS: Final = ("input_text", "output_text")
 _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "previous_response_id": (),
@@ -92,6 +93,7 @@ def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
         max_tokens=body.max_output_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         structured=structured,
+        split_reasoning=True,
         **sampling,
     )
     return ParsedResponse(
@@ -148,8 +150,11 @@ def _read_item(item: Item, place: str, turns: Turns, joins: bool) -> Pieces[None
         call_id = _set(item.call_id, f"{place}.call_id")
         text = yield from read_text(item.output, _CONTENTS, f"{place}.output")
         turns.add_result(call_id, text)
+    elif kind == "reasoning":
+        if item.content:
+            turns.add_reasoning((yield from read_text(item.content, _THOUGHTS, f"{place}.content")))
     else:
-        kinds = "message, function_call or function_call_output"
+        kinds = "message, reasoning, function_call or function_call_output"
         raise InvalidRequestError(f"{place}.type", f"must be {kinds}, not {shown(kind)}")
 
 

@@ -188,3 +188,197 @@ async def test_a_turn_that_was_begun_goes_on(app: TestApp) -> None:
         assert prompt_of(app).endswith(f"<|im_start|>assistant\n{content}")
         assert message.get("reasoning_content") == (reasoning and reasoning.strip())
         assert message["content"] == text
+
+
+# ---------------------------------------------------------------- /v1/responses
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+FUNCTION = {"type": "function", "name": "add"}
+
+
+async def respond(app: TestApp, **body: Any) -> httpx.Response:
+    response = await app.client.post(RESPONSES, json={"model": MODEL_NAME, "input": "hi", **body})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def thought(text: str, status: str = "completed") -> dict[str, Any]:
+    content = [] if status == "in_progress" else [{"type": "reasoning_text", "text": text}]
+    return {"id": "rs_r0_0", "type": "reasoning", "summary": [], "status": status, "content": content}
+
+
+def said(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of all events, without their numbers."""
+    blocks = response.text.removesuffix("\n\n").split("\n\n")
+    events = [json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks]
+    return [{name: value for name, value in event.items() if name != "sequence_number"} for event in events]
+
+
+async def test_a_response_has_an_item_of_reasoning(app: TestApp) -> None:
+    answer(app, ANSWER)
+    body = (await respond(app)).json()
+    reasoning, message = body["output"]
+    assert reasoning == thought("let me see")
+    assert (message["id"], message["content"][0]["text"]) == ("msg_r0_1", "hello")
+    num_reasoning = len(ids(app, ANSWER.removesuffix("\n\nhello")))
+    assert body["usage"]["output_tokens"] == len(ids(app, ANSWER))
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
+
+
+@pytest.mark.parametrize("size", [1, 3, 400])
+async def test_the_stream_of_a_response_has_its_reasoning_first(app: TestApp, size: int) -> None:
+    answer(app, ANSWER, size)
+    events = said(await respond(app, stream=True))
+    at = {"item_id": "rs_r0_0", "output_index": 0, "content_index": 0}
+    part = {"type": "reasoning_text", "text": "let me see"}
+    assert events[2:4] == [
+        {"type": "response.output_item.added", "output_index": 0, "item": thought("", "in_progress")},
+        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
+    ]
+    given = [event for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert "".join(event.pop("delta") for event in given) == "let me see"
+    assert all(event == {"type": "response.reasoning_text.delta", **at} for event in given)
+    done = 4 + len(given)
+    assert events[done : done + 3] == [
+        {"type": "response.reasoning_text.done", **at, "text": "let me see"},
+        {"type": "response.content_part.done", **at, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": thought("let me see")},
+    ]
+    assert (events[done + 3]["output_index"], events[done + 3]["item"]["type"]) == (1, "message")
+    answer(app, ANSWER, size)
+    whole = (await respond(app)).json()
+    assert events[-1]["type"] == "response.completed"
+    assert [item["content"] for item in events[-1]["response"]["output"]] == [
+        item["content"] for item in whole["output"]
+    ]
+
+
+async def test_a_response_that_is_cut_in_its_reasoning(app: TestApp) -> None:
+    tokens = ids(app, "<think>let me")
+    app.router.script = lambda _: [tokens, Completion("length", len(tokens), 0)]
+    body = (await respond(app)).json()
+    assert (body["status"], body["output"]) == ("incomplete", [thought("let me", "incomplete")])
+
+
+async def test_a_response_without_reasoning_has_no_item(app: TestApp) -> None:
+    answer(app, "hello")
+    assert [item["type"] for item in (await respond(app)).json()["output"]] == ["message"]
+
+
+async def test_a_call_of_a_response_after_its_reasoning(app: TestApp) -> None:
+    answer(app, f"<think>I {CALL}</think>\n{CALL}", 3)
+    reasoning, call = (await respond(app, tools=[FUNCTION])).json()["output"]
+    assert reasoning == thought(f"I {CALL}")
+    assert (call["id"], call["type"], call["arguments"]) == ("fc_r0_1", "function_call", '{"a":1}')
+
+
+async def test_items_of_reasoning_reach_the_template(app: TestApp) -> None:
+    """By the turn of the text or call that follows; what other servers encrypted is left out."""
+    answer(app, "hello")
+    content = [{"type": "reasoning_text", "text": "why"}]
+    given = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": content, "status": "completed"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_2",
+            "summary": [{"type": "summary_text", "text": "x"}],
+            "encrypted_content": "e",
+        },
+        {"type": "message", "role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    await respond(app, input=given)
+    assert prompt_of(app) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\nwhy\n</think>\n\nb<|im_end|>\n"
+        "<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+# ---------------------------------------------------------------- /v1/messages
+
+
+async def ask(app: TestApp, **body: Any) -> httpx.Response:
+    asked = {"model": MODEL_NAME, "max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], **body}
+    response = await app.client.post(MESSAGES, json=asked)
+    assert response.status_code == 200, response.text
+    return response
+
+
+THINKING = {"type": "thinking", "thinking": "let me see", "signature": ""}
+HELLO = {"type": "text", "text": "hello"}
+
+
+@pytest.mark.parametrize(
+    "thinking", [None, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "display": "summarized"}]
+)
+async def test_a_message_has_a_block_of_thinking(app: TestApp, thinking: dict[str, Any] | None) -> None:
+    answer(app, ANSWER)
+    body = (await ask(app, thinking=thinking)).json()
+    assert body["content"] == [THINKING, HELLO]
+    num_reasoning = len(ids(app, ANSWER.removesuffix("\n\nhello")))
+    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": num_reasoning}
+    assert prompt_of(app).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("size", [1, 3, 400])
+async def test_the_stream_of_a_message_has_its_thinking_first(app: TestApp, size: int) -> None:
+    answer(app, ANSWER, size)
+    events = said(await ask(app, stream=True))
+    given = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert "".join(delta["thinking"] for delta in given) == "let me see"
+    assert {delta["type"] for delta in given} == {"thinking_delta"}
+    ends = 3 + len(given)
+    assert events[2] == {"type": "content_block_start", "index": 0, "content_block": {**THINKING, "thinking": ""}}
+    assert events[ends] == {"type": "content_block_stop", "index": 0}
+    assert events[ends + 1] == {"type": "content_block_start", "index": 1, "content_block": {**HELLO, "text": ""}}
+    texts = [
+        event["delta"]["text"] for event in events if event["type"] == "content_block_delta" and event["index"] == 1
+    ]
+    assert "".join(texts) == "hello"
+    assert events[-2]["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("thinking", "ends"),
+    [
+        ({"type": "disabled"}, "assistant\n<think>\n\n</think>\n\n"),
+        ({"type": "adaptive", "display": "omitted"}, "<|im_start|>assistant\n"),
+    ],
+)
+async def test_thinking_that_is_not_wanted(app: TestApp, thinking: dict[str, Any], ends: str) -> None:
+    """Templates that know how tell the model; what it reasons nevertheless is left out, and counted."""
+    answer(app, ANSWER, 3)
+    body = (await ask(app, thinking=thinking)).json()
+    assert prompt_of(app).endswith(ends)
+    assert body["content"] == [HELLO]
+    assert body["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+    types = {
+        event["content_block"]["type"]
+        for event in said(await ask(app, thinking=thinking, stream=True))
+        if "content_block" in event
+    }
+    assert types == {"text"}
+
+
+async def test_blocks_of_thinking_reach_the_template(app: TestApp) -> None:
+    answer(app, "hello")
+    blocks = [{"type": "thinking", "thinking": "why", "signature": "s"}, {"type": "text", "text": "b"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "c"},
+    ]
+    await ask(app, messages=turns)
+    assert "assistant\n<think>\nwhy\n</think>\n\nb<|im_end|>" in prompt_of(app)
+
+
+async def test_tokens_are_counted_as_the_template_makes_them(app: TestApp) -> None:
+    """Also where it is told not to think."""
+    answer(app, "hello")
+    asked = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}
+    counted = (await app.client.post(f"{MESSAGES}/count_tokens", json=asked)).json()["input_tokens"]
+    await ask(app, thinking={"type": "disabled"})
+    assert len(unpack_token_ids(app.router.submitted[-1][0].prompt_token_ids)) == counted

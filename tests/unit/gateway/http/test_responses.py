@@ -137,7 +137,10 @@ async def test_a_format_is_structured_output() -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        (
+            {"input": [{"type": "reasoning", "content": [{"type": "summary_text", "text": "a"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{**CALLED, "call_id": None}]}, "input[0].call_id"),
         ({"input": [{**CALLED, "arguments": "[1]"}]}, "input[0].arguments"),
