@@ -111,7 +111,7 @@ async def test_data_needs_a_key_and_requests_of_all_an_admins(model: ServedModel
     found = (await get(app, "/ui/state", "k-admin")).json()
     assert [request["id"] for request in found["requests"]] == [f"r{number}" for number in range(MAX_REQUESTS)]
     assert (found["models"], found["now"], found["running"]) == (["tiny"], NOW, 3)
-    assert views.seen == [TENANT, ADMIN]
+    assert [caller._replace(credential="") for caller in views.seen] == [TENANT, ADMIN]
 
 
 class FakeUsage:
