@@ -57,6 +57,15 @@ class CallDemand(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Lower limit of their tokens, charged to the tenant."""
 
 
+class RateCharge(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one router charged to a tenant's limits for a minute. Negative where it was given back."""
+
+    tenant: str
+    limits: TenantLimits
+    num_answers: int
+    num_tokens: int
+
+
 class RateView(NamedTuple):
     """One limit of a minute, as its tenant sees it."""
 

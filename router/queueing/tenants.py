@@ -16,6 +16,10 @@ its part of all places by weight. Others leave those free, so that long answers 
 from one second to the next. Where the next place becomes free within `SOON_S` on average, turns in the queue are
 enough, and nothing is left free.
 
+The limits for a minute are of all models of a gateway: the routers are replicas of what was taken. Each notes what it
+charged (`charges`), and takes what the others did (`charged_elsewhere`), before anything else happens to any of them.
+What waits and runs is counted by each router for its own model.
+
 Owner: the router core.
 """
 
@@ -23,11 +27,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from disagg.proto.block_hash import tenant_tag
 from disagg.proto.errors import LimitError
-from disagg.router.api import CallDemand, Quota, RateView, TenantLimits
+from disagg.router.api import CallDemand, Quota, RateCharge, RateView, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.queue import Share
 
@@ -113,6 +117,8 @@ class Tenants:
         self._period_ends = 0.0
         self._ends = EndTimes()
         self._now = 0.0
+        self.charges: list[RateCharge] | None = None
+        """Those that other routers have not taken; None where there is no other."""
         share = config.tenant_place_share
         self._per_free_place = share / (1 - share) if share < 1 else None
         """Places that a tenant may have for each free one, so that alone it gets its share."""
@@ -168,15 +174,14 @@ class Tenants:
             or self._over_queue(tenant, call.num_answers, num_waiting)
         )
         if error is None:
-            _take(tenant.requests, call.num_answers, now)
-            _take(tenant.tokens, call.num_tokens, now)
+            self._take(tenant, call.num_answers, call.num_tokens, now)
             self._admitted(tenant, call.num_answers)
         return error
 
     def refund(self, name: str, num_tokens: int, num_answers: int, now: float) -> None:
         """Return charged tokens that will not be used, and admitted answers that will not be submitted."""
         if (tenant := self._tenants.get(name)) is not None:
-            _take(tenant.tokens, -num_tokens, now)
+            self._take(tenant, 0, -num_tokens, now)
             self._admitted(tenant, -num_answers)
 
     def submitted(self, tenant: Tenant) -> None:
@@ -197,9 +202,7 @@ class Tenants:
 
     def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
         """Charge an accepted request."""
-        _take(tenant.tokens, num_tokens - (prepaid or 0), now)
-        if prepaid is None:
-            _take(tenant.requests, 1, now)
+        self._take(tenant, int(prepaid is None), num_tokens - (prepaid or 0), now)
         self.note_time(now)
         if tenant.limits.is_sole:
             return
@@ -207,6 +210,13 @@ class Tenants:
         if num_asked > tenant.peak:
             tenant.peak = num_asked
             self._shared_out = None
+
+    def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
+        """Another router of the gateway charged these."""
+        for charge in charges:
+            tenant = self.get(charge.tenant, charge.limits, now)
+            _take(tenant.requests, charge.num_answers, now)
+            _take(tenant.tokens, charge.num_tokens, now)
 
     # ---------------------------------------------------------------- places
 
@@ -267,6 +277,18 @@ class Tenants:
         self._num_kept += num_kept - tenant.num_kept
         tenant.num_kept = num_kept
 
+    def _take(self, tenant: Tenant, num_answers: int, num_tokens: int, now: float) -> None:
+        """Charge a tenant's limits for a minute."""
+        if tenant.requests is None and tenant.tokens is None:
+            return
+        _take(tenant.requests, num_answers, now)
+        _take(tenant.tokens, num_tokens, now)
+        if self.charges is not None and (num_answers or num_tokens):
+            charge = RateCharge(
+                tenant=tenant.name, limits=tenant.limits, num_answers=num_answers, num_tokens=num_tokens
+            )
+            self.charges.append(charge)
+
     def _admitted(self, tenant: Tenant, num_answers: int) -> None:
         tenant.num_admitted += num_answers
         self.num_admitted += num_answers
@@ -310,7 +332,7 @@ def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> T
 
 
 def _take(bucket: TokenBucket | None, amount: int, now: float) -> None:
-    if bucket is not None:
+    if bucket is not None and amount:
         bucket.take(amount, now)
 
 

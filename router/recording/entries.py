@@ -3,6 +3,7 @@
     Header     the configuration, and how the router's clock relates to the time of day     once, at the beginning
     Handled    an event and a digest of the commands that came out                          one for each event
     Admitted, Refunded       calls charged to tenants
+    ChargedElsewhere         what the gateway's other routers charged to tenants
     Ended      why nothing follows
 
 The core's decisions depend on nothing else: it has no clock, and its draws are functions of counters.
@@ -26,7 +27,7 @@ import msgspec
 from disagg.proto.ids import BlockHash, GatewayId, RequestId
 from disagg.proto.messages import Sampling, StepUpdate, TokenLogprobs, TokenOut
 from disagg.proto.token_ids import PackedTokenIds
-from disagg.router.api import CallDemand
+from disagg.router.api import CallDemand, RateCharge
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import Command, Dispatch, Emit, Event, Fail, Finish, FromWorker, Submit
 
@@ -90,7 +91,14 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: EndReason
 
 
-Entry = Handled | Admitted | Refunded | Ended
+class ChargedElsewhere(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """`RouterCore.charged_elsewhere`."""
+
+    now: float
+    charges: tuple[RateCharge, ...]
+
+
+Entry = Handled | Admitted | Refunded | Ended | ChargedElsewhere
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Entry]] = msgspec.msgpack.Decoder(Entry)

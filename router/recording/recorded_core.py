@@ -3,6 +3,7 @@ without it has no branch for that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,10 +13,11 @@ from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import LimitError
 from disagg.proto.ids import BlockHash, GatewayId
 from disagg.proto.token_ids import PackedTokenIds
-from disagg.router.api import CallDemand
+from disagg.router.api import CallDemand, RateCharge
 from disagg.router.config import RouterConfig
 from disagg.router.recording.entries import (
     Admitted,
+    ChargedElsewhere,
     Entry,
     Handled,
     Refunded,
@@ -81,6 +83,12 @@ class RecordedCore(RouterCore):
         super().refund(tenant, num_tokens, num_answers, now)
         if self._sink.is_open:
             self._record(Refunded(now, tenant, num_tokens, num_answers))
+
+    @override
+    def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
+        super().charged_elsewhere(charges, now)
+        if self._sink.is_open:
+            self._record(ChargedElsewhere(now, tuple(charges)))
 
     def _note_hashes(self, parent: BlockHash, token_ids: PackedTokenIds) -> list[BlockHash]:
         hashes = chain_hashes(parent, token_ids)

@@ -9,7 +9,17 @@ from typing import NamedTuple
 from disagg.proto.errors import LimitError
 from disagg.proto.ids import BlockHash
 from disagg.proto.token_ids import PackedTokenIds
-from disagg.router.recording.entries import Admitted, Ended, Entry, Handled, Header, Refunded, digest, digest_of_error
+from disagg.router.recording.entries import (
+    Admitted,
+    ChargedElsewhere,
+    Ended,
+    Entry,
+    Handled,
+    Header,
+    Refunded,
+    digest,
+    digest_of_error,
+)
 from disagg.router.requests.events import Command
 from disagg.router.requests.router_core import RouterCore
 
@@ -42,6 +52,8 @@ class Replay:
                 return Replayed((), refused, digest_of_error(refused) == entry.digest)
             case Refunded(now=now, tenant=tenant, num_tokens=num_tokens, num_answers=num_answers):
                 self.core.refund(tenant, num_tokens, num_answers, now)
+            case ChargedElsewhere(now=now, charges=charges):
+                self.core.charged_elsewhere(charges, now)
             case Ended():
                 pass
         return Replayed()

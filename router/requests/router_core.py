@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from disagg.proto.block_hash import chain_hashes
@@ -39,7 +40,7 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from disagg.router.api import CallDemand, ClusterView, PlacementView, Quota, RequestTrace, TenantLimits
+from disagg.router.api import CallDemand, ClusterView, PlacementView, Quota, RateCharge, RequestTrace, TenantLimits
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Draw, draw_of, uniform_draw, version_of
@@ -194,6 +195,22 @@ class RouterCore:
     def quota(self, tenant: str, limits: TenantLimits, now: float) -> Quota:
         """What is left to a tenant whose calls bring `limits`. Changes nothing."""
         return self._tenants.quota(tenant, limits, now)
+
+    def share_rates(self) -> None:
+        """Note what is charged from now on, for the routers of other models."""
+        self._tenants.charges = []
+
+    def take_charges(self) -> list[RateCharge]:
+        """What was noted since the last call."""
+        charges = self._tenants.charges
+        if not charges:
+            return []
+        self._tenants.charges = []
+        return charges
+
+    def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
+        """Another router of the gateway charged these."""
+        self._tenants.charged_elsewhere(charges, now)
 
     def next_wakeup(self) -> float | None:
         """When `Tick` is due at the latest; None when nothing is due."""

@@ -21,6 +21,8 @@ class RouterServers:
 
     def __init__(self, routers: Mapping[str, RouterServer]) -> None:
         self._routers = dict(routers)
+        for router in self._routers.values():
+            router.share_rates([other for other in self._routers.values() if other is not router])
 
     @property
     def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:

@@ -26,6 +26,7 @@ from disagg.router.api import (
     CallDemand,
     ClusterView,
     Quota,
+    RateCharge,
     RequestHandle,
     RequestTrace,
     RoutedRequest,
@@ -121,6 +122,8 @@ class RouterServer(Router):
         self._sweeper: asyncio.Task[None] | None = None
         self._link_came_up = asyncio.Event()
         self._stopped = False
+        self._others: tuple[RouterServer, ...] = ()
+        """Routers of the gateway's other models, which take what this one charges."""
 
     # ---------------------------------------------------------------- start, stop, membership
 
@@ -205,17 +208,29 @@ class RouterServer(Router):
         logger.warning("worker %s: drain revoked; placing requests on it again", worker_id)
         self._handle_event(ResumeWorker(worker_id, incarnation))
 
+    def share_rates(self, others: Sequence[RouterServer]) -> None:
+        """Limits for a minute hold for this router and `others` together, which run on the same event loop."""
+        self._others = tuple(others)
+        if self._others:
+            self._core.share_rates()
+
+    def charged_elsewhere(self, charges: Sequence[RateCharge]) -> None:
+        """Another router charged these to tenants."""
+        self._core.charged_elsewhere(charges, self._clock())
+
     # ---------------------------------------------------------------- api.Router
 
     @override
     def admit(self, call: CallDemand) -> None:
         error = self._core.admit(call, self._clock())
+        self._pass_on()
         if error is not None:
             raise error
 
     @override
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         self._core.refund(tenant, num_tokens, num_answers, self._clock())
+        self._pass_on()
 
     @override
     def quota(self, tenant: str, limits: TenantLimits) -> Quota:
@@ -315,10 +330,17 @@ class RouterServer(Router):
         if isinstance(event, WorkerUp):
             self._link_came_up.set()
         self._listen(event)
-        for command in self._core.handle(event, self._clock()):
+        commands = self._core.handle(event, self._clock())
+        self._pass_on()
+        for command in commands:
             self._execute(command)
         self._set_timer()
         self._keep_draining(event)
+
+    def _pass_on(self) -> None:
+        if self._others and (charges := self._core.take_charges()):
+            for other in self._others:
+                other.charged_elsewhere(charges)
 
     def _listen(self, event: Event) -> None:
         """Any message of a worker is a heartbeat; a report also has the time that its engine has been in its step."""

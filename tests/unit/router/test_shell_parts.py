@@ -1,20 +1,22 @@
 """The small parts around the core: configuration, wake-ups, the client's handle, frames."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
-from disagg.proto.errors import ConfigError, InternalError, RequestCancelledError, UnavailableError
+from disagg.proto.errors import ConfigError, InternalError, LimitError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Cancel, SessionHello, StepUpdate, TokenLogprobs, encode
-from disagg.router.api import Completion, TokenBatch
+from disagg.router.api import CallDemand, Completion, TenantLimits, TokenBatch
 from disagg.router.config import RouterConfig
 from disagg.router.requests.events import WorkerUp
 from disagg.router.requests.timers import Timers
 from disagg.router.shell import server as server_module
 from disagg.router.shell import wire
 from disagg.router.shell.handle import LOGPROBS_FACTOR, MAX_UNREAD_BYTES, Handle, num_bytes
+from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from tests.support.router import EMPTY, routed_request, tokens_update, worker_info
 from tests.support.secret import SECRET
@@ -281,3 +283,32 @@ async def test_a_fault_while_a_request_is_taken_leaves_nothing_of_it(
     handle.cancel()
     assert server.holdings() == EMPTY
     await server.stop()
+
+
+async def test_routers_of_one_gateway_share_limits_for_a_minute() -> None:
+    """Also what a request is charged when it is queued, and what it gives back at its end."""
+    servers = {key: RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET, clock=lambda: 5.0) for key in "abc"}
+    RouterServers(servers)
+    limits = TenantLimits(requests_per_minute=4, tokens_per_minute=1000, is_sole=False)
+
+    def left() -> list[tuple[int, ...]]:
+        quotas = [server.quota("t", limits) for server in servers.values()]
+        return [tuple(each.remaining for each in quota if each is not None) for quota in quotas]
+
+    servers["a"].admit(CallDemand(tenant="t", limits=limits, num_answers=2, num_tokens=50))
+    assert left() == [(2, 950)] * 3
+    servers["a"].refund("t", 50, 2)
+    assert left() == [(2, 1000)] * 3
+    link: Any = SilentLink()
+    servers["b"]._links[WorkerId("c0")] = link
+    servers["b"]._handle_event(WorkerUp(worker_info("c0")))
+    request = msgspec.structs.replace(routed_request("r0", 16, max_tokens=16), tenant="t", limits=limits)
+    handle = servers["b"].submit(request, 5.0)
+    assert left() == [(1, 968)] * 3
+    handle.cancel()
+    assert left()[0][0] == 1
+    assert len(set(left())) == 1
+    with pytest.raises(LimitError, match="asks for 2 requests, and of 4 a minute has 1 left"):
+        servers["c"].admit(CallDemand(tenant="t", limits=limits, num_answers=2, num_tokens=1))
+    for server in servers.values():
+        await server.stop()

@@ -8,7 +8,7 @@ from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepUpdate
-from disagg.router.recording.entries import Entry, Handled, Refunded
+from disagg.router.recording.entries import ChargedElsewhere, Entry, Handled, Refunded
 from disagg.router.requests import events
 from disagg.router.requests.events import Command, Event
 
@@ -20,6 +20,9 @@ def entry_text(entry: Entry, request_id: RequestId | None = None) -> str:
             return event_text(event, request_id)
         case Refunded(tenant=tenant, num_tokens=num_tokens):
             return f"{_count(num_tokens, 'token')} given back to tenant {tenant!r}"
+        case ChargedElsewhere(charges=charges):
+            tenants = ", ".join(sorted({repr(charge.tenant) for charge in charges}))
+            return f"other models of the gateway charged tenant {tenants}"
         case _:
             return type(entry).__name__
 

@@ -12,7 +12,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepSample
 from disagg.router.api import CallDemand, Quota, RateView, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.queueing.tenants import EndTimes, TokenBucket
+from disagg.router.queueing.tenants import EndTimes, Tenants, TokenBucket
 from disagg.router.requests.events import LimitsChanged
 from disagg.router.statistics import TenantUsage
 from tests.support.router import (
@@ -485,3 +485,73 @@ def test_a_placement_that_changes_the_order_hides_nobody_from_the_looks() -> Non
     assert it.submit(of("a", "a1", 10 * 16, max_tokens=1900)) == []
     assert it.submit(of("b", "b0", 10 * 16)) == []
     assert end(it, "x1") == ["finish x1 stop 0 cached=0", "dispatch p0 a1/0 -> d0", "dispatch p0 b0/0 -> d0"]
+
+
+# ---------------------------------------------------------------- several routers
+
+
+LIMITED = TenantLimits(requests_per_minute=6, tokens_per_minute=600, is_sole=False)
+
+
+def replicas(count: int = 2) -> list[Tenants]:
+    found = [Tenants(RouterConfig(), lambda: 8) for _ in range(count)]
+    for tenants in found:
+        tenants.charges = []
+    return found
+
+
+def spread(source: Tenants, others: list[Tenants], now: float) -> None:
+    """As the routers of one gateway do it."""
+    charges, source.charges = source.charges or [], []
+    for other in others:
+        if other is not source:
+            other.charged_elsewhere(charges, now)
+
+
+def left(tenants: Tenants, now: float, limits: TenantLimits = LIMITED) -> tuple[int, int]:
+    quota = tenants.quota("a", limits, now)
+    assert quota.requests is not None
+    assert quota.tokens is not None
+    return quota.requests.remaining, quota.tokens.remaining
+
+
+def test_limits_for_a_minute_are_of_all_models_together() -> None:
+    """Whatever charges and gives back: calls, refunds, requests that no call was charged for."""
+    both = first, second = replicas()
+    assert first.admit(call(4, 100, limits=LIMITED), 0, 0.0) is None
+    spread(first, both, 0.0)
+    assert [left(each, 0.0) for each in both] == [(2, 500)] * 2
+    refused = second.admit(call(3, limits=LIMITED), 0, 0.0)
+    assert refused is not None
+    assert (refused.limit, refused.retry_after_s) == ("requests_per_minute", 10.0)
+    spread(second, both, 0.0)
+    assert second.admit(call(2, limits=LIMITED), 0, 0.0) is None
+    spread(second, both, 0.0)
+    first.refund("a", 60, 1, 0.0)
+    spread(first, both, 0.0)
+    assert [left(each, 0.0) for each in both] == [(0, 560)] * 2
+    tenant = second.get("a", LIMITED, 30.0)
+    assert second.refusal(tenant, 70, None, 0, 30.0) is None
+    second.charge(tenant, 70, None, 30.0)
+    spread(second, both, 30.0)
+    assert [left(each, 30.0) for each in both] == [(2, 530)] * 2
+    assert first.charges == second.charges == []
+
+
+def test_what_waits_and_runs_is_counted_by_each_model() -> None:
+    both = first, second = replicas()
+    limits = TenantLimits(requests_per_minute=60, queued=1, running=1, is_sole=False)
+    for tenants in both:
+        tenant = tenants.get("a", limits, 0.0)
+        tenants.charge(tenant, 10, None, 0.0)
+        tenants.started(tenant)
+        spread(tenants, both, 0.0)
+        assert not tenants.may_run("a")
+    assert (first.in_flight(), second.in_flight()) == ({"a": (0, 1)}, {"a": (0, 1)})
+
+
+def test_tenants_without_limits_for_a_minute_and_gateways_of_one_model_note_nothing() -> None:
+    (shared,), alone = replicas(1), Tenants(RouterConfig(), lambda: 8)
+    assert shared.admit(call(4, 100, limits=TenantLimits(running=4)), 0, 0.0) is None
+    assert alone.admit(call(4, 100, limits=LIMITED), 0, 0.0) is None
+    assert (shared.charges, alone.charges) == ([], None)

@@ -13,12 +13,13 @@ import msgspec
 import pytest
 from typing_extensions import override
 
+from disagg.cli.replay.wording import entry_text
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import StepUpdate, TokenLogprobs, TokenOut
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
-from disagg.router.api import CallDemand, TenantLimits
+from disagg.router.api import CallDemand, RateCharge, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.recording.entries import HIDDEN, Admitted, Handled, decode
+from disagg.router.recording.entries import HIDDEN, Admitted, ChargedElsewhere, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
 from disagg.simulator.step_times.overheads import Overheads
@@ -173,6 +174,19 @@ def test_calls_of_tenants_are_part_of_it() -> None:
     assert [bool(entry.digest) for entry in entries if isinstance(entry, Admitted)] == [False, True, False]
     assert [each.is_same for each in replayed(header_of(PLAIN), entries)] == [True] * 5
     assert [each.is_same for each in replayed(header_of(PLAIN), entries[2:])] == [False]
+
+
+def test_what_other_models_charged_is_part_of_it() -> None:
+    limits = TenantLimits(requests_per_minute=2, is_sole=False)
+    scenario, sink = recorded()
+    charge = RateCharge(tenant="a", limits=limits, num_answers=2, num_tokens=10)
+    scenario.core.charged_elsewhere([charge], 0.0)
+    assert scenario.core.admit(CallDemand(tenant="a", limits=limits, num_answers=1, num_tokens=1), 1.0) is not None
+    entries = [decode(entry) for entry in sink.entries]
+    assert entries[0] == ChargedElsewhere(0.0, (charge,))
+    assert [each.is_same for each in replayed(header_of(PLAIN), entries)] == [True] * 2
+    assert [each.is_same for each in replayed(header_of(PLAIN), entries[1:])] == [False]
+    assert entry_text(entries[0]) == "other models of the gateway charged tenant 'a'"
 
 
 def test_what_the_core_raised_is_raised_again() -> None:
