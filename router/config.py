@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -23,8 +24,12 @@ from disagg.proto.config import (
 )
 
 LocalPrefill = Literal["auto", "never"]
-Decodes = Literal["spread", "gather"]
-DecodesOption = Literal["spread", "gather", "auto"]
+_DECODES: Final = r"spread|gather|split:[1-9][0-9]{0,3}"
+Decodes = Annotated[str, msgspec.Meta(pattern=f"^({_DECODES})$")]
+"""Where answers decode (policy `elastic`): `spread`, `gather`, or `split:2`, where two workers decode and take no
+prompts. See `policies/elastic.py`."""
+DecodesOption = Annotated[str, msgspec.Meta(pattern=f"^({_DECODES}|auto)$")]
+SPLIT: Final = "split"
 PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
 MAX_QUEUED: Final = 1024
@@ -43,8 +48,8 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     to be compared with. See `policies/`."""
     decodes: DecodesOption = "spread"
     """Policy `elastic`: `spread` decodes answers on all workers, `gather` on as few as the TPOT targets allow, so that
-    the others have their time for prompts. `auto` begins with `spread`, and a twin (`disagg twin`) chooses by what came
-    lately."""
+    the others have their time for prompts; with `split:2` two workers decode and take no prompts, the others do both.
+    `auto` begins with `spread`, and a twin (`disagg twin`) chooses by what came lately."""
     admission: bool = True
     """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
     migrations: NonNegativeInt = 4
@@ -203,3 +208,14 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_bounds(self, "router")
+
+
+def num_split(decodes: str | None) -> int:
+    """How many workers decode and take no prompts, by a setting of `Decodes`; 0 where it is no split."""
+    kind, _, number = (decodes or "").partition(":")
+    return int(number) if kind == SPLIT else 0
+
+
+def is_decodes(text: str) -> bool:
+    """Whether it is a setting of `Decodes`."""
+    return re.fullmatch(_DECODES, text, re.ASCII) is not None

@@ -17,6 +17,10 @@ from benchmarks.elastic.day import DAY, day_requests
 from benchmarks.elastic.runs import LAST, TWIN, Brings, Point, Runs, Seen, first_come, hopeless_last
 from benchmarks.elastic.workloads import lengths
 from disagg.loadtests.verdict.goodput import Slo
+from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.router.config import num_split
+from disagg.simulator.twin.load import Arrival
+from disagg.simulator.twin.settings import settings_of
 
 TTFT_S = (0.5, 0.75, 1.0, 2.0, 4.0)
 TPOT_S = (0.012, 0.015, 0.020, 0.030, 0.050)
@@ -39,9 +43,10 @@ AUTOMATIC = "automatic"
 class Settings:
     """How a grid is measured."""
 
-    automatic: tuple[str, ...] = ("{n}x1-elastic:1024", "{n}x1-gather:1024")
-    """The shape that is compared, for n workers; of several the one that a twin chooses at about each rate: whose
-    requests meet their limits more often in `TWIN_REQUESTS` others at that rate and at `TWIN_FASTER` times that."""
+    automatic: tuple[str, ...] = ("{n}x1-elastic:1024", "{n}x1-gather:1024", "{n}x1-split{k}:1024")
+    """The shape that is compared, for n workers, and for k of the splits that a twin would compare; of several the one
+    that it chooses at about each rate: whose requests meet their limits more often in `TWIN_REQUESTS` others at that
+    rate and at `TWIN_FASTER` times that."""
     num_requests: int = 400
     """Of each run, for two workers; as many more for more workers."""
     num_seeds: int = 2
@@ -76,7 +81,9 @@ class Column:
         self._settings = settings
         self._workers = workers
         self._workload = workload
-        self._automatic = [name.format(n=workers) for name in settings.automatic]
+        self._names = settings.automatic
+        self._automatic: tuple[str, ...] = ()
+        """Those that are compared within the limits of now."""
 
     def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
         """Of one rate, for each seed."""
@@ -143,6 +150,7 @@ class Column:
         first, last = Found(0.0, ""), Found(0.0, "")
         for tpot_s in tpots_s:
             slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+            self._automatic = automatic_shapes(self._names, self._workers, self._workload, tpot_s, self._runs.steps)
             first = self.best(first_come(self._workers), slo, first)
             last = self.best(hopeless_last(self._workers), slo, max(last, first))
             rows.append(self._row(slo, first, last))
@@ -203,6 +211,25 @@ class Column:
         }
 
 
+def automatic_shapes(
+    names: Sequence[str], workers: int, workload: str, tpot_s: float, steps: StepCoefficients
+) -> tuple[str, ...]:
+    """The automatic shapes of so many workers; of the splits those that a twin would compare."""
+    arrivals = [
+        Arrival(
+            at_s=0.0,
+            prompt_tokens=each.num_prompt_tokens,
+            output_tokens=each.output_tokens,
+            most_output_tokens=each.output_tokens,
+            tpot_s=tpot_s,
+        )
+        for each in lengths(workload, TWIN_SEED, TWIN_REQUESTS)
+    ]
+    splits = [num_split(setting) for setting in settings_of(arrivals, [steps] * workers, "spread")]
+    found = [name.format(n=workers, k=number) for name in names for number in splits if number or "{k}" not in name]
+    return tuple(dict.fromkeys(found))
+
+
 def brought(shape: str, *, is_static: bool) -> Brings:
     """What requests bring of their limits: both for the automatic shape, as far as they are used for static ones."""
     return "both" if not is_static else "ttft" if shape.endswith(LAST) else "nothing"
@@ -259,7 +286,7 @@ DAY_LEAST = 0.2
 def day_row(runs: Runs, settings: Settings, workers: int) -> Row:
     """The largest multiples of the day that the automatic shape and the best single static ones serve. Of several
     automatic shapes: the first one with a twin, and each alone beside it."""
-    automatic = [name.format(n=workers) for name in settings.automatic]
+    automatic = [name.format(n=workers, k=1) for name in settings.automatic]
     if len(automatic) > 1:
         automatic.append(automatic[0] + TWIN)
 

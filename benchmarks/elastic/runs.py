@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from benchmarks.elastic.day import DAY, day_requests, with_targets
 from benchmarks.elastic.workloads import MAX_MODEL_LEN, UNTOLD, habits, requests
 from disagg.cli.planning.simulate import cluster_spec
@@ -23,6 +25,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig, override
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
+from disagg.proto.step_times.step_model import StepCoefficients
 from disagg.simulator.step_times.overheads import Overheads
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin
@@ -165,6 +168,13 @@ class Runs:
             self._file = sqlite3.connect(path, timeout=60.0, isolation_level=None)
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("CREATE TABLE IF NOT EXISTS runs (point TEXT PRIMARY KEY, seen BLOB)")
+
+    @property
+    def steps(self) -> StepCoefficients:
+        """Step times of all workers."""
+        steps = self._timing.step
+        assert isinstance(steps, LinearSteps)
+        return StepCoefficients(*msgspec.structs.astuple(steps))
 
     def run(self, point: Point, *, is_static: bool) -> Seen:
         """What came of it."""

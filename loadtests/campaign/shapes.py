@@ -5,6 +5,7 @@
     2x1-slack:1024                      the same with chunks by the targets of the requests
     2x1-elastic, 2x1-gather:1024        workers that compute prompts, answers or both, as the router chooses: answers
                                         on all of them (`placement.decodes: spread`), or on few (`gather`)
+    4x1-split2:1024                     the same; two of the four decode and take no prompts (`split:2`)
     2x1-prefill-first, 2x1-static       the same with other ways to fill a step
     cluster.yaml                        anything else, called by its file's name
     2x1-static@0.25,0.5                 any of them, measured at rates of its own
@@ -25,9 +26,12 @@ import msgspec
 from disagg.cluster.config.cluster_config import ClusterConfig, load_config, override
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.errors import ConfigError
+from disagg.router.config import SPLIT, Decodes
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
-_COLOCATED = re.compile(r"(\d+)x(\d+)-(chunked|slack|elastic|gather|prefill-first|static)(?::(\d+))?", re.ASCII)
+_COLOCATED = re.compile(
+    r"(\d+)x(\d+)-(chunked|slack|elastic|gather|split[1-9]\d{0,3}|prefill-first|static)(?::(\d+))?", re.ASCII
+)
 _SCHEDULING = {"chunked": "decode_first", "slack": "slack", "prefill-first": "prefill_first", "static": "static"}
 _KINDS = {scheduling: kind.replace("-", "_") for kind, scheduling in _SCHEDULING.items()}
 DISAGGREGATED = "disaggregated"
@@ -73,7 +77,7 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
             values["pools.prefill.token_budget"] = int(budget)
     elif found := _COLOCATED.fullmatch(name):
         size, num_threads, kind, budget = found.groups()
-        is_elastic = kind in (ELASTIC, "gather")
+        is_elastic = kind in (ELASTIC, "gather") or kind.startswith(SPLIT)
         pool = "pools.workers" if is_elastic else "pools.colocated"
         values = {
             "mode": ELASTIC if is_elastic else "colocated",
@@ -81,7 +85,7 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
             f"{pool}.num_threads": int(num_threads),
         }
         if is_elastic:
-            values["placement.decodes"] = "gather" if kind == "gather" else "spread"
+            values["placement.decodes"] = _decodes(kind)
         else:
             values[f"{pool}.scheduling"] = _SCHEDULING[kind]
         if budget is not None:
@@ -95,6 +99,13 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
         )
     always = {"gateway.host": "127.0.0.1", "gateway.port": 0, "placement.admission": False}
     return Shape(name=name, config=override(base, values | always))
+
+
+def _decodes(kind: str) -> Decodes:
+    """`placement.decodes` of an elastic shape."""
+    if kind.startswith(SPLIT):
+        return f"{SPLIT}:{kind.removeprefix(SPLIT)}"
+    return "gather" if kind == "gather" else "spread"
 
 
 def with_targets(shape: Shape, targets: Slo) -> Shape:

@@ -21,7 +21,7 @@ from itertools import chain
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
-from disagg.router.config import RouterConfig
+from disagg.router.config import RouterConfig, num_split
 from disagg.router.placement.forecast import wait_ms
 from disagg.router.placement.model_groups import ModelGroup, WorkerBucket, longest_of
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
@@ -65,6 +65,8 @@ class Fleet:
         self._config = config
         self._may_prefill_locally = config.local_prefill == "auto"
         self._policy = policy
+        self._num_split = num_split(policy.decodes)
+        """Elastic workers of each model group that are to take no prompts."""
         self._workers: dict[WorkerId, Worker] = {}
         self._groups: dict[Version, ModelGroup] = {}
         self._versions: frozenset[Version] | None = None
@@ -94,10 +96,12 @@ class Fleet:
     def configure(self, config: RouterConfig, policy: Policy) -> None:
         """Rank and weigh all workers anew, by this policy."""
         self._config, self._policy = config, policy
+        self._num_split = num_split(policy.decodes)
         self._may_prefill_locally = config.local_prefill == "auto"
         present = [self._workers[worker_id] for worker_id in self._bucket_of]
         for worker in present:
             self._leave_bucket(worker)
+            worker.split_off(False)
         self._groups.clear()
         for worker in present:
             self._join_bucket(worker)
@@ -182,6 +186,14 @@ class Fleet:
         if not worker.is_draining:
             self._join_bucket(worker)
         self._longest = self._longest_new = None
+        self.num_releases += 1
+
+    def split(self, number: int) -> None:
+        """That many elastic workers of each model group take no prompts from now on. What runs stays."""
+        self._num_split = number
+        for group in self._groups.values():
+            self._divide(group)
+        self._openings.clear()
         self.num_releases += 1
 
     def newly_drained(self) -> list[tuple[WorkerId, Incarnation]]:
@@ -489,15 +501,32 @@ class Fleet:
 
     def _join_bucket(self, worker: Worker) -> None:
         self._usable = None
-        bucket = self._bucket_of[worker.worker_id] = self._group(worker.info).bucket_for(worker.info)
+        group = self._group(worker.info)
+        bucket = self._bucket_of[worker.worker_id] = group.bucket_for(worker)
         bucket.add(worker)
         self.num_openings += 1
+        self._divide(group)
 
     def _leave_bucket(self, worker: Worker) -> None:
         self._usable = None
         bucket = self._bucket_of.pop(worker.worker_id, None)
         if bucket is not None:
             bucket.remove(worker)
+            self._divide(self._group(worker.info))
+
+    def _divide(self, group: ModelGroup) -> None:
+        """Split off as many elastic workers as the setting says, the first ones by name; one at least takes prompts."""
+        if not (self._num_split or group.has_split_off):
+            return
+        workers = sorted(group.elastic_workers(), key=_by_number)
+        number = min(self._num_split, len(workers) - 1)
+        for index, worker in enumerate(workers):
+            if worker.is_split_off != (index < number):
+                self._bucket_of[worker.worker_id].remove(worker)
+                worker.split_off(index < number)
+                bucket = self._bucket_of[worker.worker_id] = group.bucket_for(worker)
+                bucket.add(worker)
+                self.num_openings += 1
 
     def _changed(self, worker: Worker) -> None:
         """Update what depends on the worker's assignments and reports."""
@@ -506,6 +535,11 @@ class Fleet:
             worker.refresh()
         elif bucket.changed(worker):
             self.num_openings += 1
+
+
+def _by_number(worker: Worker) -> tuple[int, WorkerId]:
+    """The order of `workers-9`, `workers-10`."""
+    return len(worker.worker_id), worker.worker_id
 
 
 def _emptiest(workers: Iterable[Worker]) -> Worker | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
@@ -57,10 +57,15 @@ class ModelGroup:
         self._decodes: dict[_Shape, WorkerBucket] = {}
         self._colocated: dict[_Shape, WorkerBucket] = {}
         self._elastic: dict[_Shape, WorkerBucket] = {}
+        self._split_off: dict[_Shape, WorkerBucket] = {}
+        """Elastic workers that take no prompts."""
 
-    def bucket_for(self, info: WorkerInfo) -> WorkerBucket:
+    def bucket_for(self, worker: Worker) -> WorkerBucket:
         """The bucket for workers of this role and shape."""
-        buckets = self._elastic if info.is_elastic else self._colocated
+        info = worker.info
+        buckets = self._colocated
+        if info.is_elastic:
+            buckets = self._split_off if worker.is_split_off else self._elastic
         num_blocks = decode_blocks
         if prefills_only(info):
             buckets = self._prefills
@@ -88,7 +93,7 @@ class ModelGroup:
         """The buckets whose workers decode."""
         return [
             bucket
-            for buckets in (self._decodes, self._colocated, self._elastic)
+            for buckets in (self._decodes, self._colocated, self._elastic, self._split_off)
             for bucket in buckets.values()
             if bucket.members
         ]
@@ -113,9 +118,9 @@ class ModelGroup:
         partners = self._partners(prefills, decodes, demand, without, matched) if prefills else ()
         colocated = _candidates(self._colocated, demand, without, matched) if self._colocated else []
         if self._elastic:
-            elastic = _candidates(self._elastic, demand, without, matched)
+            elastic, split_off = self._elastic_candidates(demand, without, matched)
             colocated = [*colocated, *elastic, *(decodes if local else ())]
-            return Shortlist(prefills + elastic, decodes + elastic, colocated, False, (), partners)
+            return Shortlist(prefills + elastic, decodes + elastic + split_off, colocated, False, (), partners)
         return Shortlist(prefills, decodes, colocated, local, (), partners)
 
     def _without(
@@ -130,10 +135,19 @@ class ModelGroup:
             colocated += _candidates(self._decodes, demand, alone, matched)
         partners = self._partners(prefills, decodes, demand, without | excluded.decodes, matched)
         if self._elastic:
-            prefills += _candidates(self._elastic, demand, without | excluded.prefills, matched)
-            decodes += _candidates(self._elastic, demand, without | excluded.decodes, matched)
-            colocated += _candidates(self._elastic, demand, alone, matched)
+            prefills += self._elastic_candidates(demand, without | excluded.prefills, matched)[0]
+            for each in self._elastic_candidates(demand, without | excluded.decodes, matched):
+                decodes += each
+            colocated += self._elastic_candidates(demand, alone, matched)[0]
         return Shortlist(prefills, decodes, colocated, False, excluded.pairs, partners)
+
+    def _elastic_candidates(
+        self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """(those that take prompts, those that do not). Where none of the former has room, the latter take prompts."""
+        elastic = _candidates(self._elastic, demand, without, matched)
+        split_off = _candidates(self._split_off, demand, without, matched) if self._split_off else []
+        return (elastic, split_off) if elastic else (split_off, [])
 
     def _partners(
         self,
@@ -171,6 +185,7 @@ class ModelGroup:
         """The workers that could decode a request of that length if they were empty."""
         yield from _long_enough(self._colocated, num_tokens)
         yield from _long_enough(self._elastic, num_tokens)
+        yield from _long_enough(self._split_off, num_tokens)
         if may_prefill_locally or next(_long_enough(self._prefills, num_tokens), None) is not None:
             yield from _long_enough(self._decodes, num_tokens)
 
@@ -186,7 +201,18 @@ class ModelGroup:
 
     def computers(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
         """The prefill workers that could compute a prompt of that length for this decode worker."""
+        if decode.is_split_off:
+            return _long_enough(self._elastic, num_tokens)
         return iter(()) if has_both_roles(decode.info) else _long_enough(self._prefills, num_tokens)
+
+    @property
+    def has_split_off(self) -> bool:
+        """Whether any elastic worker takes no prompts."""
+        return any(bucket.members for bucket in self._split_off.values())
+
+    def elastic_workers(self) -> Iterator[Worker]:
+        """The elastic ones, split off or not."""
+        return chain(_members(self._elastic), _members(self._split_off))
 
     def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
         """The pairs (P, D) that are possible with this worker of the group."""
@@ -195,7 +221,7 @@ class ModelGroup:
         if decodes_only(worker.info):
             return [(prefill, worker.peer) for prefill in _members(self._prefills)]
         if worker.info.is_elastic:
-            others = [other for other in _members(self._elastic) if other is not worker]
+            others = [other for other in self.elastic_workers() if other is not worker]
             return [(worker, other.peer) for other in others] + [(other, worker.peer) for other in others]
         return []
 

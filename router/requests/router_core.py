@@ -41,7 +41,7 @@ from disagg.proto.messages import (
     WorkerReport,
 )
 from disagg.router.api import CallDemand, ClusterView, PlacementView, Quota, RateCharge, RequestTrace, TenantLimits
-from disagg.router.config import Decodes, RouterConfig
+from disagg.router.config import Decodes, RouterConfig, num_split
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Draw, draw_of, uniform_draw, version_of
 from disagg.router.placement.policies import create
@@ -381,6 +381,7 @@ class RouterCore:
         if self._policy.decodes in (None, decodes):
             return
         self._policy.decodes = decodes
+        self._fleet.split(num_split(decodes))
         self._telemetry.stats.num_decodes_changes += 1
         self._waiting.costs_changed()
 

@@ -51,6 +51,8 @@ class Worker:
     is_measured: bool = False
     """Whether the model has observed a step of this worker, so that its predictions are usable."""
     is_draining: bool = False
+    is_split_off: bool = False
+    """An elastic worker that takes no prompts, see `Fleet.split`."""
     is_suspected: bool = False
     """It seems to hang: nothing is placed there."""
     last_turn: int = -1
@@ -65,7 +67,7 @@ class Worker:
     decodes: bool = field(init=False)
     """Whether its sequences decode there (D, or both roles)."""
     is_for_prompts: bool = field(init=False)
-    """Whether it computes prompts from the queue (P, or both roles)."""
+    """Whether it computes prompts from the queue (P, or both roles and not split off)."""
     num_blocks: int = field(init=False)
     bytes_per_token: int = field(init=False)
     """Of KV."""
@@ -138,10 +140,16 @@ class Worker:
         self.worker_id = info.worker_id
         self.peer = PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
         self.decodes = "decode" in info.roles
-        self.is_for_prompts = not decodes_only(info)
+        self.is_for_prompts = not (decodes_only(info) or self.is_split_off)
         self.num_blocks = info.num_blocks
         self.bytes_per_token = info.kv_layout.bytes_per_token
         self._take_load()
+        self.refresh()
+
+    def split_off(self, is_split_off: bool) -> None:
+        """Whether it takes no prompts from now on."""
+        self.is_split_off = is_split_off
+        self.is_for_prompts = not (decodes_only(self.info) or is_split_off)
         self.refresh()
 
     def note_assigned(self, num_tokens: int, num_blocks: int) -> None:

@@ -12,13 +12,14 @@ load has changed since.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from disagg.router.config import Decodes
 from disagg.simulator.twin.changes import find_change
 from disagg.simulator.twin.comparison import HYSTERESIS, Attained, Comparison, paired
 from disagg.simulator.twin.load import Arrival, Load, mean_output
 from disagg.simulator.twin.replay import replay
+from disagg.simulator.twin.settings import settings_of
 
 EVERY_S = 60.0
 RATES = (1.0, 1.15)
@@ -28,9 +29,8 @@ LEAST, ENOUGH, MOST = 40, 200, 600
 LEAD_IN = 50
 """Requests before these that are replayed and not counted."""
 MORE = 1.5
-MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 4_000_000, 500_000
+MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 2_000_000, 200_000
 """Of all requests of a replay: of longer ones there are fewer, but not fewer than `LEAST`."""
-SETTINGS: tuple[Decodes, ...] = get_args(Decodes)
 
 Replay = Callable[[Load, Sequence[Arrival], int, Decodes, float], list[tuple[int, bool]]]
 """See `replay.replay`."""
@@ -135,12 +135,13 @@ class Twin:
     def _compare(self, load: Load, window: _Window, cause: str) -> Comparison:
         present = load.decodes
         assert present is not None
+        settings = settings_of(window.arrivals, [worker.steps for worker in load.workers], present)
         met = {
             setting: [self._replay(load, window.arrivals, window.num_lead, setting, rate) for rate in RATES]
-            for setting in SETTINGS
+            for setting in settings
         }
         found = {
-            setting: paired(_differences(met[setting], met[present])) for setting in SETTINGS if setting != present
+            setting: paired(_differences(met[setting], met[present])) for setting in settings if setting != present
         }
         best = max(found, key=lambda setting: found[setting][0])
         difference, error = found[best]
@@ -154,7 +155,7 @@ class Twin:
             present=present,
             chosen=chosen,
             attained=tuple(
-                Attained(setting, tuple(zip(RATES, map(_share, met[setting]), strict=True))) for setting in SETTINGS
+                Attained(setting, tuple(zip(RATES, map(_share, met[setting]), strict=True))) for setting in settings
             ),
             difference=difference,
             error=error,

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import get_args
 
 from prometheus_client.core import Metric
 
 from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
-from disagg.router.config import Decodes
+from disagg.router.config import SPLIT, num_split
 from disagg.router.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
 from disagg.router.statistics import MIGRATION_OUTCOMES, RouterStats
 from disagg.router.telemetry.telemetry import ANSWERED, SLOS
@@ -163,9 +162,15 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     if decodes is not None:
         yield gauge(
             "disagg_router_decodes",
-            "Where answers decode: 1 for the present setting, spread or gather.",
+            "Where answers decode: 1 for the present setting, spread, gather or split.",
             ("setting",),
-            [((setting,), int(setting == decodes)) for setting in get_args(Decodes)],
+            [((setting,), int(setting == decodes.partition(":")[0])) for setting in ("spread", "gather", SPLIT)],
+        )
+        yield gauge(
+            "disagg_router_split_workers",
+            "Workers of a model that decode and take no prompts, by that setting; 0 without a split.",
+            (),
+            [((), num_split(decodes))],
         )
         yield counter(
             "disagg_router_decodes_changes",

@@ -29,7 +29,7 @@ from disagg.proto.errors import InvalidRequestError, RequestNotFoundError, Unava
 from disagg.proto.ids import RequestId, WorkerId, kind_of
 from disagg.proto.messages import StartPhase
 from disagg.router.api import RequestTrace, RouterViews
-from disagg.router.config import Decodes
+from disagg.router.config import Decodes, is_decodes
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.auth.rights import Rights, usage_of
@@ -342,10 +342,11 @@ def _scaling(request: pb.SetPoolSizesRequest) -> str:
 
 
 def _decodes(text: str) -> Decodes:
-    for decodes in get_args(Decodes):
-        if decodes == text:
-            return decodes  # type: ignore[no-any-return]  # get_args is untyped
-    raise InvalidRequestError("decodes", f"must be {' or '.join(get_args(Decodes))}, not {text[:MAX_CHARS]!r}")
+    if not is_decodes(text):
+        raise InvalidRequestError(
+            "decodes", f"must be spread, gather or split:N (N workers that take no prompts), not {text[:MAX_CHARS]!r}"
+        )
+    return text
 
 
 def _pool_name(text: str) -> PoolName | None:

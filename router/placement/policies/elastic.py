@@ -14,8 +14,13 @@ costs is the capacity that it takes from later prompts. In milliseconds:
 With `gather`, workers without decodes are spared for prompts: while an option leaves a tenth of the time to the TTFT
 target, its finish counts a tenth, and a prompt beside decodes counts its computation once more.
 
-`spread` suits tight TTFT targets, `gather` tight TPOT targets. Neither static shape is needed: `gather` with a busy
-cluster is prefill and decode workers, `spread` is colocated workers, and with a long queue either takes from the other.
+With `split:2` the first two workers by name take no prompts (`Fleet.split`), so that no long prompt delays what decodes
+there, and cached prefixes stay where prompts are computed. Answers go there by what they add to the steps of all; the
+other workers get some only where steps would be late there.
+
+`spread` suits tight TTFT targets, `gather` tight TPOT targets, a split tight TPOT targets with long prompts. Static
+shapes are not needed: `gather` with a busy cluster is prefill and decode workers, `spread` is colocated workers, and
+with a long queue either takes from the other.
 
 A request without a TPOT target is placed as by `joint`.
 """
@@ -27,12 +32,13 @@ import math
 from typing_extensions import override
 
 from disagg.proto.step_times.pace import MARGIN
-from disagg.router.config import Decodes
+from disagg.router.config import Decodes, num_split
 from disagg.router.placement.forecast import compute_ms, prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, Weight
 from disagg.router.placement.policies.joint import Joint, evicted_ms
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.worker import Worker
 
 _LATE = 1.1
 """Steps may take so many times the target before they count as late: a batch is large for a while, a target is a mean
@@ -43,6 +49,9 @@ _IN_TIME = 0.9
 """Of the time to the TTFT target: until then a prompt is in time, with some to spare."""
 _SPARED = 0.1
 """What a finish in time counts with `gather`."""
+_LATE_PRICE, _PROMPT_PRICE = 2.0, 10.0
+"""With a split, how often late steps count, and what an answer takes from prompts on a worker that takes some: it gets
+answers where on the others steps would be late."""
 
 
 class Elastic(Joint):
@@ -58,7 +67,18 @@ class Elastic(Joint):
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs, decodes: Decodes) -> None:
         super().__init__(barrier_ms, links, pairs)
-        self.decodes = decodes
+        self._decodes = decodes
+        self._gathers, self._splits = decodes == "gather", num_split(decodes) > 0
+
+    @property
+    @override
+    def decodes(self) -> Decodes:
+        return self._decodes
+
+    @decodes.setter
+    def decodes(self, value: Decodes) -> None:
+        self._decodes = value
+        self._gathers, self._splits = value == "gather", num_split(value) > 0
 
     @override
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -75,12 +95,14 @@ class Elastic(Joint):
             return super().weigh_decode(demand, candidate)
         worker, num_steps = candidate.worker, demand.num_steps
         step = worker.around_ms + worker.decode_ms + demand.context * worker.context_ms
-        delay = 0.0
-        if step > _LATE * target:
-            delay = (worker.num_decodes + 1) * num_steps * (step - _LATE * target)
-        if self.decodes == "gather":
-            before = worker.around_ms if worker.num_decodes else 0.0
-            delay += num_steps * (min(step, target) - min(before, target))
+        if self._splits:
+            delay = self._split_delay(worker, num_steps, step, target)
+        else:
+            delay = 0.0
+            if step > _LATE * target:
+                delay = (worker.num_decodes + 1) * num_steps * (step - _LATE * target)
+            if self._gathers:
+                delay += num_steps * _taken_ms(worker, step, target)
         barrier = self._barrier_of(candidate)
         candidate.as_decode = Weight(delay + barrier, 0, 0.0, 0.0, num_steps * step, delay, barrier, step)
         return candidate.as_decode
@@ -118,11 +140,26 @@ class Elastic(Joint):
                 share = max(_LEAST_SHARE, 1 - MARGIN * worker.around_ms / pace)
                 finish = spare + (finish - spare) / share
             prefill = max(0.0, finish - wait)
-            if self.decodes == "gather":
+            if self._gathers:
                 delay += compute
         wait += demand.queued_ms
         finish = wait + prefill
         misses = 1 if finish > demand.ttft_left_ms else 0
-        is_spared = self.decodes == "gather" and finish <= _IN_TIME * demand.ttft_left_ms
+        is_spared = self._gathers and finish <= _IN_TIME * demand.ttft_left_ms
         cost = (_SPARED * finish if is_spared else finish) + delay
         return Weight(cost, misses, wait, prefill, 0.0, delay)
+
+    @staticmethod
+    def _split_delay(worker: Worker, num_steps: float, step: float, target: float) -> float:
+        delay = num_steps * (worker.num_decodes + 1) * (step - worker.around_ms)
+        if step > target:
+            delay += _LATE_PRICE * (worker.num_decodes + 1) * num_steps * (step - target)
+        if worker.is_for_prompts:
+            delay += _PROMPT_PRICE * num_steps * _taken_ms(worker, step, target)
+        return delay
+
+
+def _taken_ms(worker: Worker, step_ms: float, target_ms: float) -> float:
+    """What one more sequence takes from prompts in each of its steps: the first one the fixed cost of the step, too."""
+    before = worker.around_ms if worker.num_decodes else 0.0
+    return min(step_ms, target_ms) - min(before, target_ms)

@@ -1,0 +1,54 @@
+"""The settings that are worth a comparison: `spread`, `gather`, and the splits near the one that the load asks for.
+
+A split of n workers has 1 to n - 1 that take no prompts, and each setting that is compared costs as much as the present
+one. So of many workers three splits are compared: those next to the share of the work that decoding has, where prompts
+count without what was cached, and answers at the batch that their TPOT target allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.router.config import SPLIT, Decodes, num_split
+from disagg.router.telemetry.prefix_marks import PLACES
+from disagg.simulator.twin.load import Arrival
+
+USUAL: tuple[Decodes, ...] = ("spread", "gather")
+FEW = 4
+"""Of so many workers all splits are compared."""
+
+
+def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], present: Decodes) -> list[Decodes]:
+    """What to compare, the present setting included. `steps`: of each worker, two at least."""
+    numbers = set(range(1, len(steps)))
+    if len(steps) > FEW:
+        centers = {round(len(steps) * decode_share(arrivals, mean_steps(steps))), num_split(present)} - {0}
+        numbers = {center + offset for center in centers for offset in (-1, 0, 1)} & numbers
+    found = [*USUAL, *(f"{SPLIT}:{number}" for number in sorted(numbers))]
+    return found if present in found else [*found, present]
+
+
+def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
+    """The share of the workers' time that decoding needs, of at least one request."""
+    prompts_ms = answers_ms = 0.0
+    seen: set[int] = set()
+    for each in arrivals:
+        num_cached = 0
+        for place, mark in zip(PLACES, each.marks, strict=False):
+            if mark in seen:
+                num_cached = place * HASH_BLOCK_TOKENS
+            seen.add(mark)
+        num_new = max(0, each.prompt_tokens - num_cached)
+        prompts_ms += num_new * (steps.prefill_token_ms + (each.prompt_tokens + num_cached) / 2 * steps.attended_ms)
+        joining_ms = steps.decode_ms + (each.prompt_tokens + each.output_tokens / 2) * steps.context_ms
+        step_ms = max(steps.base_ms + joining_ms, (each.tpot_s or 0.0) * 1e3)
+        answers_ms += each.output_tokens * step_ms / max(1.0, (step_ms - steps.base_ms) / max(1e-6, joining_ms))
+    return answers_ms / max(1e-6, prompts_ms + answers_ms)
+
+
+def mean_steps(steps: Sequence[StepCoefficients]) -> StepCoefficients:
+    """Of all workers."""
+    return StepCoefficients(*map(fmean, zip(*steps, strict=True)))
