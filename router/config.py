@@ -28,7 +28,6 @@ _DECODES: Final = r"spread|gather|split:[1-9][0-9]{0,3}"
 Decodes = Annotated[str, msgspec.Meta(pattern=f"^({_DECODES})$")]
 """Where answers decode (policy `elastic`): `spread`, `gather`, or `split:2`, where two workers decode and take no
 prompts. See `policies/elastic.py`."""
-DecodesOption = Annotated[str, msgspec.Meta(pattern=f"^({_DECODES}|auto)$")]
 SPLIT: Final = "split"
 PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
@@ -46,7 +45,7 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "auto"
     """`auto` is `elastic` in mode `elastic`, else `joint`: the pair of least cost in milliseconds. The others are there
     to be compared with. See `policies/`."""
-    decodes: DecodesOption = "spread"
+    decodes: str = "spread"
     """Policy `elastic`: `spread` decodes answers on all workers, `gather` on as few as the TPOT targets allow, so that
     the others have their time for prompts; with `split:2` two workers decode and take no prompts, the others do both.
     `auto` begins with `spread`, and a twin (`disagg twin`) chooses by what came lately."""

@@ -20,6 +20,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE
 from disagg.proto.errors import ConfigError
+from disagg.router.config import is_decodes, num_split
 from disagg.router.gateway.config import is_loopback, serves_page
 from disagg.router.gateway.guardrails.config import check_guardrails
 
@@ -73,7 +74,7 @@ def _check_models(config: ClusterConfig) -> None:
         served[name] = key
         if alone.placement.decodes == "auto":
             path = f"models.{key}.placement" if config.models[key].placement is not None else "placement"
-            raise ConfigError(f"{path}.decodes: auto is for a cluster of one model; choose spread or gather")
+            raise ConfigError(f"{path}.decodes: auto is for a cluster of one model; choose spread, gather or split:N")
 
 
 def _check_model(path: str, config: ClusterConfig) -> None:
@@ -97,10 +98,21 @@ def _check_model(path: str, config: ClusterConfig) -> None:
             f"{path}pools.decode.device: all pools need the same kind of device; got {', '.join(sorted(devices))}"
         )
     placement = config.placement
+    if placement.decodes != "auto" and not is_decodes(placement.decodes):
+        raise ConfigError(
+            f"{path}placement.decodes: must be spread, gather, auto or split:N (N workers that take no prompts); got "
+            f"{placement.decodes!r}"
+        )
     if placement.decodes != "spread" and (config.mode != "elastic" or placement.policy not in ("auto", "elastic")):
         raise ConfigError(
             f"{path}placement.decodes: {placement.decodes} is for mode elastic with policy auto or elastic; got mode "
             f"{config.mode}, policy {placement.policy}"
+        )
+    number = num_split(placement.decodes)
+    if number and number >= config.pools.workers.size > 0:
+        raise ConfigError(
+            f"{path}placement.decodes: {placement.decodes} leaves none of {config.pools.workers.size} workers for "
+            "prompts; see pools.workers.size"
         )
     if placement.decodes == "auto" and config.metrics.num_traces < LEAST_TRACES:
         raise ConfigError(
@@ -135,8 +147,8 @@ def _check_replicas(config: ClusterConfig) -> None:
     gateway = config.gateway
     if gateway.replicas > 1 and config.placement.decodes == "auto":
         raise ConfigError(
-            f"gateway.replicas: {gateway.replicas} gateways need placement.decodes spread or gather; auto changes the "
-            "setting of one gateway only"
+            f"gateway.replicas: {gateway.replicas} gateways need placement.decodes spread, gather or split:N; auto "
+            "changes the setting of one gateway only"
         )
     first = gateway.replica_http_port
     if not first:

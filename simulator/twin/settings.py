@@ -31,6 +31,11 @@ def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], 
     return found if present in found else [*found, present]
 
 
+def most_settings(num_workers: int) -> int:
+    """How many settings are compared at most."""
+    return len(USUAL) + (num_workers - 1 if num_workers <= FEW else 2 * 3)
+
+
 def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
     """The share of the workers' time that decoding needs, of at least one request."""
     prompts_ms = answers_ms = 0.0

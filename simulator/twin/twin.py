@@ -19,7 +19,7 @@ from disagg.simulator.twin.changes import find_change
 from disagg.simulator.twin.comparison import HYSTERESIS, Attained, Comparison, paired
 from disagg.simulator.twin.load import Arrival, Load, mean_output
 from disagg.simulator.twin.replay import replay
-from disagg.simulator.twin.settings import settings_of
+from disagg.simulator.twin.settings import most_settings, settings_of
 
 EVERY_S = 60.0
 RATES = (1.0, 1.15)
@@ -29,8 +29,8 @@ LEAST, ENOUGH, MOST = 40, 200, 600
 LEAD_IN = 50
 """Requests before these that are replayed and not counted."""
 MORE = 1.5
-MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 2_000_000, 200_000
-"""Of all requests of a replay: of longer ones there are fewer, but not fewer than `LEAST`."""
+MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 8_000_000, 1_000_000
+"""Of all requests under all settings of a comparison: of longer ones there are fewer, but not fewer than `LEAST`."""
 
 Replay = Callable[[Load, Sequence[Arrival], int, Decodes, float], list[tuple[int, bool]]]
 """See `replay.replay`."""
@@ -77,7 +77,7 @@ class Twin:
             self._switched_s = now
         self._decodes = load.decodes
         self._notice(load)
-        window = self._window(load.arrivals)
+        window = self._window(load.arrivals, most_settings(len(load.workers)))
         number = window.num_targeted
         cause = self._due(number, now, load.arrivals[-1].at_s if load.arrivals else None)
         if cause is None:
@@ -104,14 +104,14 @@ class Twin:
         if change is not None:
             self._since_s, self._changed_s, self._cause = change.at_s, load.now_s, change.what
 
-    def _window(self, arrivals: Sequence[Arrival]) -> _Window:
+    def _window(self, arrivals: Sequence[Arrival], num_settings: int) -> _Window:
         """The latest ones of the present load, and some before."""
         first, num_prompt, num_output, mean = len(arrivals), 0, 0.0, mean_output(arrivals)
         while first > 0 and len(arrivals) - first < MOST + LEAD_IN:
             each = arrivals[first - 1]
             num_prompt += each.prompt_tokens
             num_output += each.output_tokens if each.is_complete else max(each.output_tokens, mean)
-            is_long = num_prompt > MOST_PROMPT_TOKENS or num_output > MOST_OUTPUT_TOKENS
+            is_long = num_prompt * num_settings > MOST_PROMPT_TOKENS or num_output * num_settings > MOST_OUTPUT_TOKENS
             if is_long and len(arrivals) - first >= LEAST:
                 break
             first -= 1

@@ -60,7 +60,10 @@ def test_a_change_disturbs_no_request() -> None:
         shape = client.shape()
         assert (shape.decodes, shape.changed_by) == ("spread", "a caller without a key")
         assert [each.cause for each in shape.comparisons] == ["by hand"]
-        with pytest.raises(InvalidRequestError, match=r"^decodes: must be spread or gather, not 'scatter'$"):
+        with pytest.raises(
+            InvalidRequestError,
+            match=r"^decodes: must be spread, gather or split:N \(N workers that take no prompts\), not 'scatter'$",
+        ):
             client.set_decodes("scatter")
 
 
@@ -76,7 +79,7 @@ def test_the_controller_keeps_a_twin_running_that_compares() -> None:
         (comparison,) = client.shape().comparisons
         assert comparison.cause == "first comparison"
         assert 40 <= comparison.requests <= 45
-        assert [option.decodes for option in comparison.options] == ["spread", "gather"]
+        assert [option.decodes for option in comparison.options] == ["spread", "gather", "split:1"]
         # Its death harms nothing, and another one follows.
         ProcessRef.of(first).kill()
         assert client.generate(PROMPT, max_tokens=3, temperature=0.0).token_ids == tuple(fake_generate(PROMPT, 3))

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.elastic.command import summary
 from benchmarks.elastic.day import PHASE_S, PHASES, day_requests
-from benchmarks.elastic.grid import NUM_RATES, Column, Settings, crossed, day_row, rate_at
+from benchmarks.elastic.grid import NUM_RATES, Column, Settings, automatic_shapes, crossed, day_row, rate_at
 from benchmarks.elastic.heat_map import as_text, grids_of, write_png
 from benchmarks.elastic.runs import TIMING, Point, Runs, Seen, first_come, hopeless_last, spec_of
 from benchmarks.elastic.workloads import lengths, requests
@@ -80,6 +80,7 @@ class StubRuns:
 
     def __init__(self, most: Mapping[str, float]) -> None:
         self.most = most
+        self.steps = Runs(TIMING, None).steps
         self.points: list[Point] = []
 
     def run(self, point: Point, *, is_static: bool) -> Seen:
@@ -113,6 +114,18 @@ def test_a_cell_is_the_automatic_shape_over_the_best_static_one() -> None:
     }
     assert brought == {(False, "nothing", Slo()), (True, "ttft", Slo(ttft_s=1.0))}
     assert {point.slo for point in runs.points if "slack" in point.shape} == {SLO}
+
+
+def test_of_the_splits_those_are_compared_that_a_twin_would() -> None:
+    names, steps = Settings.automatic, Runs(TIMING, None).steps
+    assert automatic_shapes(names, 2, "varied", 0.02, steps) == (
+        "2x1-elastic:1024",
+        "2x1-gather:1024",
+        "2x1-split1:1024",
+    )
+    eight = automatic_shapes(names, 8, "512/64", 0.05, steps)
+    assert eight[2:] == ("8x1-split1:1024", "8x1-split2:1024", "8x1-split3:1024")
+    assert spec_of(eight[3], TIMING).router.decodes == "split:2"
 
 
 def test_a_cell_that_no_static_shape_serves_is_left_out() -> None:

@@ -162,15 +162,13 @@ def _router(view: ClusterView) -> Iterator[Metric]:
     if decodes is not None:
         yield gauge(
             "disagg_router_decodes",
-            "Where answers decode: 1 for the present setting, spread, gather or split.",
+            "Where answers decode: 1 for the present setting, spread or gather; of split the workers without prompts.",
             ("setting",),
-            [((setting,), int(setting == decodes.partition(":")[0])) for setting in ("spread", "gather", SPLIT)],
-        )
-        yield gauge(
-            "disagg_router_split_workers",
-            "Workers of a model that decode and take no prompts, by that setting; 0 without a split.",
-            (),
-            [((), num_split(decodes))],
+            [
+                (("spread",), int(decodes == "spread")),
+                (("gather",), int(decodes == "gather")),
+                ((SPLIT,), num_split(decodes)),
+            ],
         )
         yield counter(
             "disagg_router_decodes_changes",

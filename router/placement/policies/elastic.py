@@ -67,16 +67,17 @@ class Elastic(Joint):
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs, decodes: Decodes) -> None:
         super().__init__(barrier_ms, links, pairs)
-        self._decodes = decodes
-        self._gathers, self._splits = decodes == "gather", num_split(decodes) > 0
+        self._decodes: Decodes | None = None
+        self._gathers = self._splits = False
+        self.decodes = decodes
 
     @property
     @override
-    def decodes(self) -> Decodes:
+    def decodes(self) -> Decodes | None:
         return self._decodes
 
     @decodes.setter
-    def decodes(self, value: Decodes) -> None:
+    def decodes(self, value: Decodes | None) -> None:
         self._decodes = value
         self._gathers, self._splits = value == "gather", num_split(value) > 0
 

@@ -144,3 +144,86 @@ def test_a_hopeless_request_waits_behind_those_that_are_not() -> None:
     assert it.at(0.3) == []
     assert it.submit(routed_request("new", 100)) == []
     assert it.update("w0", tokens_update("r0", 0, 0, 7)) == ["emit r0 [7]", "dispatch w0 new/0 alone"]
+
+
+def test_a_split_computes_prompts_where_none_are_split_off() -> None:
+    it = placing("split:1")
+    assert where(it) == "w1 w0"
+    backlog = Assignment(tokens=90, pairs=4095, is_handed_over=True)
+    it.fleet.open(it.fleet.worker(WorkerId("w1")), AttemptKey(RequestId("long"), 0), backlog, -1)
+    assert where(it, ttft_left_ms=400.0) == where(it, ttft_left_ms=120.0) == "w1 w0"
+
+
+def test_a_split_decodes_elsewhere_only_where_steps_would_be_late() -> None:
+    # Ten sequences take 7 ms a step. With a target of 6.9 ms that is 2 * 10 * 0.1 ms later for all; on w1 a step of
+    # 2.5 ms counts ten times.
+    for tpot_ms, expected in ((7.0, "w1 w0"), (6.9, "w1 w0"), (5.0, "- w1")):
+        it = placing("split:1")
+        decode_on(it, "w0", 9, tpot_ms=tpot_ms)
+        assert where(it, tpot_ms=tpot_ms) == expected
+
+
+def test_of_several_that_are_split_off_the_one_where_steps_grow_least_decodes() -> None:
+    it = placing("split:2", num_workers=3)
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    decode_on(it, "w1", 2, tpot_ms=20.0)
+    assert where(it) == "w2 w1"
+
+
+def split_off(it: Placing) -> list[str]:
+    names = [view.info.worker_id for view in it.fleet.views(0.0)]
+    return [name for name in names if not it.fleet.worker(name).is_for_prompts]
+
+
+def test_the_first_ones_by_number_are_split_off_and_one_takes_prompts_always() -> None:
+    it = placing("split:2", num_workers=0)
+    for name, expected in (
+        ("w10", []),
+        ("w9", ["w9"]),
+        ("w2", ["w2", "w9"]),
+        ("w1", ["w1", "w2"]),
+    ):
+        it.add(busy(worker_info(name)))
+        assert split_off(it) == expected
+    it.fleet.drain(WorkerId("w2"))
+    assert split_off(it) == ["w1", "w2", "w9"]  # w2 takes nothing at all
+    it.fleet.suspect(WorkerId("w10"))
+    assert split_off(it) == ["w1", "w2"]  # w9 is left for prompts
+    it.fleet.resume(WorkerId("w2"))
+    assert split_off(it) == ["w1", "w2"]
+    it.fleet.clear_suspicion(WorkerId("w10"))
+    it.fleet.lost(WorkerId("w1"))
+    assert split_off(it) == ["w2", "w9"]
+    it.fleet.split(1)
+    assert split_off(it) == ["w2"]
+    it.fleet.split(0)
+    assert split_off(it) == []
+    assert it.fleet.check_integrity() == []
+
+
+def test_workers_that_are_split_off_count_nowhere_as_workers_for_prompts() -> None:
+    it = placing("split:1", num_workers=3)
+    assert it.fleet.backlog() == (0.0, 2)
+    backlog = Assignment(tokens=90, pairs=4095)
+    for name in ("w1", "w2"):
+        it.fleet.open(it.fleet.worker(WorkerId(name)), AttemptKey(RequestId(name), 0), backlog, -1)
+    fastest = it.fleet.fastest()
+    assert fastest is not None
+    assert fastest.worker_id in ("w1", "w2")
+    assert fastest.backlog_ms > 90.0
+
+
+def test_where_no_other_worker_may_take_a_prompt_those_that_are_split_off_do() -> None:
+    it = placing("split:1")
+    assert it.where(without=("w1",), tpot_ms=20.0) == "- w0"
+    it.fleet.drain(WorkerId("w1"))
+    assert where(it) == "- w0"
+
+
+def test_another_configuration_splits_anew() -> None:
+    it = placing("split:1", num_workers=3)
+    config = RouterConfig(policy="elastic", decodes="split:2", watermark=0.0)
+    policy = Elastic(0.0, it.links, it.pairs, config.decodes)
+    it.fleet.configure(config, policy)
+    assert split_off(it) == ["w0", "w1"]
+    assert it.fleet.check_integrity() == []

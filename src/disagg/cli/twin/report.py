@@ -17,6 +17,7 @@ from disagg.cli.address import reaching
 from disagg.cli.operations.operate import open_client
 from disagg.client import Shape, ShapeComparison
 from disagg.cluster.system.terminal import table
+from disagg.router.config import num_split
 from disagg.simulator.twin.twin import LEAST
 
 SILENT_S = 300.0
@@ -61,7 +62,7 @@ def _facts(shape: Shape, now: float) -> Table:
     made.add_column(style="dim")
     made.add_column(overflow="fold")
     by = f"by {shape.changed_by}" if shape.changed_by else "as configured"
-    made.add_row("answers decode", Text(_MEANING.get(shape.decodes, shape.decodes)))
+    made.add_row("answers decode", Text(_meaning(shape.decodes)))
     made.add_row("since", Text(f"{_ago(now - shape.since)}, {by}"))
     made.add_row("policy", Text(shape.policy))
     made.add_row("twin", Text(f"read the load {_ago(now - shape.load_read)}" if shape.load_read else "none has run"))
@@ -79,10 +80,14 @@ def _why_nothing(shape: Shape, now: float) -> str:
     )
 
 
-_MEANING = {
-    "spread": "on all workers (spread)",
-    "gather": "on as few workers as the TPOT targets allow (gather)",
-}
+def _meaning(decodes: str) -> str:
+    if number := num_split(decodes):
+        workers = "1 worker that takes" if number == 1 else f"{number} workers that take"
+        return f"on {workers} no prompts, and on others where steps would be late there ({decodes})"
+    return {
+        "spread": "on all workers (spread)",
+        "gather": "on as few workers as the TPOT targets allow (gather)",
+    }.get(decodes, decodes)
 
 
 def _figures(comparison: ShapeComparison) -> Table:

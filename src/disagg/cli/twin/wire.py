@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from disagg.client import RecentLoad, ShapeComparison
 from disagg.client.types import RatePrediction, RecentRequest, ShapeOption, WorkerCapacity
 from disagg.proto.step_times.step_model import StepCoefficients
-from disagg.router.config import Decodes
+from disagg.router.config import Decodes, is_decodes
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.load import Arrival, Capacity, Load, check_marks
 
@@ -51,9 +49,9 @@ def message_of(comparison: Comparison) -> ShapeComparison:
 
 
 def _decodes(text: str) -> Decodes | None:
-    if text and text not in get_args(Decodes):
-        raise ValueError(f"decodes: the gateway has {text!r}, this version knows {', '.join(get_args(Decodes))}")
-    return next((each for each in get_args(Decodes) if each == text), None)
+    if text and not is_decodes(text):
+        raise ValueError(f"decodes: the gateway has {text!r}, this version knows spread, gather and split:N")
+    return text or None
 
 
 def _arrival(request: RecentRequest) -> Arrival:

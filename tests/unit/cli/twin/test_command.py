@@ -126,7 +126,7 @@ def test_a_comparison_is_sent_to_the_gateway(monkeypatch: pytest.MonkeyPatch) ->
     assert (pauses, shown) == ([10.0, 10.0], READS + "\n")
     ((decodes, comparison),) = client.told
     assert (decodes, comparison.requests, comparison.chosen) == ("spread", 40, "spread")
-    assert [[each.attainment for each in option.predictions] for option in comparison.options] == [[1.0, 1.0]] * 2
+    assert [[each.attainment for each in option.predictions] for option in comparison.options] == [[1.0, 1.0]] * 3
 
 
 def test_a_comparison_that_came_too_late_does_not_end_it_and_other_refusals_do(monkeypatch: pytest.MonkeyPatch) -> None:

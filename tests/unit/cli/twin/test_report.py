@@ -32,6 +32,15 @@ def comparison(at: float, chosen: str, difference: float, **fields: object) -> p
     )
 
 
+def test_a_split_says_how_many_workers_take_no_prompts() -> None:
+    for decodes, expected in (
+        ("split:1", "on 1 worker that takes no prompts, and on others where steps would be late there (split:1)"),
+        ("split:3", "on 3 workers that take no prompts, and on others where steps would be late there (split:3)"),
+    ):
+        shape = pb.GetShapeResponse(policy="elastic", decodes=decodes, since=NOW)
+        assert text_of(report(shape, NOW)).splitlines()[0] == f"answers decode  {expected}"
+
+
 def test_it_says_what_was_compared_and_what_would_change_the_setting() -> None:
     shape = pb.GetShapeResponse(
         policy="elastic",

@@ -104,6 +104,15 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "got mode colocated, policy auto",
         ),
         (
+            "{mode: elastic, placement: {decodes: 'split:0'}}",
+            "placement.decodes: must be spread, gather, auto or split:N (N workers that take no prompts); "
+            "got 'split:0'",
+        ),
+        (
+            "{mode: elastic, placement: {decodes: 'split:2'}, pools: {workers: {size: 2}}}",
+            "placement.decodes: split:2 leaves none of 2 workers for prompts; see pools.workers.size",
+        ),
+        (
             '{mode: elastic, controller: {twin: "on"}}',
             "controller.twin: on is for placement.decodes auto, not spread",
         ),

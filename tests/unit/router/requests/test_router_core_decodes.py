@@ -26,6 +26,14 @@ def test_the_setting_changes_and_is_counted_once() -> None:
     assert (view.placement.decodes, view.stats.num_decodes_changes) == ("gather", 1)
 
 
+def test_a_split_holds_for_the_next_placement() -> None:
+    it = cluster()
+    assert it.handle(SetDecodes("split:1")) == []
+    assert it.submit("r0") == ["dispatch w1 r0/0 -> w0"]
+    assert it.handle(SetDecodes("spread")) == []
+    assert it.core.view(0.0).stats.num_decodes_changes == 2
+
+
 def test_a_request_in_flight_stays_where_it_is() -> None:
     it = cluster()
     assert it.submit("r0") == ["dispatch w0 r0/0 alone"]

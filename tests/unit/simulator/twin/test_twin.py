@@ -44,10 +44,13 @@ def test_forty_requests_are_compared_at_both_rates_and_the_better_setting_is_tak
         ("spread", 1.15, 40, 0),
         ("gather", 1.0, 40, 0),
         ("gather", 1.15, 40, 0),
+        ("split:1", 1.0, 40, 0),
+        ("split:1", 1.15, 40, 0),
     ]
     assert [(each.decodes, each.by_rate) for each in found.attained] == [
         ("spread", ((1.0, 0.5), (1.15, 0.5))),
         ("gather", ((1.0, 1.0), (1.15, 1.0))),
+        ("split:1", ((1.0, 0.5), (1.15, 0.5))),
     ]
     assert (found.difference, found.error, found.needed) == (0.5, 1 / 40, 1 / 40 + 0.01)
     assert found.reason == "gather is better by more than the error and 1%"
@@ -119,17 +122,17 @@ def test_at_most_six_hundred_requests_are_compared_the_latest() -> None:
 def test_long_prompts_are_fewer() -> None:
     replay = equal()
     looked(Twin(replay), evenly(200, prompt_tokens=40_000), 199.0)
-    assert replay.calls[0][2:] == (100, 0)
+    assert replay.calls[0][2:] == (66, 0)
 
 
 def test_long_answers_are_fewer_and_one_that_runs_counts_with_the_mean() -> None:
     replay = equal()
     looked(Twin(replay), evenly(600, output_tokens=4_000), 599.0)
-    assert replay.calls[0][2:] == (125, 0)
+    assert replay.calls[0][2:] == (83, 0)
     replay.calls.clear()
     answers = [*evenly(300, output_tokens=4_000), *evenly(100, start_s=300.0, output_tokens=1, is_complete=False)]
     looked(Twin(replay), answers, 399.0)
-    assert replay.calls[0][2:] == (125, 0)
+    assert replay.calls[0][2:] == (83, 0)
 
 
 def test_of_the_longest_requests_there_are_forty() -> None:
