@@ -219,7 +219,8 @@ class Exported:
     gateway_id: GatewayId
     """Empty where the sequence is gone."""
     spec: SequenceSpec | None
-    """With the tokens whose KV is computed: all but the last one. None where it does not decode here."""
+    """With the tokens whose KV is computed: all but the last one, and forced ones before it. None where it does not
+    decode here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,9 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     predicted; where the decodes alone take longer, one block of tokens. `null` for no limit beside the targets."""
     step_ahead: bool = True
     """On a GPU, whether a decode step is queued before the last one's tokens were read; see `steps.py`."""
+    skip_forced: bool = True
+    """Whether tokens between which a grammar leaves no choice are computed in one step, as far as the batch has places
+    free, or each in its own."""
     max_num_seqs: Count = 256
     """Sequences in a batch."""
     cached_share: Fraction = 0.0

@@ -45,7 +45,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step of the engine. The block table of every entry covers `start + num_tokens` tokens."""
 
     decodes: tuple[ScheduledSequence, ...] = ()
-    """Entries of exactly one token, all sampling."""
+    """Entries of exactly one token, those of a sequence one after the other: the last known token, which samples, and
+    before it what was forced (`Sequence.num_forced`). Where not all of that is computed, none of them samples."""
     prefills: tuple[ScheduledSequence, ...] = ()
     """Prompt chunks (also of one token)."""
 
@@ -111,6 +112,9 @@ class StepResult(msgspec.Struct, frozen=True):
     is not negative)."""
     faults: Mapping[int, RowFault] = msgspec.field(default_factory=dict)
     """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
+    forced: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    """By place in `token_ids`: tokens that must follow it, so that no step is needed to sample them. Only of sequences
+    that take them (`sampling_rules.takes_forced`)."""
     prompt_logprobs: Mapping[AttemptKey, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """Of sequences that gather them (`Sequence.gathers_prompt`): of each prompt token behind one of their chunk."""
 

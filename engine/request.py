@@ -53,6 +53,8 @@ class Sequence:
     """Prompt, emitted and generated tokens."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache."""
+    num_forced: int = 0
+    """Its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
     """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
     block_table: list[int] = field(default_factory=list)
@@ -98,8 +100,13 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens without KV; 1 for a decoding sequence."""
+        """Known tokens without KV; for a decoding sequence 1, and those that were forced behind it."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def has_prompt_left(self) -> bool:
+        """Whether more is to be computed than what a decode computes."""
+        return len(self.token_ids) - self.num_computed_tokens > 1 + self.num_forced
 
     @property
     def gathers_prompt(self) -> bool:
@@ -110,24 +117,25 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step computes its last token, and samples one behind it for this worker's own batch."""
+        """Whether its next step computes its last token, or some of the forced ones up to it, for this worker's own
+        batch."""
         return (
             self.state is SequenceState.RUNNING
             and not self.hold_after_prefill
-            and self.num_uncomputed_tokens == 1
+            and not self.has_prompt_left
             and self.num_output_tokens > 0
         )
 
     @property
     def num_uncomputed_prompt_tokens(self) -> int:
-        """What is left to prefill here. After a preemption that includes output; the one token of a decode does not
+        """What is left to prefill here. After a preemption that includes output; what a decode computes does not
         count."""
         if self.state is SequenceState.WAITING:
             return self.num_uncomputed_tokens
         if self.state not in (SequenceState.RUNNING, SequenceState.SUSPENDED):
             return 0
         num_computed = max(self.num_computed_tokens, self.swapped_tokens)
-        if self.num_tokens - num_computed > 1:
+        if self.num_tokens - num_computed > 1 + self.num_forced:
             return self.num_tokens - num_computed
         return max(0, self.num_given_tokens - num_computed)
 

@@ -36,6 +36,16 @@ def edits_logits(sequence: Sequence) -> bool:
     return bool(sampling.logit_bias or sampling.grammar) or penalizes(sampling) or masks_stops(sequence)
 
 
+def takes_forced(sequence: Sequence) -> bool:
+    """Whether tokens that its grammar forces may be appended behind a sampled one. Not where each needs a step of its
+    own, for its log-probabilities or for what `min_tokens` masks; nor where the sequence goes on elsewhere, which
+    begins with one token whose KV is missing."""
+    sampling = sequence.spec.sampling
+    if not sampling.grammar or sampling.logprobs >= 0 or sampling.min_tokens:
+        return False
+    return not (sequence.hold_after_prefill or sequence.is_leaving)
+
+
 def is_only_masked(sequence: Sequence) -> bool:
     """Whether a grammar is all that changes the model's logits."""
     sampling = sequence.spec.sampling

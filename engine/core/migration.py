@@ -6,7 +6,7 @@ Pure.
     D   Reserve ──> Reserved ──> Scatter* ──> Extend(tokens) ──> Scatter* ──> Join
 
 The tokens whose KV is computed are all but the last one, so nothing is computed again: the last one is what a prefill
-worker would have sampled.
+worker would have sampled. A sequence with forced tokens is held once they are computed.
 """
 
 from __future__ import annotations
@@ -98,12 +98,14 @@ class Moves:
         return self.due(planned)
 
     def due(self, planned: StepPlan | None = None) -> list[Event]:
-        """Hold those whose step is over."""
+        """Hold those whose step is over, and of whose tokens but the last one is not computed."""
         events: list[Event] = []
         for key, num_known in list(self._to_hold.items()):
             sequence = self._scheduler.sequences.get(key)
             if sequence is not None and (
-                self._steps.computes(sequence) or (planned is not None and _has(planned, sequence))
+                self._steps.computes(sequence)
+                or (planned is not None and _has(planned, sequence))
+                or (sequence.is_decoding and sequence.num_uncomputed_tokens > 1)
             ):
                 continue
             del self._to_hold[key]

@@ -1,14 +1,20 @@
-"""The scheduler's policy as pure functions: when an answer ends, which sequence goes first, how long a prompt chunk is;
-and `LazyHeap`, the priority queue for waiting sequences and for deadlines.
+"""The scheduler's policy as pure functions: when and why an answer ends, which sequence goes first, how long a prompt
+chunk is; and `LazyHeap`, the priority queue for waiting sequences and for deadlines.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Hashable
 from typing import Generic, Literal, TypeVar
 
+from disagg.engine.plan import RowFault, ScheduledSequence
 from disagg.engine.request import Sequence
+
+_log = logging.getLogger(__name__)
+
+UNSAMPLABLE = "the bias, masks, penalties and temperature leave no token with a finite logit"
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> Literal["stop", "length"] | None:
@@ -24,6 +30,17 @@ def is_full(sequence: Sequence, max_model_len: int, num_pending: int = 0) -> boo
     num_tokens = len(sequence.token_ids) + num_pending
     max_tokens = sequence.num_prompt_tokens + sequence.spec.sampling.max_tokens
     return num_tokens >= max_tokens or num_tokens >= max_model_len
+
+
+def faulty_end(sequence: Sequence, fault: RowFault) -> tuple[Literal["invalid", "failed"], str]:
+    """Reason and detail with which a sequence ends whose row gave no token; logged."""
+    if fault == "request":
+        _log.warning(
+            "%s: its sampling settings left no finite logit; ending it, other sequences continue", sequence.key
+        )
+        return "invalid", UNSAMPLABLE
+    _log.error("%s: the model's logits of its row are not finite; ending it, other sequences continue", sequence.key)
+    return "failed", "step: the model's logits are not finite"
 
 
 _WORTH_A_TAIL = 8
@@ -69,6 +86,17 @@ def before_tail(start: int, num_tokens: int, tail_tokens: int, block_size: int) 
         return num_tokens
     num_before = (start + num_tokens - tail_tokens) // block_size * block_size - start
     return num_before if num_before > 0 else num_tokens
+
+
+def is_at_tail(entry: ScheduledSequence, tail_tokens: int, block_size: int) -> bool:
+    """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""
+    sequence = entry.sequence
+    if not (tail_tokens and sequence.hold_after_prefill):
+        return False
+    longest = tail_tokens + block_size - 1
+    if entry.samples:
+        return entry.start > sequence.cached_tokens and entry.num_tokens <= longest
+    return sequence.num_tokens - entry.end <= longest
 
 
 K = TypeVar("K", bound=Hashable)

@@ -39,7 +39,6 @@ No deadlock at admission either: a sequence that is alone is admitted whenever i
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -49,17 +48,23 @@ from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
-from disagg.engine.core.policy import LazyHeap, SortKey, before_tail, chunk_length, finish_reason, queue_order
+from disagg.engine.core.forced import as_rows, last_entries, num_to_decode
+from disagg.engine.core.policy import (
+    LazyHeap,
+    SortKey,
+    before_tail,
+    chunk_length,
+    faulty_end,
+    finish_reason,
+    is_at_tail,
+    queue_order,
+)
 from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
 from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
-from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, TokenLogprobs
-
-_log = logging.getLogger(__name__)
-
-UNSAMPLABLE = "the bias, masks, penalties and temperature leave no token with a finite logit"
 
 Effect = SwapOut | SwapIn | Ended
 """What a plan needs to be done before it is run, and what it ended."""
@@ -182,8 +187,8 @@ class Scheduler:
     def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
         """Drop a live sequence; the event."""
         self.drop(sequence)
-        gateway_id, queue_s = sequence.spec.gateway_id, sequence.queue_s or 0.0
-        return Ended(sequence.key, gateway_id, reason, detail, sequence.cached_tokens, queue_s)
+        gateway_id, cached_tokens = sequence.spec.gateway_id, sequence.cached_tokens
+        return Ended(sequence.key, gateway_id, reason, detail, cached_tokens, sequence.queue_s or 0.0)
 
     # ------------------------------------------------------------ suspended sequences
 
@@ -238,7 +243,9 @@ class Scheduler:
                 decodes = self._plan_decodes()
                 may_admit = self.num_preempted == num_preempted
                 budget, room = self.token_budget - len(decodes), UNLIMITED
-                if self._slack is not None and (len(decodes) < len(self.running) or len(self.waiting)):
+                if self._slack is not None and (
+                    len(self.waiting) or any(s.has_prompt_left for s in self.running.values())
+                ):
                     counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in decodes]
                     room = self._slack.room(counted, self._now)
                 plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room))
@@ -264,21 +271,26 @@ class Scheduler:
     def _plan_decodes(self) -> tuple[ScheduledSequence, ...]:
         planned: dict[Sequence, ScheduledSequence] = {}
         victims, block_size = self._victims(), self.blocks.block_size
+        num_free = min(self.max_num_seqs, self.token_budget - 1) - len(self.running)
         for sequence in list(self.running.values()):
             start = sequence.num_computed_tokens
-            num_tokens = len(sequence.token_ids)
-            if num_tokens - start != 1:
-                continue
-            if num_tokens > len(sequence.block_table) * block_size:
-                while sequence.state is SequenceState.RUNNING and not self.kv_cache.can_extend(sequence, num_tokens):
+            num_tokens = len(sequence.token_ids) - start
+            if num_tokens != 1:
+                if sequence.has_prompt_left:
+                    continue
+                num_tokens = num_to_decode(sequence, num_free, self.kv_cache)
+                num_free -= num_tokens - 1
+            end = start + num_tokens
+            if end > len(sequence.block_table) * block_size:
+                while sequence.state is SequenceState.RUNNING and not self.kv_cache.can_extend(sequence, end):
                     victim = next(victims)
                     self._preempt(victim)
                     planned.pop(victim, None)
                 if sequence.state is SequenceState.RUNNING:
-                    self.kv_cache.extend(sequence, num_tokens)
+                    self.kv_cache.extend(sequence, end)
             if sequence.state is SequenceState.RUNNING:
-                planned[sequence] = ScheduledSequence(sequence, start, 1, True)
-        return tuple(planned.values())
+                planned[sequence] = ScheduledSequence(sequence, start, num_tokens, end == len(sequence.token_ids))
+        return as_rows(planned.values())
 
     def _victims(self) -> Iterator[Sequence]:
         """Running sequences in the order in which they are preempted; sorted only when the first one is needed."""
@@ -308,7 +320,7 @@ class Scheduler:
         if self._slack is not None:
             for sequence in self.running.values():  # those that wait are looked at by `advance`
                 sequence.is_hopeless = sequence.is_hopeless and not is_overdue(sequence, self._now)
-        started = deque(sorted((s for s in self.running.values() if s.num_uncomputed_tokens > 1), key=self._order))
+        started = deque(sorted((s for s in self.running.values() if s.has_prompt_left), key=self._order))
         planned: list[ScheduledSequence] = []
         num_ended = 0
 
@@ -341,7 +353,7 @@ class Scheduler:
             if self._slack is not None:
                 room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
                 num_ended += entry.samples and sequence.spec.targets is not None
-            if self._is_at_tail(entry):
+            if is_at_tail(entry, self.tail_tokens, self.blocks.block_size):
                 break
         return tuple(planned)
 
@@ -358,16 +370,6 @@ class Scheduler:
         fitting = self._num_fitting(sequence, budget, room)
         return fitting.may_begin(sequence.num_uncomputed_tokens, self.blocks.block_size)
 
-    def _is_at_tail(self, entry: ScheduledSequence) -> bool:
-        """Whether the entry is a prompt's tail, or all before it. Nothing may lengthen these steps: token 0 waits."""
-        sequence = entry.sequence
-        if not (self.tail_tokens and sequence.hold_after_prefill):
-            return False
-        longest = self.tail_tokens + self.blocks.block_size - 1
-        if entry.samples:
-            return entry.start > sequence.cached_tokens and entry.num_tokens <= longest
-        return sequence.num_tokens - entry.end <= longest
-
     def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
@@ -381,31 +383,40 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
-        """Take in the result of a step: one token per sampling entry. For each sequence its token comes first.
-        Sequences that ended while it was computed get nothing; one whose row gave no token ends, and nothing that the
-        step wrote for it is published."""
+        """Take in the result of a step: one token per sampling entry, and those that it forces. For each sequence its
+        tokens come first. Sequences that ended while it was computed get nothing; one whose row gave no token ends, and
+        nothing that the step wrote for it is published."""
         events: list[Event] = []
         tokens = enumerate(result.token_ids)
-        for entry in plan.entries:
+        for entry in last_entries(plan):
             sequence = entry.sequence
-            if sequence.state is SequenceState.ENDED:
-                next(tokens)  # only decodes are computed ahead, and each of them samples
-                continue
             place, token_id = next(tokens) if entry.samples else (-1, -1)
-            if result.faults and (fault := result.faults.get(place)) is not None:
-                events.append(self._end_faulty(sequence, fault))
+            if sequence.state is SequenceState.ENDED:
                 continue
-            sequence.num_computed_tokens = entry.start + entry.num_tokens
+            if result.faults and (fault := result.faults.get(place)) is not None:
+                events.append(self.end(sequence, *faulty_end(sequence, fault)))
+                continue
+            start, sequence.num_computed_tokens = sequence.num_computed_tokens, entry.end
             if result.prompt_logprobs:
                 note_prompt(entry, result)
-            self.kv_cache.publish(sequence, entry.start)
+            self.kv_cache.publish(sequence, start)
             if entry.samples:
                 sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(place)))
-                events.append(sampled)
-                events += self._end_if_finished(sequence)
+                events += [sampled, *self._end_if_finished(sequence)]
+                events += self._append_forced(sequence, result.forced.get(place, ()))
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
                 events.append(self._hold(sequence, sampled))
         return events
+
+    def _append_forced(self, sequence: Sequence, token_ids: Seq[int]) -> Iterator[Event]:
+        """Those behind a sampled token, up to the one that ends the answer."""
+        sequence.num_forced = 0
+        for token_id in token_ids:
+            if sequence.state is SequenceState.ENDED:
+                return
+            sequence.num_forced += 1
+            yield self._append(sequence, token_id, None)
+            yield from self._end_if_finished(sequence)
 
     def apply_alike(self, plan: StepPlan, rows: Iterable[Seq[int]]) -> list[TokenSampled]:
         """Take in several steps like `plan`, see `steps.num_alike`: of each one token for each decode."""
@@ -419,17 +430,6 @@ class Scheduler:
                 self.kv_cache.publish(sequence, start)
                 events.append(self._append(sequence, token_id, None))
         return events
-
-    def _end_faulty(self, sequence: Sequence, fault: RowFault) -> Ended:
-        if fault == "request":
-            _log.warning(
-                "%s: its sampling settings left no finite logit; ending it, other sequences continue", sequence.key
-            )
-            return self.end(sequence, "invalid", UNSAMPLABLE)
-        _log.error(
-            "%s: the model's logits of its row are not finite; ending it, other sequences continue", sequence.key
-        )
-        return self.end(sequence, "failed", "step: the model's logits are not finite")
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         index = sequence.num_output_tokens
@@ -446,9 +446,8 @@ class Scheduler:
     def _hold(self, sequence: Sequence, sampled: TokenSampled) -> PrefillComputed:
         del self.running[sequence.key]
         sequence.state = SequenceState.HELD
-        cached_tokens, queue_s = sequence.cached_tokens, sequence.queue_s or 0.0
-        key, gateway_id = sampled.key, sampled.gateway_id
-        return PrefillComputed(key, gateway_id, sampled.token_id, cached_tokens, sampled.logprobs, queue_s)
+        key, gateway_id, queue_s = sampled.key, sampled.gateway_id, sequence.queue_s or 0.0
+        return PrefillComputed(key, gateway_id, sampled.token_id, sequence.cached_tokens, sampled.logprobs, queue_s)
 
     # ------------------------------------------------------------ admission
 

@@ -18,14 +18,19 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
     """
     entries, is_writable, size = plan.entries, scheduler.blocks.is_writable, scheduler.blocks.block_size
     assert sum([entry.num_tokens for entry in entries]) <= scheduler.token_budget, "the plan is over its token budget"
-    assert len({entry.sequence for entry in entries}) == len(entries), "a sequence is planned twice"
-    running = SequenceState.RUNNING
+    running, ends = SequenceState.RUNNING, dict[Sequence, int]()
+    before: Sequence | None = None
     for entry in entries:
         sequence, start = entry.sequence, entry.start
         end = start + entry.num_tokens
         key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
         assert sequence.state is running, f"{key} is planned and not running"
-        assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+        if sequence in ends:
+            follows = sequence is before and start == ends[sequence]
+            assert follows, f"{key} is planned twice"
+        else:
+            assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+        ends[sequence], before = end, sequence
         assert entry.samples == (end == len(sequence.token_ids) + num_pending), f"{key} samples at the wrong token"
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
         for block in table[start // size : -(-end // size)]:

@@ -184,7 +184,7 @@ class Steps:
     def _finish(self, plan: StepPlan, wait: Callable[[], StepResult], began: float) -> list[Event]:
         """A step that fails ends its sequences: what it wrote to their blocks is unknown, and none of it was
         published. A row that nothing can be sampled from ends its own sequence only (`Scheduler.apply`)."""
-        num_sampled = len(plan.decodes) + sum(entry.samples for entry in plan.prefills)
+        num_sampled = sum([entry.samples for entry in plan.entries])
         self.num_done += 1
         try:
             result = wait()

@@ -133,7 +133,8 @@ class TorchModelRunner(ShardRunner):
         file = Path(self._config.model_path) / "tokenizer.json"
         if not self.model_config.eos_token_ids or not file.is_file():
             return None
-        return TokenMasks(file, self.vocab_size, self.model_config.eos_token_ids)
+        skips_forced = self._config.skip_forced
+        return TokenMasks(file, self.vocab_size, self.model_config.eos_token_ids, skips_forced=skips_forced)
 
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config
@@ -247,19 +248,21 @@ class TorchModelRunner(ShardRunner):
         sequences = [entry.sequence for entry in plan.entries if entry.samples]
         if self._masks is not None:
             # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
-            self._masks.start([entry.sequence for entry in plan.entries])
+            self._masks.start(list(dict.fromkeys(entry.sequence for entry in plan.entries)))
         logits_SV, largest_S = self._score(arrays)
         rows = rows_of(plan)
         prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts) if rows.prompts else {}
         if rows.sampled is not None:
-            logits_SV, largest_S = logits_SV[rows.sampled], None
+            logits_SV = logits_SV[rows.sampled]
+            largest_S = None if largest_S is None else largest_S[rows.sampled]
         if not sequences:
             self._wait_computed()
             return StepResult([], prompt_logprobs=prompts)
         token_ids = self._sampler.sample(logits_SV, sequences, largest_S)
         logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
         faults = row_faults(logits_SV, self.vocab_size, token_ids)
-        return StepResult(token_ids, logprobs, faults, prompts)
+        forced = {} if self._masks is None else self._masks.take_forced(sequences, token_ids)
+        return StepResult(token_ids, logprobs, faults, forced, prompts)
 
     def _wait_computed(self) -> None:
         """Until the device has computed all that was launched: a chunk that samples nothing is waited for too, or its

@@ -1,4 +1,5 @@
-"""Which rows of a step's logits are those of prompts whose own tokens' log-probabilities are wanted.
+"""Which rows of a step's logits give a token, and which are those of prompts whose own tokens' log-probabilities are
+wanted.
 
 Shapes: R rows of logits, V vocabulary.
 """
@@ -35,12 +36,15 @@ class Rows(NamedTuple):
 
 def rows_of(plan: StepPlan) -> Rows:
     """As `BatchBuilder` orders them."""
-    if not any(entry.sequence.gathers_prompt for entry in plan.prefills):
+    if all(entry.samples for entry in plan.decodes) and not any(e.sequence.gathers_prompt for e in plan.prefills):
         return Rows(None, [])
     sampled: list[int] = []
     prompts: list[_PromptRows] = []
-    row = 0
-    for entry in plan.entries:
+    for row, entry in enumerate(plan.decodes):
+        if entry.samples:
+            sampled.append(row)
+    row = len(plan.decodes)
+    for entry in plan.prefills:
         gathers = entry.sequence.gathers_prompt
         if gathers:
             prompts.append(_PromptRows(entry, row))

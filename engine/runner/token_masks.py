@@ -7,6 +7,11 @@ far; otherwise it takes what is new. A preempted sequence keeps it. Nothing of i
     TokenMasks.start(sequences) ──a thread──> state.words         (llguidance, without the interpreter's lock)
     model computes                             │
     edited_logits ── TokenMasks.wait ──────────┘
+    take_forced(sampled) ──> tokens behind them
+
+Behind a sampled token a grammar may force text, such as the name of a property: the library tokenizes it as the model's
+tokenizer would, and its mask allows the first of these tokens only. So they are taken at once (`take_forced`), and are
+those that steps of their own would sample.
 
 Shapes: R rows, V vocabulary, W = ceil(V / 32) words of a bit mask.
 """
@@ -17,7 +22,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,7 +32,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence
+from disagg.engine.sampling_rules import takes_forced
 from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
 
 if TYPE_CHECKING:
@@ -39,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64
 """Grammars that are kept compiled, the latest used ones."""
+MAX_FORCED = 64
+"""Tokens that are forced behind a sampled one. Each takes what is left of a forced text to be tokenized anew, which is
+4 ms for 600 tokens: the tokens of a longer text are sampled until so many are left."""
 
 
 class GrammarState:
@@ -51,16 +61,40 @@ class GrammarState:
         """Output tokens that the matcher has taken."""
         self.words: NDArray[np.int32] | None = None
         """The allowed tokens [W] behind `num_taken` of them, bit i % 32 of word i / 32 for token i."""
+        self._looks_at = 0
+        """Output tokens before which what is forced is longer than `MAX_FORCED`."""
 
     def advance(self, sequence: Sequence) -> bool:
         """Take the new tokens. Returns whether a mask can be computed."""
+        assert self.num_taken <= sequence.num_output_tokens
         new = sequence.token_ids[sequence.num_prompt_tokens + self.num_taken :]
-        if self.matcher is not None and new:
-            self.words = None
-            if not self.matcher.consume_tokens(new):
-                logger.warning("%s: its tokens do not follow its grammar; ending it", sequence.key)
-                self.matcher = None
-        self.num_taken += len(new)
+        if new:
+            self._take(sequence, new)
+        return self.matcher is not None
+
+    def take_forced(self, sequence: Sequence, token_id: int, end_id: int | None) -> tuple[int, ...]:
+        """Take a token that was sampled behind the known ones, and those that must follow it: `end_id` where that ends
+        the answer."""
+        forced: list[int] = []
+        most = min(MAX_FORCED, sequence.spec.sampling.max_tokens - sequence.num_output_tokens - 1)
+        if self.num_taken + 1 < self._looks_at or most < 1 or not self._take(sequence, [token_id]):
+            return ()
+        while self.matcher is not None and len(forced) < most:
+            if self.matcher.is_stopped():
+                return tuple(forced) if end_id is None else (*forced, end_id)
+            ahead = self.matcher.compute_ff_tokens()
+            self._looks_at = self.num_taken + len(ahead) - MAX_FORCED
+            if not ahead or len(ahead) > MAX_FORCED or not self._take(sequence, ahead[:1]):
+                break
+            forced.append(ahead[0])
+        return tuple(forced)
+
+    def _take(self, sequence: Sequence, token_ids: list[int]) -> bool:
+        self.words = None
+        self.num_taken += len(token_ids)
+        if self.matcher is not None and not self.matcher.consume_tokens(token_ids):
+            logger.warning("%s: its tokens do not follow its grammar; ending it", sequence.key)
+            self.matcher = None
         return self.matcher is not None
 
 
@@ -72,13 +106,17 @@ class TokenMasks:
             it made all of them wait longer, for what few requests need.
         vocab_size: columns of the logits that are tokens.
         eos_token_ids: what ends an answer, which is allowed where the grammar is complete.
+        skips_forced: whether `take_forced` finds any.
     """
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...], *, skips_forced: bool = True
+    ) -> None:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._eos = eos_token_ids
+        self._skips_forced = skips_forced
         self._tokenizer: Future[LLTokenizer] | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
@@ -109,6 +147,20 @@ class TokenMasks:
         words_RW = np.stack([self._words(sequence) for sequence in sequences])
         bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         return bits_RV.view(np.bool_)
+
+    def take_forced(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> Mapping[int, tuple[int, ...]]:
+        """By place in `token_ids`, which were just sampled and are not appended yet: tokens that must follow. They are
+        to be appended, too, as far as the answer goes."""
+        found: dict[int, tuple[int, ...]] = {}
+        for place, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            state, stop_ids = sequence.grammar_state, sequence.spec.sampling.stop_token_ids
+            if state is None or not self._skips_forced or token_id == NO_TOKEN or token_id in stop_ids:
+                continue
+            if takes_forced(sequence):
+                end_id = self._eos[0] if len(self._eos) == 1 and self._eos[0] in stop_ids else None
+                if forced := state.take_forced(sequence, token_id, end_id):
+                    found[place] = forced
+        return found
 
     def _words(self, sequence: Sequence) -> NDArray[np.int32]:
         state = sequence.grammar_state

@@ -52,6 +52,7 @@ def make_spec(
     timeout_s: float | None = None,
     cached: bool = True,
     targets: Targets | None = None,
+    grammar: str = "",
 ) -> SequenceSpec:
     """A spec with the hashes that the gateway would send; `cached` false leaves them out."""
     return SequenceSpec(
@@ -70,6 +71,7 @@ def make_spec(
             logit_bias=tuple(logit_bias),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         ),
         priority=priority,
         timeout_s=timeout_s,

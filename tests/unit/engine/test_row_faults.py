@@ -10,7 +10,7 @@ import pytest
 
 from disagg.engine.commands import Add, Ended, Event, PrefillComputed, Release, TokenSampled
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.core.scheduler import UNSAMPLABLE
+from disagg.engine.core.policy import UNSAMPLABLE
 from disagg.engine.plan import ModelRunner
 from disagg.proto.messages import SequenceSpec
 from tests.support.engine import (
