@@ -134,9 +134,9 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     prefill_attended: int = 0
     """Query-key pairs of these prompt tokens: the sum over them of the tokens that each one attends to."""
     num_decodes: int = 0
-    """Sequences that got one token each."""
+    """Tokens computed of sequences that decode: of each its last one, and those that its grammar forced before it."""
     decode_context: int = 0
-    """The sum over these sequences of the tokens that each one attends to."""
+    """The sum over these tokens of those that each one attends to."""
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True):

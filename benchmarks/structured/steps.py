@@ -21,7 +21,7 @@ from disagg.proto.token_ids import pack_token_ids
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
 PROMPT_TOKENS = 32
 _SETTLING_STEPS = 4
-_ITEM = {
+ITEM = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -32,7 +32,7 @@ _ITEM = {
     "required": ["name", "kind", "amount", "tags"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 """Its answers do not end within the steps that are timed."""
 
 
