@@ -9,6 +9,9 @@ step_cost_b32         what a decode step of 32 sequences takes with a grammar in
                       worst of greedy and drawn
 first_token_delay_ms  by what the first token comes later with a new schema of 2 KiB, through a prefill worker; median
 hostile_refused_ms    the slowest answer to a schema that is made to take long
+forced_steps          steps of whole answers of the engine alone, over those without skipping the steps of forced tokens
+forced_speedup        their output tokens a second, likewise: the least of the medians over batches of 1, 8 and 32, greedy
+                      and drawn, with white space left to the model (`free`) and in one form (`one_form`)
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common import REPOSITORY, print_table, report, write_json
-from benchmarks.structured import requests, steps
+from benchmarks.structured import forced, requests, steps
 from benchmarks.structured.suite import Case, fetched, read_cases
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -33,7 +36,7 @@ from disagg.loadtests.verdict.goodput import quantile
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
-PARTS = ("valid", "steps", "delays", "hostile")
+PARTS = ("valid", "steps", "forced", "delays", "hostile")
 
 
 async def on_cluster(address: str, cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
@@ -73,7 +76,32 @@ def valid_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def summarize(found: dict[str, Any], step_rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def forced_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Of each form of the schema; prints the median speed of each batch."""
+    summary: dict[str, float | None] = {}
+    table = []
+    for form in dict.fromkeys(row["form"] for row in rows):
+        of_form = [row for row in rows if row["form"] == form]
+        speedups = []
+        for kind, batch in dict.fromkeys((row["kind"], row["batch"]) for row in of_form):
+            pairs = [row for row in of_form if (row["kind"], row["batch"]) == (kind, batch)]
+            speeds = [statistics.median(row[name] for row in pairs) for name in ("tok_s", "tok_s_skipping")]
+            speedups.append(statistics.median(row["tok_s_skipping"] / row["tok_s"] for row in pairs))
+            steps_taken = f"{pairs[0]['steps']} -> {pairs[0]['steps_skipping']}"
+            same = f"{sum(row['same_answers'] for row in pairs)} of {batch * len(pairs)}"
+            table.append(
+                [form, kind, str(batch), steps_taken, *(f"{v:.0f}" for v in speeds), f"{speedups[-1]:.2f}", same]
+            )
+        summary[f"forced_speedup_{form}"] = min(speedups)
+        summary[f"forced_steps_{form}"] = statistics.median(row["steps_skipping"] / row["steps"] for row in of_form)
+    names = ("form", "kind", "batch", "steps", "tok/s", "skipping", "times", "same answers")
+    print_table("Forced tokens", [*names], table)
+    return summary
+
+
+def summarize(
+    found: dict[str, Any], step_rows: Sequence[dict[str, Any]], forced_rows: Sequence[dict[str, Any]]
+) -> dict[str, float | None]:
     """The named figures; prints tables."""
     summary: dict[str, float | None] = {}
     if "valid" in found:
@@ -83,6 +111,8 @@ def summarize(found: dict[str, Any], step_rows: Sequence[dict[str, Any]]) -> dic
             ratios = [row["masked_ms"] / row["plain_ms"] for row in step_rows if row["kind"] == kind]
             summary[f"step_cost_b32_{kind}"] = statistics.median(ratios) - 1
         summary["step_cost_b32"] = max(summary[f"step_cost_b32_{kind}"] or 0.0 for kind in steps.KINDS)
+    if forced_rows:
+        summary |= forced_summary(forced_rows)
     if "delays" in found:
         late = [row["new_schema_ms"] - row["plain_ms"] for row in found["delays"]]
         summary["first_token_delay_ms"], summary["first_token_delay_p90_ms"] = (
@@ -124,8 +154,9 @@ def main() -> None:
     step_rows = (
         steps.measure(model_path, options.batch, options.steps, options.repeats) if "steps" in options.parts else []
     )
+    forced_rows = forced.measure(model_path, options.repeats) if "forced" in options.parts else []
     found: dict[str, Any] = {}
-    if set(options.parts) - {"steps"}:
+    if set(options.parts) - {"steps", "forced"}:
         suite = options.suite or (
             fetched(REPOSITORY / "build" / "json-schema-suite") if "valid" in options.parts else None
         )
@@ -135,7 +166,13 @@ def main() -> None:
         )
         with ProcessCluster(config) as cluster:
             found = asyncio.run(on_cluster(cluster.http_address, cases, options))
-    summary = summarize(found, step_rows)
+    summary = summarize(found, step_rows, forced_rows)
     if options.json:
-        rows = [*found.get("valid", []), *step_rows, *found.get("delays", []), *found.get("hostile", [[]])[0]]
+        rows = [
+            *found.get("valid", []),
+            *step_rows,
+            *forced_rows,
+            *found.get("delays", []),
+            *found.get("hostile", [[]])[0],
+        ]
         write_json(options.json, report(rows, summary))

@@ -21,10 +21,10 @@ from disagg.proto.token_ids import pack_token_ids
 
 BATCHES = (1, 8, 32)
 FORMS: dict[str, dict[str, Any]] = {
-    "free white space": ITEM,
-    "one form": {**ITEM, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}},
+    "free": ITEM,
+    "one_form": {**ITEM, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}},
 }
-"""As `response_format` compiles a schema, and as tool calls do."""
+"""White space is left to the model, as in `response_format`, or not, as in tool calls."""
 PROMPT = "<|im_start|>user\nDescribe article {} of a shop as a JSON object.<|im_end|>\n<|im_start|>assistant\n"
 MAX_TOKENS = 120
 

@@ -41,7 +41,11 @@ class StepBench:
 
     def __init__(self, model_path: Path, batch: int) -> None:
         config = WorkerConfig(
-            worker_id="bench", roles=("prefill", "decode"), model_path=str(model_path), max_num_seqs=batch
+            worker_id="bench",
+            roles=("prefill", "decode"),
+            model_path=str(model_path),
+            max_num_seqs=batch,
+            skip_forced=False,  # so that all steps are alike
         )
         self._runner = make_runner(config)
         warm_up(self._runner, config)

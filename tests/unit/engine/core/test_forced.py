@@ -150,7 +150,7 @@ def test_a_token_of_the_budget_is_left_for_prompts() -> None:
 
 
 def test_no_block_is_taken_from_others_for_them() -> None:
-    """Six blocks: `a` has two, which end three tokens behind a sampled one, and `b` has the four others until it ends."""
+    """Six blocks: `a` has two, which end three tokens behind a sampled one; `b` has the others until it ends."""
     forced = set(range(9, 16))
     core = core_of(num_blocks=6, forced=forced, decode_reserve_tokens=1)
     events = decode_until(core, 8, max_tokens=20)

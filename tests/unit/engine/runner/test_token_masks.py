@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.sampler import Sampler
-from disagg.engine.runner.token_masks import TokenMasks
+from disagg.engine.runner.token_masks import MAX_FORCED, TokenMasks
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
@@ -121,3 +121,91 @@ def test_a_row_has_the_same_token_beside_others(masks: TokenMasks, dtype: torch.
     assert sampler.sample(logits[:2], rows[:2]) == alone[:2]
     for row, within in ((0, "abcdefghijklm"), (1, "0123456789"), (2, "7")):
         assert masks.backend.decode([alone[row]]) in within  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- forced tokens
+
+
+def forced(masks: TokenMasks, of: Sequence, token: str) -> str:
+    """What must follow a token that was just sampled; it and that are appended."""
+    (token_id,) = ids(masks, token)
+    masks.allowed([of])
+    found = masks.take_forced([of], [token_id]).get(0, ())
+    of.token_ids += [token_id, *found]
+    assert of.grammar_state.num_taken <= of.num_output_tokens
+    return "".join("$" if it == EOS else masks.backend.decode([it]) for it in found)  # type: ignore[attr-defined]
+
+
+def test_what_must_follow_comes_with_the_sampled_token(masks: TokenMasks) -> None:
+    going = sequence(masks, 'start: ("ab" | "cd") "ef" /[0-9]/ "gh"')
+    assert forced(masks, going, "c") == "def"
+    assert allowed(masks, going) == set(ids(masks, "0123456789"))
+    assert forced(masks, going, "7") == "gh$"
+
+
+def test_what_follows_is_what_each_mask_allows_alone(masks: TokenMasks) -> None:
+    lark = 'start: ("name" | "nation") ": " /[xy]{1,3}/ ";" ("tail" | "tool")?'
+    for text in ("ntail", "nation: xx;tool", "name: y;", "name: xyx;tail"):
+        skipping, plain = sequence(masks, lark), sequence(masks, lark)
+        for token in ids(masks, text):
+            if token not in allowed(masks, plain):
+                break
+            position = plain.num_output_tokens
+            plain.token_ids.append(token)
+            if position == skipping.num_output_tokens:
+                forced(masks, skipping, masks.backend.decode([token]))  # type: ignore[attr-defined]
+            while len(found := allowed(masks, plain)) == 1:
+                plain.token_ids += found
+                if found == {EOS}:
+                    break
+            assert skipping.token_ids == plain.token_ids
+
+
+def test_a_long_forced_text_is_sampled_until_the_rest_is_short(masks: TokenMasks) -> None:
+    text = "".join(chr(ord("a") + i % 23) for i in range(MAX_FORCED + 5))
+    going = sequence(masks, f'start: "{text}" /[0-9]/')
+    assert [forced(masks, going, letter) for letter in text[:5]] == ["", "", "", "", text[5:]]
+    assert allowed(masks, going) == set(ids(masks, "0123456789"))
+
+
+def test_no_more_is_forced_than_the_answer_may_have(masks: TokenMasks) -> None:
+    assert forced(masks, sequence(masks, 'start: "abcdef"', max_tokens=4), "a") == "bcd"
+    assert forced(masks, sequence(masks, 'start: "abcdef"', max_tokens=1), "a") == ""
+
+
+@pytest.mark.parametrize(
+    "changes", [{"logprobs": 0}, {"min_tokens": 2}, {"hold_after_prefill": True}, {"is_leaving": True}]
+)
+def test_nothing_is_forced_where_each_token_needs_its_step(masks: TokenMasks, changes: dict[str, Any]) -> None:
+    of_sequence = {name: changes[name] for name in changes if name in ("hold_after_prefill", "is_leaving")}
+    row = sequence(masks, 'start: "abc"', **{name: changes[name] for name in changes if name not in of_sequence})
+    for name, value in of_sequence.items():
+        setattr(row, name, value)
+    assert forced(masks, row, "a") == ""
+    assert allowed(masks, row) == set(ids(masks, "b"))
+
+
+def test_an_end_that_is_no_stop_id_and_one_of_several_are_sampled(masks: TokenMasks, tmp_path: Path) -> None:
+    assert forced(masks, sequence(masks, 'start: "ab"', stop_token_ids=()), "a") == "b"
+    file = tmp_path / "tokenizer.json"
+    masks.backend.save(str(file))  # type: ignore[attr-defined]
+    of_two = TokenMasks(file, VOCAB, (EOS, 0))
+    of_two.backend = masks.backend  # type: ignore[attr-defined]
+    assert forced(of_two, sequence(of_two, 'start: "ab"', stop_token_ids=(EOS, 0)), "a") == "b"
+
+
+def test_a_stop_id_and_a_row_without_a_token_force_nothing(masks: TokenMasks) -> None:
+    (a,) = ids(masks, "a")
+    rows = [sequence(masks, 'start: "ab"', stop_token_ids=(a, EOS)), sequence(masks, 'start: "ab"')]
+    rows.append(sequence(masks, "", grammar=""))
+    masks.allowed(rows[:2])
+    assert masks.take_forced(rows, [a, NO_TOKEN, a]) == {}
+
+
+def test_skipping_can_be_turned_off(masks: TokenMasks, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    masks.backend.save(str(file))  # type: ignore[attr-defined]
+    off = TokenMasks(file, VOCAB, (EOS,), skips_forced=False)
+    row = sequence(masks, 'start: "ab"')
+    off.allowed([row])
+    assert off.take_forced([row], ids(masks, "a")) == {}
