@@ -10,8 +10,8 @@ step_cost_b32         what a decode step of 32 sequences takes with a grammar in
 first_token_delay_ms  by what the first token comes later with a new schema of 2 KiB, through a prefill worker; median
 hostile_refused_ms    the slowest answer to a schema that is made to take long
 forced_steps          steps of whole answers of the engine alone, over those without skipping the steps of forced tokens
-forced_speedup        their output tokens a second, likewise: the least of the medians over batches of 1, 8 and 32, greedy
-                      and drawn, with white space left to the model (`free`) and in one form (`one_form`)
+forced_speedup        their output tokens a second, likewise: the least of the medians over batches of 1, 8 and 32,
+                      greedy and drawn, with white space left to the model (`free`) and in one form (`one_form`)
 """
 
 from __future__ import annotations

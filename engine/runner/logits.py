@@ -19,6 +19,7 @@ text, K likeliest tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
@@ -74,19 +75,31 @@ def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
 
 
 def of_grammars(logits_RV: Tensor, sequences: Seq[Sequence], masks: TokenMasks | None) -> Tensor:
-    """A copy with -inf, in their own dtype, for the tokens that the grammars of `sequences` do not allow.
+    """A copy with -inf, in their own dtype, for the tokens that the grammars of `sequences` do not allow. A forbidden
+    +inf becomes NaN, which like +inf is found where a token is chosen.
 
-    By integers, as torch fills floats by a mask seven times as slowly on CPUs: ones for what is forbidden, or'ed to the
-    logits' bits, and then all but those of -inf taken away again.
+    On CPUs torch's `masked_fill` takes seven times as long as what is done here: each byte of the packed masks stands
+    for what is added to eight logits.
     """
     if masks is None:
         return torch.full_like(logits_RV, float("-inf"))
-    allowed_RV = torch.from_numpy(masks.allowed(sequences)[:, : logits_RV.shape[1]].view(np.uint8))
-    as_int = torch.int32 if logits_RV.element_size() == 4 else torch.int16
-    infinity = int(torch.tensor(float("-inf"), dtype=logits_RV.dtype).view(as_int))
-    forbidden_RV = allowed_RV.to(logits_RV.device).to(as_int).sub_(1)
-    bits_RV = logits_RV.view(as_int) | forbidden_RV
-    return bits_RV.bitwise_and_(forbidden_RV.bitwise_not_().bitwise_or_(infinity)).view(logits_RV.dtype)
+    if logits_RV.device.type != "cpu":
+        allowed_RV = torch.from_numpy(masks.allowed(sequences)[:, : logits_RV.shape[1]])
+        return logits_RV.masked_fill(~allowed_RV.to(logits_RV.device), float("-inf"))
+    packed_RB = masks.packed(sequences)
+    added_RBE = np.take(_what_bytes_add(logits_RV.dtype), packed_RB, axis=0)
+    added_RV = torch.from_numpy(added_RBE.reshape(len(packed_RB), -1).view(np.uint8)).view(logits_RV.dtype)
+    return added_RV[:, : logits_RV.shape[1]].add_(logits_RV)
+
+
+@functools.cache
+def _what_bytes_add(dtype: torch.dtype) -> NDArray[np.complex128]:
+    """For each byte of a packed mask 0 for its ones and -inf for its zeros, the lowest bit first: eight numbers of
+    `dtype`, as [256, E] elements of 16 bytes, which numpy takes fastest."""
+    ones_256x8 = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    added_256x8 = torch.zeros(256, 8, dtype=dtype)
+    added_256x8[torch.from_numpy(ones_256x8 == 0)] = float("-inf")
+    return added_256x8.view(torch.uint8).numpy().view(np.complex128)
 
 
 # ---------------------------------------------------------------- penalties

@@ -68,8 +68,10 @@ class Sampler:
             return []
         plain, edited, drawn = _by_kind(sequences)
         tokens = [0] * len(sequences)
-        if plain:
+        if plain or (edited and largest_S is not None):
             tokens = (argmax_rows(logits_SV, self._vocab_size) if largest_S is None else largest_S).tolist()
+        if largest_S is not None:
+            edited = self._still_to_mask(edited, sequences, tokens)
         for rows, choose in ((edited, self._choose_edited), (drawn, self._draw)):
             if rows:
                 logits_RV = logits_SV if len(rows) == len(sequences) else logits_SV[rows]
@@ -77,6 +79,15 @@ class Sampler:
                 for row, token in zip(rows, chosen, strict=True):
                     tokens[row] = token
         return tokens
+
+    def _still_to_mask(self, edited: list[int], sequences: Seq[Sequence], largest: Seq[int]) -> list[int]:
+        """Without the rows whose grammar allows what is the largest logit anyhow."""
+        masks, only_masked = self._masks, [row for row in edited if is_only_masked(sequences[row])]
+        if masks is None or not only_masked:
+            return edited
+        are_allowed = masks.allow([sequences[row] for row in only_masked], [largest[row] for row in only_masked])
+        chosen = {row for row, is_allowed in zip(only_masked, are_allowed, strict=True) if is_allowed}
+        return [row for row in edited if row not in chosen]
 
     @torch.inference_mode()
     def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:

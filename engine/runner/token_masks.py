@@ -139,14 +139,24 @@ class TokenMasks:
 
     def allowed(self, sequences: Seq[Sequence]) -> NDArray[np.bool_]:
         """The tokens [R, V] that may come next in each; none where the grammar cannot be used."""
+        bits_RV = np.unpackbits(self.packed(sequences), axis=1, count=self._vocab_size, bitorder="little")
+        return bits_RV.view(np.bool_)
+
+    def allow(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> list[bool]:
+        """Of each whether this token may come next; `NO_TOKEN` may not."""
+        ids_R = np.array(token_ids, dtype=np.int64)
+        bytes_R = self.packed(sequences)[np.arange(len(ids_R)), ids_R // 8]
+        allowed: list[bool] = ((bytes_R >> (ids_R % 8) & 1 == 1) & (ids_R >= 0)).tolist()
+        return allowed
+
+    def packed(self, sequences: Seq[Sequence]) -> NDArray[np.uint8]:
+        """The same as bits [R, 4 W]: bit i % 8 of byte i / 8 for token i."""
         self.wait()
         late = [sequence for sequence in sequences if not _is_current(sequence)]
         if late:
             self.start(late)
             self.wait()
-        words_RW = np.stack([self._words(sequence) for sequence in sequences])
-        bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-        return bits_RV.view(np.bool_)
+        return np.stack([self._words(sequence) for sequence in sequences]).view(np.uint8)
 
     def take_forced(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> Mapping[int, tuple[int, ...]]:
         """By place in `token_ids`, which were just sampled and are not appended yet: tokens that must follow. They are

@@ -14,8 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.runner.logits import of_grammars
 from disagg.engine.runner.sampler import Sampler
 from disagg.engine.runner.token_masks import MAX_FORCED, TokenMasks
+from disagg.kernels.dispatch import argmax_rows
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
@@ -123,6 +125,31 @@ def test_a_row_has_the_same_token_beside_others(masks: TokenMasks, dtype: torch.
         assert masks.backend.decode([alone[row]]) in within  # type: ignore[attr-defined]
 
 
+def test_a_known_largest_logit_changes_no_choice(masks: TokenMasks) -> None:
+    """It is allowed, it is not, there is none, and rows that do not take it."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(4))
+    (x, y) = ids(masks, "xy")
+    logits[0, x] = logits[1, y] = logits[4, x] = logits[5, x] = 9.0
+    logits[2] = float("nan")
+    rows = [sequence(masks, "start: /x+/") for _ in range(4)]
+    rows += [sequence(masks, "start: /[xy]/", logit_bias=((y, 50.0),)), sequence(masks, "", grammar="")]
+    sampler = Sampler(VOCAB, None, masks)
+    expected = [x, x, NO_TOKEN, x, y, x]
+    assert sampler.sample(logits, rows) == expected
+    assert sampler.sample(logits, rows, argmax_rows(logits, VOCAB)) == expected
+    assert masks.allow(rows[:4], [x, y, NO_TOKEN, EOS]) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_allowed_logits_stay_and_others_are_minus_infinity(masks: TokenMasks, dtype: torch.dtype) -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5)).to(dtype)
+    rows = [sequence(masks, "start: /[a-m]+/", "ab"), sequence(masks, "start: /[0-9]{3}/")]
+    forbidden = torch.from_numpy(~masks.allowed(rows))
+    found = of_grammars(logits, rows, masks)
+    assert torch.equal(found, logits.masked_fill(forbidden, float("-inf")))
+    assert found.dtype == dtype
+
+
 # ---------------------------------------------------------------- forced tokens
 
 
@@ -163,7 +190,7 @@ def test_what_follows_is_what_each_mask_allows_alone(masks: TokenMasks) -> None:
 
 def test_a_long_forced_text_is_sampled_until_the_rest_is_short(masks: TokenMasks) -> None:
     text = "".join(chr(ord("a") + i % 23) for i in range(MAX_FORCED + 5))
-    going = sequence(masks, f'start: "{text}" /[0-9]/')
+    going = sequence(masks, f'start: "{text}" /[0-9]/', max_tokens=100)
     assert [forced(masks, going, letter) for letter in text[:5]] == ["", "", "", "", text[5:]]
     assert allowed(masks, going) == set(ids(masks, "0123456789"))
 
