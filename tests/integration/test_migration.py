@@ -4,6 +4,7 @@ workers give without any, and a worker that is killed in the middle of one chang
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -30,13 +31,21 @@ from disagg.router.config import RouterConfig
 from disagg.router.shell.server import RouterServer
 from tests.support.router import EMPTY
 from tests.support.secret import SECRET
-from tests.support.tiny_models import make_checkpoint
+from tests.support.tiny_models import END_OF_TEXT_ID, make_checkpoint
 from tests.support.waiting import eventually
 from tests.support.workers import running_workers, wait_until_workers_idle
 
 NUM_MOVES = 60
 NUM_STREAMS = 12
 LIMIT_S = 60.0
+_ITEM = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["small", "large"]}, "many": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["kind", "many"],
+    "additionalProperties": False,
+}
+_LIST = {"type": "array", "items": _ITEM, "minItems": 60, "x-guidance": {"whitespace_flexible": False}}
+GRAMMAR = json.dumps({"grammars": [{"json_schema": _LIST}]})
 
 
 def worker_config(name: str, roles: tuple[RoleName, ...], folder: Path, **options: Any) -> WorkerConfig:
@@ -58,8 +67,13 @@ def worker_config(name: str, roles: tuple[RoleName, ...], folder: Path, **option
 
 
 def samplings(dice: random.Random, max_tokens: int) -> Sampling:
-    """Greedy, or drawn with penalties; some with logprobs."""
+    """Under a grammar that forces most tokens, greedy, or drawn with penalties; some with logprobs."""
     logprobs = dice.choice((-1, -1, 2))
+    if dice.random() < 0.3:
+        temperature, seed = dice.choice((0.0, 0.9)), dice.randrange(1 << 30)
+        return Sampling(
+            temperature=temperature, seed=seed, grammar=GRAMMAR, stop_token_ids=(END_OF_TEXT_ID,), max_tokens=max_tokens
+        )
     if dice.random() < 0.4:
         return Sampling(temperature=0.0, max_tokens=max_tokens, logprobs=logprobs)
     return Sampling(

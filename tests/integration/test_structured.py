@@ -1,5 +1,5 @@
-"""Structured output in fp32 through real processes: the same tokens alone, in a batch, through a hand-over, and after
-a worker was killed."""
+"""Structured output in fp32 through real processes: the same tokens alone, in a batch, through a hand-over, with a step
+for each forced token and without, and after a worker was killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PRODUCT: dict[str, Any] = {
 }
 
 
-def worker(name: str, roles: tuple[RoleName, ...], folder: Path) -> WorkerConfig:
+def worker(name: str, roles: tuple[RoleName, ...], folder: Path, **options: Any) -> WorkerConfig:
     return WorkerConfig(
         worker_id=name,
         roles=roles,
@@ -55,6 +55,7 @@ def worker(name: str, roles: tuple[RoleName, ...], folder: Path) -> WorkerConfig
         num_blocks=256,
         max_model_len=1024,
         token_budget=64,
+        **options,
     )
 
 
@@ -86,7 +87,7 @@ async def test_tokens_are_the_same_wherever_they_are_chosen(kind: str, tmp_path:
     configs = [
         worker("prefill-0", ("prefill",), folder),
         worker("decode-0", ("decode",), folder),
-        worker("colocated-0", ("prefill", "decode"), folder),
+        worker("colocated-0", ("prefill", "decode"), folder, skip_forced=False),
     ]
     with running_workers(*configs) as infos:
         async with open_gateway(infos) as gateway:

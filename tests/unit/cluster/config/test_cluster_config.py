@@ -21,7 +21,7 @@ from disagg.router.gateway.config import BatchOptions, TlsFiles, UsageOptions, i
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
-    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, max_num_seqs, "
+    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, max_num_seqs, "
     "cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
