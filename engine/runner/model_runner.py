@@ -232,8 +232,8 @@ class TorchModelRunner(ShardRunner):
             self._replayed.drop()
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """The logits of every entry with `samples`, [num_samples, vocab_size], in the model's dtype; the caller's own.
-        KV is written.
+        """The logits of every decode and of each other entry with `samples`, [rows, vocab_size], in the model's dtype;
+        the caller's own. KV is written.
 
         Token ids must be within the vocabulary: the engine core checked them.
         """
