@@ -39,7 +39,7 @@ class Answers(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
+        """Sampled and forced ones, over all requests of the batch."""
         return sum(map(len, self.token_ids.values()))
 
 
