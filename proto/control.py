@@ -37,6 +37,8 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag=True):
     """The worker listens and can be used. The answer stays open for as long as both live."""
 
     info: WorkerInfo
+    is_proven: bool = False
+    """Whether a controller sent `WorkerProven` to this process."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
@@ -62,13 +64,17 @@ class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
     """The controller registered the worker."""
 
 
+class WorkerProven(Message, frozen=True, kw_only=True, tag=True):
+    """A probe went through the worker, and it counts as ready. It keeps that for the next controller."""
+
+
 class WorkerRejected(Message, frozen=True, kw_only=True, tag=True):
     """The controller did not request this worker (any more), or it does not fit the others: its process should end."""
 
     reason: str
 
 
-ControllerToWorker = WorkerWelcome | WorkerRejected
+ControllerToWorker = WorkerWelcome | WorkerProven | WorkerRejected
 
 
 # ---------------------------------------------------------------- gateway <-> controller

@@ -2,6 +2,7 @@
 heartbeats; the controller may reject it. And one blocking call, for operators' programs and for launchers.
 
     start(info) ──Register──> welcome, heartbeats ... ──break──> pause ──> resolve() ──Register──> ...
+                              proven ──> said in later hellos
                               rejected ──> on_rejected()
 
 Without the controller the worker serves on, and tries to connect for ever. The connection has a thread of its own with
@@ -28,6 +29,7 @@ from disagg.proto.control import (
     WorkerFailed,
     WorkerHeartbeat,
     WorkerHello,
+    WorkerProven,
     WorkerRejected,
 )
 from disagg.proto.errors import UnavailableError
@@ -66,13 +68,14 @@ class RegisterLink(BlockingStream):
         self._start("register", lambda: self._run(info))
 
     def _run(self, info: WorkerInfo) -> None:
-        pause_s, decode = MIN_PAUSE_S, decoder(ControllerToWorker).decode
+        pause_s, decode, is_proven = MIN_PAUSE_S, decoder(ControllerToWorker).decode, False
         while not self._stopped.is_set():
             welcome = False
             try:
-                for frame in self._replies(self._messages(WorkerHello(info=info))):
+                for frame in self._replies(self._messages(WorkerHello(info=info, is_proven=is_proven))):
                     reply = decode(frame)
                     welcome = True
+                    is_proven = is_proven or isinstance(reply, WorkerProven)
                     if isinstance(reply, WorkerRejected):
                         logger.warning("%s: the controller rejected it: %s; stopping", info.worker_id, reply.reason)
                         self._on_rejected()

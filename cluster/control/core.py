@@ -16,7 +16,8 @@ left there elsewhere.
 While a rollout goes on, it says how many workers each pool is to have and with which configuration each is started.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
-until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A gateway that joins
+until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A worker says when it
+registers whether a probe went through it before; one that was being probed is probed again. A gateway that joins
 reports which workers it drains: an operator's drain goes on under the next controller.
 """
 
@@ -221,8 +222,8 @@ class ControlCore:
                 self._on_apply(plan, now)
             case events.Drain(worker_id=name, deadline_s=deadline_s):
                 self._drain(self._workers[name], now, deadline_s)
-            case events.WorkerRegistered(info=info):
-                self._on_registered(info, now)
+            case events.WorkerRegistered(info=info, is_proven=is_proven):
+                self._on_registered(info, is_proven, now)
             case events.WorkerStartFailed(worker_id=name, error=error, start_id=start_id):
                 self._on_start_failed(name, error, start_id, now)
             case events.WorkerLeft():
@@ -277,7 +278,7 @@ class ControlCore:
         for pool, size in sizes.items():
             for index in range(size):
                 if (name := worker_id(pool, index)) in self._running:
-                    self._workers[name] = Worker(name, pool, index, "lost", due=grace_end, is_proven=True)
+                    self._workers[name] = Worker(name, pool, index, "lost", due=grace_end)
         self._gateways.adopt(self._running, grace_end)
         if self._workers:
             self._adopting_until = now + ADOPT_GRACE_S
@@ -288,7 +289,7 @@ class ControlCore:
                 self._workers[unwanted] = Worker(unwanted, of_pool, index, "stopping")
             self._to_stop.append(unwanted)
 
-    def _on_registered(self, info: WorkerInfo, now: float) -> None:
+    def _on_registered(self, info: WorkerInfo, is_proven: bool, now: float) -> None:
         name, incarnation = info.worker_id, info.incarnation
         worker = self._workers.get(name)
         if worker is None or worker.phase == "stopping":
@@ -306,12 +307,14 @@ class ControlCore:
             self._out.append(events.Accept(name, incarnation))
             if worker.phase == "draining":
                 return
-            was_ready = worker.is_proven and (worker.info is None or worker.is_current(incarnation))
+            was_ready = is_proven or (worker.is_proven and worker.is_current(incarnation))
             if was_ready or not self._settings.probes:
                 self._ready(worker, info, now)
             else:
-                worker.listens(info)
+                worker.listens(info, now)
                 self._probes.add(info, now)
+                if self._rollout is not None:
+                    self._rollout.registered(worker)
 
     def _ready(self, worker: Worker, info: WorkerInfo, now: float) -> None:
         worker.ready(info, now)
@@ -334,6 +337,7 @@ class ControlCore:
             if worker is None or worker.info is None or worker.phase != "starting":
                 continue
             if is_ready:
+                self._out.append(events.Proven(name, worker.info.incarnation))
                 self._ready(worker, worker.info, now)
             else:
                 worker.fault("failed", why, now)
@@ -407,7 +411,10 @@ class ControlCore:
                 worker.num_faults += 1
             self._stop(worker)
         self._out += [events.StopGateway(name) for name in self._gateways.expire(now)]
-        is_waiting = any(worker.phase == "lost" for worker in self._workers.values())
+        is_waiting = any(
+            worker.phase == "lost" or (worker.phase == "starting" and worker.info is not None)
+            for worker in self._workers.values()
+        )
         if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
             self._adopting_until = None
 
@@ -499,12 +506,11 @@ class ControlCore:
             worker = self._workers.get(name)
             if worker is not None and worker.phase == "ready" and worker.is_current(incarnation):
                 self._drain(worker, now)
-            elif (
-                worker is not None
-                and worker.phase == "lost"
-                and (worker.info is None or worker.is_current(incarnation))
+            elif worker is not None and (
+                (worker.phase == "lost" and worker.info is None)
+                or (worker.phase in ("lost", "starting") and worker.is_current(incarnation))
             ):
-                continue  # it may register yet
+                continue  # it may register yet, or is probed again
             self._drains.discard((name, incarnation))
 
     def _drain(self, worker: Worker, now: float, deadline_s: float | None = None) -> None:

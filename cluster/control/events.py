@@ -42,6 +42,8 @@ class WorkerRegistered:
     """A worker listens. Answered with `Accept` or `Reject`."""
 
     info: WorkerInfo
+    is_proven: bool = False
+    """Whether that process was ready under any controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,14 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """Have that process of a worker keep that it was ready, for the next controller."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
     """Refuse that process of a worker, which then ends."""
 
@@ -272,5 +282,15 @@ class Configure:
 
 
 Command = (
-    Save | Configure | StartWorker | StopWorkers | StartGateway | StopGateway | StartProbe | Accept | Reject | Publish
+    Save
+    | Configure
+    | StartWorker
+    | StopWorkers
+    | StartGateway
+    | StopGateway
+    | StartProbe
+    | Accept
+    | Proven
+    | Reject
+    | Publish
 )

@@ -62,6 +62,7 @@ from disagg.proto.control import (
     WorkerFailed,
     WorkerHeartbeat,
     WorkerHello,
+    WorkerProven,
     WorkerRejected,
     WorkerToController,
     WorkerWelcome,
@@ -374,6 +375,8 @@ class Controller:
                 self._configure(generation)
             case events.Accept(worker_id=worker_id, incarnation=incarnation):
                 self._reply(worker_id, incarnation, WorkerWelcome())
+            case events.Proven(worker_id=worker_id, incarnation=incarnation):
+                self._reply(worker_id, incarnation, WorkerProven())
             case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 logger.warning("%s (incarnation %s) is rejected and will stop: %s", worker_id, incarnation, reason)
                 self._reply(worker_id, incarnation, WorkerRejected(reason=reason))
@@ -462,7 +465,7 @@ class Controller:
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_heartbeats(requests, watched), name=f"heartbeats-{info.worker_id}")
         try:
-            self._handle(events.WorkerRegistered(info))
+            self._handle(events.WorkerRegistered(info, message.is_proven))
             while True:
                 reply = await replies.get()
                 yield encode(reply)

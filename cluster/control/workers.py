@@ -62,7 +62,7 @@ class Worker:
     config_hash: str = ""
     """Names the configuration of its present process, or of the one that is being started."""
     unready_since: float | None = None
-    """When the start began that it has not come back from."""
+    """When the start began that it has not come back from; of a start by others, when its process registered."""
     num_starts: int = 0
     num_faults: int = 0
     """Failed starts and losses in a row."""
@@ -82,13 +82,15 @@ class Worker:
             raise ValueError(f"{self.worker_id}: {self.phase} -> {phase}")
         self.phase, self.due = phase, due
 
-    def listens(self, info: WorkerInfo) -> None:
+    def listens(self, info: WorkerInfo, now: float) -> None:
         """That process of it is there, and is to be probed."""
         if self.phase != "starting" and not self.is_current(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("starting")
         self.info, self.is_proven, self.was_killed = info, False, False
         self.start_id, self.config_hash = info.start_id, info.config_hash
+        if self.unready_since is None:
+            self.unready_since = now
 
     def ready(self, info: WorkerInfo, now: float) -> None:
         """That process of it can be used."""

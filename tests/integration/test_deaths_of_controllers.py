@@ -18,10 +18,13 @@ import yaml
 
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import PoolConfig, parse_config
+from disagg.cluster.control import server
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.hosts.templates import Templates
+from disagg.cluster.probes.probe_link import Prober
+from disagg.cluster.probes.probes import Probe
 from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.logs import LoggingConfig
 from disagg.cluster.system.process_tools import ProcessRef
@@ -58,6 +61,7 @@ class DyingController:
     def __init__(self, launcher: LastingLauncher, plan: ClusterPlan, saved: SavedState | None) -> None:
         self.launcher, self.saved = launcher, saved
         launcher.is_dead.clear()
+        launcher.probed.clear()
         self.thread = ControllerThread(plan, launcher, SECRET, saved=saved, on_saved=self._save)
         self.thread.start()
 
@@ -82,18 +86,20 @@ class LastingLauncher(ProcessLauncher):
         super().__init__(log_dir, SECRET, templates=self.templates)
         self.is_dead = threading.Event()
         self.dies_at = ""
-        """The call at which the controller dies: `start` or `stop` and the name of a worker."""
+        """The call at which the controller dies: `start`, `stop` or `probe` and the name of a worker."""
+        self.probed: list[WorkerId] = []
+        """Decode workers of the probes that the present controller began."""
 
     def running(self) -> frozenset[str]:
         with self._lock:
             return frozenset(self._children)
 
     def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
-        if self._lives(f"start {config.worker_id}"):
+        if self.lives(f"start {config.worker_id}"):
             super().start_worker(config, controller_address, pool)
 
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
-        if all(self._lives(f"stop {worker_id}") for worker_id in worker_ids):
+        if all(self.lives(f"stop {worker_id}") for worker_id in worker_ids):
             super().stop_workers(worker_ids)
 
     def stop_gateways(self, names: Sequence[str]) -> None:
@@ -103,10 +109,27 @@ class LastingLauncher(ProcessLauncher):
     def exited(self) -> dict[str, str]:
         return {} if self.is_dead.is_set() else super().exited()
 
-    def _lives(self, call: str) -> bool:
+    def prober(self, *args: Any) -> Prober:
+        """Of a controller: probes nothing more once it is dead."""
+        return MortalProber(self, *args)
+
+    def lives(self, call: str) -> bool:
         if call == self.dies_at:
             self.is_dead.set()
         return not self.is_dead.is_set()
+
+
+class MortalProber(Prober):
+    """Sends no more probes from the death of its controller on."""
+
+    def __init__(self, launcher: LastingLauncher, *args: Any) -> None:
+        super().__init__(*args)
+        self._launcher = launcher
+
+    def start(self, probe: Probe) -> None:
+        if self._launcher.lives(f"probe {probe.decode.worker_id}"):
+            self._launcher.probed.append(probe.decode.worker_id)
+            super().start(probe)
 
 
 class Succession:
@@ -164,12 +187,13 @@ def applying(config: dict[str, Any]) -> ApplyRequest:
 
 
 def test_the_next_controller_makes_true_what_was_being_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clusters = Succession(tmp_path)
     try:
         with endless_streams(clusters.address, num_streams=3) as wait_for_all:
             wait_for_all()
+            monkeypatch.setattr(server, "Prober", clusters.launcher.prober)
             clusters.dies("start decode-1", ScaleRequest(sizes={"decode": 2}))
             clusters.check(decode=2, num_blocks=256, generation=1)
             clusters.dies("stop decode-1", ScaleRequest(sizes={"decode": 1}))
@@ -179,6 +203,7 @@ def test_the_next_controller_makes_true_what_was_being_changed(
                 (2, "start decode-1", ", whose first new workers were not ready yet"),
                 (3, "stop decode-0", ""),
                 (4, "start decode-0", ""),
+                (5, "probe decode-1", ", whose first new workers were not ready yet"),
             ):
                 caplog.clear()
                 num_blocks = 256 + 16 * generation
@@ -186,6 +211,7 @@ def test_the_next_controller_makes_true_what_was_being_changed(
                 clusters.check(decode=1, num_blocks=num_blocks, generation=generation)
                 said = [message for message in caplog.messages if message.startswith(Succession.SAID)]
                 assert said == [f"{Succession.SAID} {generation} of the configuration{where}: going on with that"]
+            assert clusters.launcher.probed == ["decode-1", "decode-0"]  # the one on trial, then the next new one
             wait_for_all()
         clusters.check_idle()
     finally:

@@ -59,7 +59,7 @@ class Driver:
     """A core, its clock, and short names for what happens to it. Commands are given back as short lines:
     `start prefill-0`, `start prefill-0 as t2`, `stop prefill-0 decode-0`, `accept x`, `reject x: why`, `configure 2`,
     `gateway prefill-0 decode-0`, `stop gateway`, `publish prefill-0 decode-0(draining)`,
-    `probe prefill-0 decode-0`. Saving gives no line."""
+    `probe prefill-0 decode-0`. Saving gives no line, nor does what a worker keeps (`proven`)."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Driver:
             drain_timeout_s=DRAIN_TIMEOUT_S, lost_grace_s=LOST_GRACE_S, gateways=gateways, probes=probes
         )
         self.core = ControlCore(sizes, settings, running, controller_id="c1", desired=desired)
+        self.probes_workers = probes
         self.now = 1000.0
         self.start_ids: dict[str, str] = {}
         """Of the latest start of each worker."""
@@ -80,6 +81,8 @@ class Driver:
         """The same; the worker registers with it."""
         self.probes: list[Probe] = []
         """All that were begun."""
+        self.proven: set[Incarnation] = set()
+        """Processes that keep that they were ready; they register with it."""
         self.saved: Desired | None = None
         """What the core had saved last."""
 
@@ -95,9 +98,8 @@ class Driver:
         self, name: str, incarnation: int = 1, fingerprint: str = "f", num_layers: int = 1, start_id: str = ""
     ) -> list[str]:
         config_hash = self.config_hashes.get(name, "")
-        return self(
-            events.WorkerRegistered(make_info(name, incarnation, fingerprint, num_layers, start_id, config_hash))
-        )
+        info = make_info(name, incarnation, fingerprint, num_layers, start_id, config_hash)
+        return self(events.WorkerRegistered(info, info.incarnation in self.proven))
 
     def left(self, name: str, incarnation: int = 1) -> list[str]:
         return self(events.WorkerLeft(WorkerId(name), Incarnation(f"{name}.{incarnation}")))
@@ -165,6 +167,9 @@ class Driver:
                 return f"probe {' '.join(info.worker_id for info in probe.workers)}"
             case events.Accept(worker_id=name):
                 return f"accept {name}"
+            case events.Proven(incarnation=incarnation):
+                self.proven.add(incarnation)
+                return ""
             case events.Reject(worker_id=name, reason=reason):
                 return f"reject {name}: {reason}"
             case events.StartGateway(workers=workers, address=address, name=name):
@@ -176,6 +181,16 @@ class Driver:
                 shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]
                 assert change is not None or snapshot_for, "nothing to publish"
                 return f"publish {' '.join(shown)}".rstrip()
+
+
+def succeeding(before: Driver, running: Collection[str]) -> Driver:
+    """The next controller, after `before` died: these processes of workers run, and a gateway. It has begun, and none
+    has registered."""
+    desired = before.core.saved() if before.saved is None else before.saved
+    driver = Driver({}, [*running, "gateway"], desired, probes=before.probes_workers)
+    driver.config_hashes, driver.proven = dict(before.config_hashes), set(before.proven)
+    driver.tick()
+    return driver
 
 
 def settled(sizes: Mapping[PoolName, int], desired: Desired | None = None) -> Driver:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import pytest
 
 from disagg.cluster.control import events
+from disagg.cluster.control.core import ADOPT_GRACE_S
 from disagg.cluster.probes.probes import MAX_PROBES, MAX_TRIES, PARTNER_WAIT_S, RETRY_S, ROOM_WAIT_S
 from disagg.cluster.rollout.rollout import Desired, Plan, Target
 from disagg.proto.control import PoolName
 from disagg.proto.ids import WorkerId
-from tests.support.control import LOST_GRACE_S, Driver
+from tests.support.control import LOST_GRACE_S, Driver, succeeding
 
 BROKEN = "decode-0: failed (checksum)"
 FULL = "decode-0: refused (no room)"
@@ -226,11 +227,108 @@ def test_a_process_that_the_launcher_started_by_itself_is_probed() -> None:
     assert control.record("decode-0").num_starts == 2
 
 
-def test_the_next_controller_probes_nobody_that_served() -> None:
-    control = Driver({"prefill": 1, "decode": 1}, running=["prefill-0", "decode-0", "gateway"], probes=True)
-    control.tick()
+def with_canary_on_trial() -> Driver:
+    """A rollout of decode workers whose first new one is being probed."""
+    sizes: dict[PoolName, int] = {"prefill": 1, "decode": 1}
+    old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
+    new = Target(generation=2, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d2"})
+    control = started(sizes, Desired(target=old))
     control.register("prefill-0")
-    assert control.register("decode-0") == ["accept decode-0", "publish prefill-0 decode-0"]
+    control.register("decode-0")
+    control.probed()
+    control.joined()
+    assert control(events.Apply(Plan(old=old, new=new, ready_timeout_s=60.0))) == ["start decode-1 as d2"]
+    assert control.register("decode-1") == ["accept decode-1", "probe prefill-0 decode-1"]
+    return control
+
+
+def test_the_next_controller_probes_the_canary_that_was_being_probed_and_nobody_that_served() -> None:
+    before = with_canary_on_trial()
+    assert before.proven == {"prefill-0.1", "decode-0.1"}
+    control = succeeding(before, ["prefill-0", "decode-0", "decode-1"])
+    assert control.joined() == []
+    assert control.register("prefill-0") == ["accept prefill-0"]
+    assert control.register("decode-0") == ["accept decode-0"]
+    assert control.register("decode-1") == ["accept decode-1", "probe prefill-0 decode-1"]
+    assert control.phases() == {
+        "prefill-0": "ready",
+        "decode-0": "ready",
+        "decode-1": "starting",
+        "gateway": "ready",
+    }
+    assert control.probed() == ["configure 2", "publish prefill-0 decode-0(draining) decode-1"]
+    assert control.proven == {"prefill-0.1", "decode-0.1", "decode-1.1"}
+
+
+def test_a_canary_that_fails_its_probes_under_the_next_controller_is_taken_back() -> None:
+    control = succeeding(with_canary_on_trial(), ["prefill-0", "decode-0", "decode-1"])
+    control.joined()
+    control.register("prefill-0")
+    control.register("decode-0")
+    for incarnation in range(1, 4):
+        control.register("decode-1", incarnation)
+        for _ in range(MAX_TRIES):
+            control.probed(BROKEN)
+            control.tick(RETRY_S)
+        if incarnation < 3:
+            assert control.record("decode-1").phase == "failed"
+            while (due := control.core.next_wakeup()) is not None and control.record("decode-1").phase == "failed":
+                control.tick(due - control.now)
+            assert control.stopped("decode-1") == ["start decode-1 as d2"]
+    rolled_back = control.core.state().rolled_back
+    assert rolled_back is not None
+    assert rolled_back.why.startswith("decode-1 failed 3 times: 3 probes of it failed; the last probe with prefill-0: ")
+    assert [member.info.worker_id for member in control.core.membership().members] == ["prefill-0", "decode-0"]
+
+
+def test_the_next_controller_gives_a_canary_on_trial_the_time_of_a_new_one() -> None:
+    control = succeeding(with_canary_on_trial(), ["prefill-0", "decode-0", "decode-1"])
+    control.joined()
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        control.register(name)
+    assert control.tick(ADOPT_GRACE_S) == ["publish prefill-0 decode-0"]
+    assert control.core.next_wakeup() == control.now - ADOPT_GRACE_S + 60.0
+    assert control.tick(60.0 - ADOPT_GRACE_S) == ["stop decode-1"]
+    rolled_back = control.core.state().rolled_back
+    assert rolled_back is not None
+    assert rolled_back.why == "decode-1 was not ready after 60 s"
+
+
+def test_without_surge_workers_the_next_controller_has_the_first_new_worker_on_trial_as_well() -> None:
+    sizes: dict[PoolName, int] = {"prefill": 1, "decode": 2}
+    old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
+    new = Target(generation=2, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d2"})
+    before = started(sizes, Desired(target=old))
+    before.register("prefill-0")
+    for name in ("decode-0", "decode-1"):
+        before.register(name)
+        before.probed()
+    before.joined()
+    before(events.Apply(Plan(old=old, new=new, surge=False, ready_timeout_s=60.0)))
+    before.empty("decode-0")
+    assert before.stopped("decode-0") == ["start decode-0 as d2"]
+    before.register("decode-0", 2)
+    control = succeeding(before, ["prefill-0", "decode-0", "decode-1"])
+    control.joined()
+    control.register("prefill-0")
+    control.register("decode-1")
+    assert control.register("decode-0", 2) == ["accept decode-0", "probe prefill-0 decode-0"]
+    control.tick(60.0)
+    rolled_back = control.core.state().rolled_back
+    assert rolled_back is not None
+    assert rolled_back.why == "decode-0 was not ready after 60 s"
+
+
+def test_a_worker_that_serves_stays_a_member_while_the_next_controller_probes_it_again() -> None:
+    """The one before died after it had published the worker and before the worker heard of it."""
+    before = serving()
+    before.drain("decode-0")
+    before.proven.clear()
+    control = succeeding(before, ["prefill-0", "decode-0"])
+    assert control.joined(draining=["decode-0.1"]) == []
+    assert control.register("prefill-0") == ["accept prefill-0"]
+    assert control.register("decode-0") == ["accept decode-0", "probe prefill-0 decode-0"]
+    assert control.probed() == ["publish prefill-0 decode-0(draining)"]
 
 
 def test_workers_of_different_models_are_not_probed_together() -> None:
