@@ -13,7 +13,8 @@ and is then started again. Gateways move what runs on a draining worker to other
 `drain_timeout_s`, or the deadline of the operator's request: then it leaves the membership, and gateways retry what is
 left there elsewhere.
 
-While a rollout goes on, it says how many workers each pool is to have and with which configuration each is started.
+While a rollout goes on, it says how many workers each pool of its models is to have, and with which configuration each
+is started.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
 until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A worker says when it
@@ -53,7 +54,7 @@ from disagg.proto.control import (
     PoolState,
     RolledBack,
 )
-from disagg.proto.ids import Incarnation, WorkerId
+from disagg.proto.ids import Incarnation, WorkerId, model_of
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
@@ -180,6 +181,10 @@ class ControlCore:
         plan = None if self._rollout is None else self._rollout.plan
         return refusal(request, plan, self._target.sizes, self._workers, is_adopting=self._adopting_until is not None)
 
+    def is_changing(self, pool: PoolName) -> bool:
+        """Whether a rollout says how large a pool is."""
+        return self._rollout is not None and model_of(pool) in self._rollout.plan.models
+
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
         dues = [worker.due for worker in self._workers.values()]
@@ -217,6 +222,8 @@ class ControlCore:
         match event:
             case events.Scale(sizes=sizes):
                 self._target = msgspec.structs.replace(self._target, sizes={**self._target.sizes, **sizes})
+                if self._rollout is not None:
+                    self._rollout.resize(sizes)
                 self._out.append(events.Save())
             case events.Apply(plan=plan):
                 self._on_apply(plan, now)

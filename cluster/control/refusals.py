@@ -16,7 +16,7 @@ from disagg.proto.control import (
     ScaleRequest,
     StateRequest,
 )
-from disagg.proto.ids import WorkerId
+from disagg.proto.ids import WorkerId, model_of
 
 MAX_DRAIN_S = 86400.0
 """The longest deadline of a drain."""
@@ -41,10 +41,12 @@ def refusal(
     """
     if isinstance(request, StateRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
         return None
-    if plan is not None:
+    if plan is not None and (isinstance(request, ApplyRequest) or _models_of(request) & plan.models):
         what = f"{plan.old.generation} of the configuration is being taken back"
         if not plan.is_back:
             what = f"{plan.new.generation} of the configuration is being applied"
+        if any(plan.models):
+            what += f" ({', '.join(sorted(plan.models))})"
         message = f"generation {what}; try again after that, see `disagg status`"
         return ControlRefused(field=_FIELD_OF[type(request)], message=message)
     if isinstance(request, ApplyRequest):
@@ -55,6 +57,11 @@ def refusal(
     if isinstance(request, ScaleRequest):
         return _scale_refusal(request, sizes)
     return _drain_refusal(request, workers)
+
+
+def _models_of(request: ScaleRequest | DrainRequest) -> set[str]:
+    """Keys of the models whose pools would change."""
+    return {model_of(name) for name in (request.sizes if isinstance(request, ScaleRequest) else (request.worker_id,))}
 
 
 def _scale_refusal(request: ScaleRequest, sizes: Mapping[PoolName, int]) -> ControlRefused | None:

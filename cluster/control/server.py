@@ -281,9 +281,11 @@ class Controller:
         await self._flush()
 
     async def _autoscale(self, sizes: Mapping[PoolName, int]) -> None:
-        """The same, unless a rollout says how large they are."""
-        if self._state.rollout is None:
-            await self._resize(sizes)
+        """The same, but for those of which a rollout says how large they are."""
+        assert self._core is not None, "the controller has not started"
+        free = {pool: size for pool, size in sizes.items() if not self._core.is_changing(pool)}
+        if free:
+            await self._resize(free)
 
     async def _flush(self) -> None:
         """Until what was to be saved is saved."""

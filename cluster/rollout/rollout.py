@@ -88,6 +88,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return not any(model_of(pool) == model for pool in stays)
 
     @property
+    def models(self) -> frozenset[str]:
+        """Keys of the models of which anything changes. Other models are scaled and drained as ever meanwhile."""
+        old, new = self.old, self.new
+        return frozenset(
+            model_of(pool)
+            for pool in {**old.sizes, **new.sizes}
+            if old.sizes.get(pool) != new.sizes.get(pool) or old.config_hashes.get(pool) != new.config_hashes.get(pool)
+        )
+
+    @property
     def is_needed(self) -> bool:
         """Whether any worker has to be replaced, or pools to be exchanged."""
         return bool(self.replaced or self.added or self.removed)
@@ -174,6 +184,14 @@ class Rollout:
         extra = int(self.plan.surge and pool in self.plan.replaced)
         return (old if self.stage == "canary" else max(old, new)) + extra
 
+    def resize(self, sizes: Mapping[PoolName, int]) -> None:
+        """Have other sizes of pools of models that are not being changed."""
+        old, new = (
+            msgspec.structs.replace(target, sizes={**target.sizes, **sizes})
+            for target in (self.plan.old, self.plan.new)
+        )
+        self.plan = msgspec.structs.replace(self.plan, old=old, new=new)
+
     def starts(self, worker: Worker) -> str:
         """With which configuration a worker is started now. One that died after the canary takes its turn."""
         old, new = self.plan.old, self.plan.new
@@ -244,8 +262,7 @@ class Rollout:
 
     def is_over(self, workers: Iterable[Worker]) -> bool:
         """Whether all is as wanted, and nothing more."""
-        sizes = self.plan.new.sizes
-        return self.stage == "finishing" and all(worker.index < sizes.get(worker.pool, 0) for worker in workers)
+        return self.stage == "finishing" and not self._leaving(workers)
 
     # ------------------------------------------------------------ for operators
 
@@ -271,7 +288,7 @@ class Rollout:
 
     def _doing(self, workers: list[Worker]) -> str:
         if self.stage == "finishing":
-            leaving = [w.worker_id for w in workers if w.index >= self.plan.new.sizes.get(w.pool, 0)]
+            leaving = self._leaving(workers)
             return f"{', '.join(leaving)} leaves" if leaving else ""
         new = [w for w in workers if self._is_in_hand(w) and not self._is_done(w)]
         if self.stage == "canary" and new:
@@ -288,6 +305,11 @@ class Rollout:
         return "" if self.stage == "finishing" or not self.plan.surge else "drains the workers that stood in"
 
     # ------------------------------------------------------------ inside
+
+    def _leaving(self, workers: Iterable[Worker]) -> list[WorkerId]:
+        """Workers for which there is no place in the end."""
+        sizes, models = self.plan.new.sizes, self.plan.models
+        return [w.worker_id for w in workers if w.model in models and w.index >= sizes.get(w.pool, 0)]
 
     def _is_done(self, worker: Worker) -> bool:
         return self.is_new(worker) and worker.phase == "ready"

@@ -24,7 +24,7 @@ from disagg.cli.operations.operate import run_scale
 from disagg.client import AsyncClient, Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.proto.control import ControlState, StateRequest
+from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
 from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from tests.integration.test_batches import contents
 from tests.integration.test_scaling import replaced
@@ -203,7 +203,8 @@ def test_lines_of_a_batch_name_a_model_each(served: Served) -> None:
 
 
 async def test_what_becomes_of_one_model_does_not_disturb_the_other(changing: Served, tmp_path: Path) -> None:
-    """A worker is killed, a pool is resized, another is given a larger KV cache, a third model is refused."""
+    """A worker is killed, a pool is resized, another gets a larger KV cache while the first model is resized, a third
+    model is refused."""
     await a_worker_dies(changing)
     await a_pool_is_resized(changing)
     await a_pool_is_changed(changing, tmp_path / "cluster.yaml")
@@ -248,17 +249,35 @@ async def a_pool_is_resized(served: Served) -> None:
     await asyncio.to_thread(run_scale, cluster.address, {"second/decode": 1}, console, WAIT_S)
 
 
+async def the_other_model_is_resized_meanwhile(served: Served) -> None:
+    """While the first new worker of the second model starts."""
+    refused = served.cluster.control(ScaleRequest(sizes={"second/decode": 2}))
+    assert isinstance(refused, ControlRefused)
+    assert refused.message.startswith("generation 2 of the configuration is being applied (second); ")
+    state = served.cluster.control(ScaleRequest(sizes={"first/decode": 2}))
+    assert isinstance(state, ControlState)
+    assert state.rollout is not None
+    assert {pool.name: pool.desired for pool in state.pools}["first/decode"] == 2
+    await asyncio.to_thread(run_scale, served.cluster.address, {"first/decode": 2}, Console(quiet=True), WAIT_S)
+
+
 async def a_pool_is_changed(served: Served, file: Path) -> None:
     cluster, console = served.cluster, Console(quiet=True)
     incarnations = {info.worker_id: info.incarnation for info in cluster.workers}
     changed = {**served.content["models"]}
     changed["second"] = {**changed["second"], "pools": {"prefill": POOL, "decode": {**POOL, "num_blocks": 320}}}
     file.write_text(yaml.safe_dump({**served.content, "models": changed}))
-    await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions(wait_s=WAIT_S))
+    applying = asyncio.create_task(
+        asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions(wait_s=WAIT_S))
+    )
+    await eventually(lambda: state_of(served).rollout is not None)
+    await the_other_model_is_resized_meanwhile(served)
+    await applying
     after = {info.worker_id: info for info in cluster.workers}
     assert [(name, info.num_blocks) for name, info in after.items()] == [
         ("first/prefill-0", 256),
         ("first/decode-0", 256),
+        ("first/decode-1", 256),
         ("second/prefill-0", 256),
         ("second/decode-0", 320),
     ]

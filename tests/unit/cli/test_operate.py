@@ -67,6 +67,25 @@ def test_waiting_ends() -> None:
         operate.wait_settled(lambda: state, state, Console(file=io.StringIO()), wait_s=0)
 
 
+def test_what_becomes_of_other_models_is_not_waited_for() -> None:
+    names = ("a/decode", "b/decode")
+    workers = [pb.WorkerState(worker_id=f"{name}-0", phase="ready", incarnation="1") for name in names]
+    pools = [pb.PoolState(name=name, ready=1, desired=1) for name in names]
+    state = pb.GetClusterStateResponse(pools=pools, workers=workers, rollout=pb.RolloutState(generation=2))
+    state.workers[1].phase, state.pools[1].ready = "draining", 0
+    assert [operate.is_settled(state, {key}) for key in ("a", "b")] == [True, False]
+    assert not operate.is_settled(state)
+    assert operate.workers_in(state, {"a"}) == {"a/decode-0": ("ready", "1")}
+    assert list(operate.workers_in(state)) == ["a/decode-0", "b/decode-0"]
+
+
+def test_one_model_is_not_settled_while_its_configuration_changes() -> None:
+    state = make_state(1, decode_0="ready")
+    assert operate.is_settled(state, {""})
+    state.rollout.generation = 2
+    assert not operate.is_settled(state, {""})
+
+
 def test_a_cluster_whose_controller_is_away_is_not_settled() -> None:
     assert not operate.is_settled(pb.GetClusterStateResponse(workers=[pb.WorkerState(worker_id="decode-0")]))
 

@@ -22,13 +22,22 @@ from disagg.cluster.control.plan import ClusterPlan, gateway_config, plan_cluste
 from disagg.cluster.control.workers import split_worker_id
 from disagg.cluster.rollout.changes import compare
 from disagg.cluster.rollout.plans import Plans
+from disagg.cluster.rollout.rollout import Plan, Target
 from disagg.cluster.scaling.models import Autoscalers, of_model, together
 from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport, PoolDecision, WorkerSample
-from disagg.proto.control import ApplyRequest, ControlState, PoolState, WorkerRecord
+from disagg.proto.control import (
+    ApplyRequest,
+    ControlRequest,
+    ControlState,
+    DrainRequest,
+    PoolState,
+    ScaleRequest,
+    WorkerRecord,
+)
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.router.gateway.config import ModelSource
-from tests.support.control import ADDRESS, Driver, make_info
+from tests.support.control import ADDRESS, Driver, make_info, succeeding
 
 FAKE = {"path": "fake"}
 TWO: dict[str, Any] = {
@@ -225,6 +234,96 @@ def test_a_pool_of_a_model_is_resized_by_its_name() -> None:
 
 
 # ---------------------------------------------------------------- another configuration
+
+
+def changing_b() -> Driver:
+    """A rollout of one pool of b, whose first new worker starts."""
+    control = settled_of_two()
+    old = control.core.target
+    new = msgspec.structs.replace(old, generation=2, config_hashes={**old.config_hashes, "b/decode": "d2"})
+    assert control(events.Apply(Plan(old=old, new=new, ready_timeout_s=60.0))) == ["start b/decode-1 as d2"]
+    return control
+
+
+def finish_b(control: Driver) -> None:
+    control.register("b/decode-1", fingerprint="of b")
+    assert control.empty("b/decode-0")[-1] == "stop b/decode-0"
+    assert control.stopped("b/decode-0") == ["start b/decode-0 as d2"]
+    control.register("b/decode-0", 2, fingerprint="of b")
+    assert control.empty("b/decode-1")[-1] == "stop b/decode-1"
+    control.stopped("b/decode-1")
+
+
+def test_a_rollout_of_one_model_lets_the_other_be_resized_and_drained() -> None:
+    control = changing_b()
+    for request in (ScaleRequest(sizes={"a/decode": 2}), DrainRequest(worker_id=WorkerId("a/decode-0"))):
+        refused = control.core.refusal(request)
+        assert refused is None or "is the only ready worker of its pool" in refused.message
+    assert control(events.Scale({"a/decode": 2})) == ["start a/decode-1"]
+    assert control.saved is not None
+    assert control.saved.plan is not None
+    assert [target.sizes["a/decode"] for target in (control.saved.plan.old, control.saved.plan.new)] == [2, 2]
+    control.register("a/decode-1", fingerprint="of a")
+    assert control.core.refusal(DrainRequest(worker_id=WorkerId("a/decode-0"))) is None
+    assert control.drain("a/decode-0")[0].startswith("publish a/prefill-0 a/decode-0(draining)")
+    finish_b(control)
+    state = control.core.state()
+    assert (state.generation, state.rollout) == (2, None), "it does not wait for what drains of the other model"
+    assert {pool.name: pool.desired for pool in state.pools} == {**SIZES, "a/decode": 2}
+    assert control.empty("a/decode-0")[-1] == "stop a/decode-0"
+    assert control.stopped("a/decode-0") == ["start a/decode-0"]
+
+
+def test_a_rollout_that_is_taken_back_keeps_the_sizes_of_the_other_model() -> None:
+    control = changing_b()
+    control(events.Scale({"a/decode": 2}))
+    control.register("a/decode-1", fingerprint="of a")
+    assert control.tick(60.0) == ["stop b/decode-1"]
+    control(events.Scale({"a/prefill": 2}))
+    control.register("a/prefill-1", fingerprint="of a")
+    assert control.stopped("b/decode-1") == []
+    state = control.core.state()
+    assert (state.generation, state.rollout, state.is_settled) == (1, None, True)
+    assert control.core.target.sizes == {**SIZES, "a/decode": 2, "a/prefill": 2}
+
+
+def test_the_next_controller_has_the_sizes_that_were_set_during_a_rollout() -> None:
+    before = changing_b()
+    before(events.Scale({"a/decode": 2}))
+    control = succeeding(before, ["a/prefill-0", "a/decode-0", "b/prefill-0", "b/decode-0", "b/decode-1"])
+    assert {pool.name: pool.desired for pool in control.core.state().pools} == {**SIZES, "a/decode": 2, "b/decode": 2}
+    assert (control.core.is_changing("a/decode"), control.core.is_changing("b/prefill")) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (ScaleRequest(sizes={"b/prefill": 2}), "sizes"),
+        (ScaleRequest(sizes={"a/decode": 2, "b/decode": 2}), "sizes"),
+        (DrainRequest(worker_id=WorkerId("b/prefill-0")), "worker_id"),
+        (ApplyRequest(config=b"{}"), "file"),
+    ],
+)
+def test_a_rollout_holds_up_what_concerns_its_own_model_and_any_other_rollout(
+    request_: ControlRequest, field: str
+) -> None:
+    refused = changing_b().core.refusal(request_)
+    assert refused is not None
+    assert (refused.field, refused.message) == (
+        field,
+        "generation 2 of the configuration is being applied (b); try again after that, see `disagg status`",
+    )
+
+
+def test_a_rollout_is_of_the_models_of_which_anything_differs() -> None:
+    old = Target(generation=1, sizes={"a/decode": 1, "b/decode": 1}, config_hashes={"a/decode": "", "b/decode": ""})
+    replaced = msgspec.structs.replace(old, config_hashes={"a/decode": "", "b/decode": "d2"})
+    resized = msgspec.structs.replace(replaced, sizes={"a/decode": 2, "b/decode": 1})
+    other_mode = Target(
+        generation=2, sizes={"a/workers": 1, "b/decode": 1}, config_hashes={"a/workers": "", "b/decode": ""}
+    )
+    found = [Plan(old=old, new=new).models for new in (old, replaced, resized, other_mode)]
+    assert found == [frozenset(), {"b"}, {"a", "b"}, {"a"}]
 
 
 def applied(after: dict[str, Any]) -> Any:

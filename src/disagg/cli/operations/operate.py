@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +15,7 @@ from disagg.client import AutoscalerState, Client, ClusterState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import model_of
 from disagg.router.api import QUARANTINED
 
 POLL_INTERVAL_S = 0.2
@@ -53,7 +54,8 @@ def run_scale(address: str, sizes: dict[str, int], console: Console, wait_s: flo
         before = state_of(client, address)
         client.scale(sizes)
         if wait_s is not None:
-            wait_settled(lambda: state_of(client, address), before, console, wait_s)
+            models = {model_of(pool) for pool in sizes}
+            wait_settled(lambda: state_of(client, address), before, console, wait_s, models)
 
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
@@ -77,20 +79,28 @@ def run_drain(
         before = state_of(client, address)
         client.drain(worker_id, deadline_s)
         if wait_s is not None:
-            wait_settled(lambda: state_of(client, address), before, console, wait_s)
+            models = {model_of(worker_id)}
+            wait_settled(lambda: state_of(client, address), before, console, wait_s, models)
 
 
-def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console: Console, wait_s: float) -> None:
-    """Until every pool is as large as it should be and every worker is ready; a line for each change on the way."""
+def wait_settled(
+    look: Callable[[], ClusterState],
+    before: ClusterState,
+    console: Console,
+    wait_s: float,
+    models: Collection[str] = ("",),
+) -> None:
+    """Until every pool is as large as it should be and every worker is ready; a line for each change on the way.
+    `models`: see `is_settled`."""
     deadline = time.monotonic() + wait_s
-    earlier = workers_in(before)
+    earlier = workers_in(before, models)
     while True:
         state = look()
-        workers = workers_in(state)
+        workers = workers_in(state, models)
         details = {worker.worker_id: worker.detail for worker in state.workers}
         for line in changes(earlier, workers, details):
             console.print(line, highlight=False, soft_wrap=True)
-        if is_settled(state):
+        if is_settled(state, models):
             return
         if time.monotonic() >= deadline:
             missing = ", ".join(f"{name} is {phase}" for name, (phase, _) in workers.items() if phase != "ready")
@@ -99,19 +109,29 @@ def wait_settled(look: Callable[[], ClusterState], before: ClusterState, console
         time.sleep(POLL_INTERVAL_S)
 
 
-def is_settled(state: ClusterState) -> bool:
-    """Whether the observed state is the desired one."""
+def is_settled(state: ClusterState, models: Collection[str] = ("",)) -> bool:
+    """Whether the observed state is the desired one. `models`: keys of those that count, among several, whatever is
+    being applied to others; all with the empty key."""
     return (
         len(state.pools) > 0
-        and not state.HasField("rollout")
-        and all(pool.ready == pool.desired for pool in state.pools)
-        and all(worker.phase == "ready" for worker in state.workers)
+        and not ("" in models and state.HasField("rollout"))
+        and all(pool.ready == pool.desired for pool in state.pools if _is_of(pool.name, models))
+        and all(worker.phase == "ready" for worker in state.workers if _is_of(worker.worker_id, models))
     )
 
 
-def workers_in(state: ClusterState) -> Workers:
-    """The workers of a state."""
-    return {worker.worker_id: (worker.phase, worker.incarnation) for worker in state.workers}
+def workers_in(state: ClusterState, models: Collection[str] = ("",)) -> Workers:
+    """The workers of a state; `models` as of `is_settled`."""
+    return {
+        worker.worker_id: (worker.phase, worker.incarnation)
+        for worker in state.workers
+        if _is_of(worker.worker_id, models)
+    }
+
+
+def _is_of(name: str, models: Collection[str]) -> bool:
+    """Whether a pool or a worker is of one of these models."""
+    return "" in models or model_of(name) in models
 
 
 def changes(before: Workers, after: Workers, details: dict[str, str]) -> list[str]:
