@@ -153,7 +153,16 @@ class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
     """The gateway missed a change of the membership, and requests all of it."""
 
 
-GatewayToController = GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest | LoadReport
+class SettingsFollowed(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway does what `GatewaySettings` of that generation say. A model that it cannot load is not served, which
+    is in its log."""
+
+    generation: int
+
+
+GatewayToController = (
+    GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest | SettingsFollowed | LoadReport
+)
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -187,8 +196,12 @@ class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
 class GatewaySettings(Message, frozen=True, kw_only=True, tag=True):
     """What a gateway is to do differently from now on, without a restart."""
 
+    generation: int
+    """Of the configuration that says so; answered with `SettingsFollowed`."""
     routers: bytes
     """The `RouterConfig` of each model, by its key, as JSON; the key is empty where there is one."""
+    models: bytes
+    """The `ModelSource` of each model that is to be served, as JSON."""
     load_every_s: float | None
     """Between two reports to an autoscaler; None without one."""
 

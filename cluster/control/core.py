@@ -272,6 +272,9 @@ class ControlCore:
             case events.MembershipMissed(gateway_id=gateway_id):
                 if gateway_id in gateways.followers:
                     gateways.followers[gateway_id].needs_snapshot = True
+            case events.SettingsFollowed(gateway_id=gateway_id, generation=generation):
+                if gateway_id in gateways.followers:
+                    gateways.followers[gateway_id].generation = generation
             case events.WorkerEmpty(gateway_id=gateway_id, worker_id=name, incarnation=incarnation):
                 if gateway_id in gateways.followers:
                     gateways.followers[gateway_id].empty.add((name, incarnation))
@@ -462,7 +465,8 @@ class ControlCore:
         if not rollout.plan.is_back and not had_canary and rollout.stage != "canary":
             self._configure(rollout.plan.new)
             self._out.append(events.Save())
-        if rollout.is_over(self._workers.values()):
+        is_served = not rollout.plan.exchanges_models or self._gateways.serve(rollout.plan.new.generation)
+        if is_served and rollout.is_over(self._workers.values()):
             self._target, self._rollout = rollout.plan.new, None
             self._out.append(events.Save())
 

@@ -153,6 +153,14 @@ class MembershipMissed:
 
 
 @dataclass(frozen=True, slots=True)
+class SettingsFollowed:
+    """That gateway serves the models of a generation."""
+
+    gateway_id: GatewayId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerEmpty:
     """Nothing of that gateway runs on that draining worker any more."""
 
@@ -183,6 +191,7 @@ Event = (
     | GatewayLeft
     | GatewayStopped
     | MembershipMissed
+    | SettingsFollowed
     | WorkerEmpty
     | Tick
 )

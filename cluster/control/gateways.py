@@ -55,6 +55,8 @@ class Follower:
     own_http_address: str = ""
     empty: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
     """Draining workers on which none of its requests runs any more."""
+    generation: int = 0
+    """Whose models it serves; 0 before it says so."""
     needs_snapshot: bool = True
     """Whether it is to get the whole membership: it got none yet, or missed a change."""
 
@@ -205,6 +207,10 @@ class Gateways:
         for follower in found:
             follower.needs_snapshot = False
         return tuple(follower.gateway_id for follower in found)
+
+    def serve(self, generation: int) -> bool:
+        """Whether all that follow serve the models of a generation."""
+        return all(follower.generation == generation for follower in self.followers.values())
 
     def are_done_with(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """Whether none has requests on that draining worker. One that is not connected may have."""

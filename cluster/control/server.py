@@ -27,7 +27,7 @@ from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
-from disagg.cluster.control.plan import ClusterPlan, router_configs
+from disagg.cluster.control.plan import ClusterPlan, gateway_config, router_configs
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.probes.probe_link import Prober
@@ -58,6 +58,7 @@ from disagg.proto.control import (
     MembershipRequest,
     PoolName,
     ScaleRequest,
+    SettingsFollowed,
     WorkerDrained,
     WorkerFailed,
     WorkerHeartbeat,
@@ -318,8 +319,15 @@ class Controller:
 
     def _settings_frame(self) -> bytes:
         plan = self._plans.present
-        routers = msgspec.json.encode(router_configs(plan.config))
-        return encode(GatewaySettings(routers=routers, load_every_s=plan.load_every_s))
+        ready = [worker.info for worker in self._state.workers if worker.phase == "ready" and worker.info is not None]
+        return encode(
+            GatewaySettings(
+                generation=self._plans.configured,
+                routers=msgspec.json.encode(router_configs(plan.config)),
+                models=msgspec.json.encode(gateway_config(plan.config, plan.model_paths, ready).models),
+                load_every_s=plan.load_every_s,
+            )
+        )
 
     def _save(self, core: ControlCore) -> None:
         """Keep the desired state, and the generations that are needed for it."""
@@ -544,6 +552,8 @@ class Controller:
             elif isinstance(message, LoadReport):
                 if self._autoscaler is not None:
                     self._autoscaler.report(hello.gateway_id, message)
+            elif isinstance(message, SettingsFollowed):
+                self._handle(events.SettingsFollowed(hello.gateway_id, message.generation))
             elif isinstance(message, MembershipRequest):
                 logger.info("gateway %s missed a change of the membership: sending a snapshot", hello.gateway_id)
                 self._handle(events.MembershipMissed(hello.gateway_id))

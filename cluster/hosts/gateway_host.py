@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,12 +28,14 @@ from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.connections.channels import given_until
 from disagg.proto.ids import model_of
 from disagg.proto.messages import StartPhase
+from disagg.router.config import RouterConfig
 from disagg.router.gateway.all_routers import AllRouters
 from disagg.router.gateway.config import ModelSource
 from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
 from disagg.router.gateway.membership import ControllerLink
+from disagg.router.gateway.model_changes import ModelChanges
 from disagg.router.gateway.rpc.admin_answers import counts_of
 from disagg.router.gateway.server import GatewayServer
 from disagg.router.shell.router_servers import RouterServers
@@ -115,8 +116,10 @@ class GatewayHost:
     async def _main(self, times: LoopTimes) -> None:
         spec, watch = self._spec, LoopWatch(times)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        routers = {source.key: self._make_router(source) for source in spec.gateway.models}
-        servers, all_routers = RouterServers(routers), AllRouters(list(routers.values()))
+        servers = RouterServers(
+            {source.key: self._make_router(source, spec.routers[source.key]) for source in spec.gateway.models}
+        )
+        all_routers = AllRouters(servers.routers)
         link = ControllerLink(
             spec.gateway_id,
             self._resolve,
@@ -130,17 +133,26 @@ class GatewayHost:
         )
         heartbeats = HeartbeatConnection(spec.gateway_id, self._resolve, self._secret, watch.state, spec.name)
         try:
-            gateway = await self._open(routers, servers, link, times)
+            gateway = await self._open(servers, link, times)
         except Exception as error:
             logger.exception("the gateway could not start")
             await link.report_failure(describe(error))
             await servers.stop()
             raise
+        changes = ModelChanges(
+            gateway.served,
+            servers,
+            spec.gateway,
+            lambda *source: self._make_router(*source, is_first=False),
+            link.followed,
+        )
+        link.on_models = changes.follow
         try:
             freeze_start()
             self.address, self.http_address = gateway.address, gateway.http_address
             times.forget()
             watch.start()
+            changes.start()
             link.start(gateway.address, os.getpid(), self.http_address, gateway.own_address, gateway.own_http_address)
             heartbeats.start()
             self._ready.set()
@@ -149,30 +161,30 @@ class GatewayHost:
             await gateway.stop()
             await asyncio.to_thread(heartbeats.stop)
             await link.stop()
+            await changes.stop()
             watch.stop()
             await servers.stop()
 
-    def _make_router(self, source: ModelSource) -> RouterServer:
-        """Of the workers of one model. Recordings of several models are in a folder each."""
+    def _make_router(self, source: ModelSource, config: RouterConfig, *, is_first: bool = True) -> RouterServer:
+        """Of one model. Recordings of several models are in a folder each. `is_first`: whether the gateway starts, and
+        the router knows the model's workers from its specification."""
         spec, recording = self._spec, self._spec.recording
         if recording is not None and source.key:
             folder = str(Path(recording.folder) / source.key)
             recording = msgspec.structs.replace(recording, folder=folder)
         return RouterServer(
-            spec.routers[source.key],
+            config,
             spec.gateway_id,
-            [info for info in spec.workers if model_of(info.worker_id) == source.key],
+            [info for info in spec.workers if is_first and model_of(info.worker_id) == source.key],
             self._secret,
             recording=recording,
             tracer=start_tracing(spec.gateway.tracing, source.name, spec.name),
         )
 
-    async def _open(
-        self, routers: Mapping[str, RouterServer], servers: RouterServers, link: ControllerLink, times: LoopTimes
-    ) -> GatewayServer:
+    async def _open(self, servers: RouterServers, link: ControllerLink, times: LoopTimes) -> GatewayServer:
         gateway = GatewayServer(
             self._spec.gateway,
-            routers,
+            servers.routers,
             control=link.call,
             loop_times=times,
             autoscaler=lambda: link.autoscaler,

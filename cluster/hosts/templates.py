@@ -106,6 +106,7 @@ class Templates:
     def keep_only(self, workers: Iterable[WorkerConfig]) -> None:
         """End those of other workers. Those of gateways stay, which may have forked one that still runs."""
         kept = {_key(config) for config in workers}
+        self._most = max(self._most, len(kept) + MAX_TEMPLATES)
         for key in [key for key in self._running if key[0].kind == "worker" and key not in kept]:
             self._end(key)
 

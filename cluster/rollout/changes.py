@@ -1,6 +1,7 @@
 """In which fields two configurations of a cluster differ, and what becomes of each. Pure.
 
-    in place            the controller, its gateways and later starts follow it; no process is restarted
+    in place            the controller, its gateways and later starts follow it; no process is restarted. So do models
+                        come and go: their workers start or leave, and gateways serve them or do not
     replaces workers    see `rollout.py`
     no effect           it is about pools that the mode does not use
     refused             then nothing is changed
@@ -57,7 +58,9 @@ REFUSED = {
 }
 """Why; the first pattern that fits counts."""
 _TO_THE_TWIN = "the twin sets it while it is auto"
-_OTHER_MODELS = "models come and go with the cluster: gateways read their tokenizers when they start"
+_NAMES = "workers have the key of their model in their names where the file has `models`: start the cluster anew"
+_COMES = "the model is served once its first workers are ready"
+_GOES = "requests for it are refused, and its workers leave"
 _ANEW = "it cannot be changed while the cluster runs: stop it and start it anew"
 
 
@@ -83,10 +86,35 @@ def compare(running: ClusterConfig, wanted: ClusterConfig, replaced: Collection[
         replaced: pools of which workers will be replaced, that come or go. A field of others replaces nothing: what it
             stands for is the same.
     """
-    before, after = values_of(running), values_of(wanted)
+    coming = _coming_and_going(running, wanted)
+    keys = {change.field.partition(".")[2] for change in coming}
+    before, after = (
+        {path: value for path, value in values_of(config).items() if split_path(path)[0] not in keys}
+        for config in (running, wanted)
+    )
     paths = [path for path in dict.fromkeys((*before, *after)) if before.get(path) != after.get(path)]
     used = {name for config in (running, wanted) for name, _ in active_pools(config)}
-    return [_change(path, running, wanted, before, after, used, replaced) for path in paths]
+    return [*(_change(path, running, wanted, before, after, used, replaced) for path in paths), *coming]
+
+
+def _coming_and_going(running: ClusterConfig, wanted: ClusterConfig) -> list[FieldChange]:
+    """Models that only one of two configurations has, as a field each."""
+    before, after = models_of(running), models_of(wanted)
+    found = []
+    for key in dict.fromkeys((*before, *after)):
+        if key and (key in before) != (key in after):
+            names = (json.dumps(side[key].model.served_name if key in side else None) for side in (before, after))
+            is_refused = "" in before or "" in after
+            found.append(
+                FieldChange(
+                    field=f"models.{key}",
+                    before=next(names),
+                    after=next(names),
+                    how="refused" if is_refused else "in place",
+                    detail=_NAMES if is_refused else _COMES if key in after else _GOES,
+                )
+            )
+    return found
 
 
 def split_path(path: str) -> tuple[str, str]:
@@ -116,10 +144,7 @@ def _change(
 
     key, path = split_path(path)
     if key:
-        ours, theirs = models_of(running).get(key), models_of(wanted).get(key)
-        if ours is None or theirs is None:
-            return change("refused", _OTHER_MODELS)
-        running, wanted = ours, theirs
+        running, wanted = models_of(running)[key], models_of(wanted)[key]
     kind: PoolKind | None = next((name for name in _POOLS if path.startswith(f"pools.{name}.")), None)
     pool = None if kind is None else join_name(key, kind)
     if path == "model.name":

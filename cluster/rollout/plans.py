@@ -161,7 +161,7 @@ class Plans:
             if change.how == "refused":
                 raise ConfigError(f"{change.field}: {change.detail}")
         for key, path in new.model_paths.items():
-            check_served(old.model_paths[key], path, f"{path_prefix(key)}model.path")
+            check_served(old.model_paths.get(key), path, f"{path_prefix(key)}model.path")
         if not request.surge:
             for name in plan.replaced:
                 if running.sizes[name] == 1:
@@ -201,13 +201,18 @@ def config_hash_of(plan: ClusterPlan, pool: PoolName) -> str:
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:12]
 
 
-def check_served(old: str, new: str, field: str = "model.path") -> None:
-    """Refuse a model of which a gateway would have to read something else: one gateway serves both versions.
+def check_served(old: str | None, new: str, field: str = "model.path") -> None:
+    """Refuse a model of which a gateway would have to read something else: one gateway serves both versions. Without an
+    `old` one it is a model more, of which the gateway must be able to read all.
 
     Raises:
         ConfigError: naming `field` and what differs.
     """
     if old == new:
+        return
+    if old is None:
+        if new != FAKE_MODEL:
+            _served(new, field)
         return
     if FAKE_MODEL in (old, new):
         raise ConfigError(f"{field}: the model without weights has another tokenizer")

@@ -98,6 +98,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def exchanges_models(self) -> bool:
+        """Whether models come or go. Then it is over only when the gateways serve those of the new generation."""
+        return {model_of(pool) for pool in self.old.sizes} != {model_of(pool) for pool in self.new.sizes}
+
+    @property
     def is_needed(self) -> bool:
         """Whether any worker has to be replaced, or pools to be exchanged."""
         return bool(self.replaced or self.added or self.removed)
@@ -289,7 +294,8 @@ class Rollout:
     def _doing(self, workers: list[Worker]) -> str:
         if self.stage == "finishing":
             leaving = self._leaving(workers)
-            return f"{', '.join(leaving)} leaves" if leaving else ""
+            waits = "waits for the gateways to serve other models" if self.plan.exchanges_models else ""
+            return f"{', '.join(leaving)} leaves" if leaving else waits
         new = [w for w in workers if self._is_in_hand(w) and not self._is_done(w)]
         if self.stage == "canary" and new:
             return f"waits for the first new workers: {', '.join(f'{w.worker_id} is {w.phase}' for w in new)}"

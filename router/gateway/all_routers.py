@@ -16,10 +16,18 @@ from disagg.router.statistics import Rates
 
 
 class AllRouters(RouterViews):
-    """Looks at each; there is one at least. Of one router it is that router's own views."""
+    """Looks at each; there is one at least. Of one router it is that router's own views.
 
-    def __init__(self, routers: Sequence[Router]) -> None:
-        self._routers = tuple(routers)
+    Args:
+        routers: by key of the model; may change.
+    """
+
+    def __init__(self, routers: Mapping[str, Router]) -> None:
+        self._by_key = routers
+
+    @property
+    def _routers(self) -> list[Router]:
+        return list(self._by_key.values())
 
     @override
     def view(self) -> ClusterView:

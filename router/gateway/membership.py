@@ -3,6 +3,7 @@
     hello ──> Membership, changes ──> workers added, drained, removed ──break──> pause ──> resolve() ──> hello ...
           <── WorkerDrained, when this gateway has nothing left on a draining worker; a heartbeat twice a second
           <── MembershipRequest, when a change is missing
+    GatewaySettings ──> routers, models ──> SettingsFollowed
 
 While the controller is away the gateway goes on serving with its present workers. Each stream begins with all of the
 membership, which replaces the earlier one, so that missed changes do not matter.
@@ -36,6 +37,7 @@ from disagg.proto.control import (
     Member,
     Membership,
     MembershipRequest,
+    SettingsFollowed,
     WorkerDrained,
     WorkerIncarnation,
 )
@@ -45,6 +47,7 @@ from disagg.proto.membership import MembershipCopy
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROL, FOLLOW
 from disagg.router.config import RouterConfig
+from disagg.router.gateway.config import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ CONNECT_TIMEOUT_S = 5.0
 """How long the drain of a worker waits for those that may take its place to be connected."""
 IDLE_LOAD_S = 1.0
 """How often to look whether an autoscaler is to have reports."""
+
+OnModels = Callable[[int, Sequence[ModelSource], Mapping[str, RouterConfig]], None]
+"""Generation, its models, and the configurations of their routers by key."""
 
 
 class Workers(Protocol):
@@ -142,6 +148,8 @@ class ControllerLink:
         """The controller's address while connected: resolving it may take a minute without Ray's head."""
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
+        self.on_models: OnModels = lambda generation, models, routers: self.followed(generation)
+        """Called with the models that the cluster serves; answered by `followed`. Set by the owner of the models."""
 
     def start(
         self, address: str, pid: int, http_address: str = "", own_address: str = "", own_http_address: str = ""
@@ -263,7 +271,10 @@ class ControllerLink:
             return
         if isinstance(message, GatewaySettings):
             self._load_every_s = message.load_every_s
-            self._workers.configure(msgspec.json.decode(message.routers, type=dict[str, RouterConfig]))
+            routers = msgspec.json.decode(message.routers, type=dict[str, RouterConfig])
+            self._workers.configure(routers)
+            models = msgspec.json.decode(message.models, type=tuple[ModelSource, ...])
+            self.on_models(message.generation, models, routers)
             return
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)
@@ -309,6 +320,10 @@ class ControllerLink:
             await self._workers.wait_until_connected(CONNECT_TIMEOUT_S)
         except TimeoutError as error:
             logger.warning("draining %s although other workers are not connected: %s", ", ".join(leaving), error)
+
+    def followed(self, generation: int) -> None:
+        """Say that all that a generation's settings say is done here."""
+        self._outbox.put_nowait(SettingsFollowed(generation=generation))
 
     def _on_drained(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self._drained.add((worker_id, incarnation))

@@ -16,16 +16,36 @@ from disagg.router.gateway.requests.validate import MAX_ECHOED_CHARS
 
 
 class Models:
-    """A generator for each model; there is one at least. Names differ."""
+    """A generator for each model, of which there is one at least while requests come. Names differ; models may come and
+    go."""
 
-    def __init__(self, generators: Sequence[Generator]) -> None:
-        self.generators = tuple(generators)
+    def __init__(self, generators: Sequence[Generator] = ()) -> None:
         self._by_name = {generator.model.info.name: generator for generator in generators}
+
+    @property
+    def generators(self) -> tuple[Generator, ...]:
+        """In the order in which they came."""
+        return tuple(self._by_name.values())
+
+    @property
+    def names(self) -> list[str]:
+        """As `generators`."""
+        return list(self._by_name)
+
+    def add(self, generator: Generator) -> None:
+        """Requests may name it from now on."""
+        self._by_name[generator.model.info.name] = generator
+
+    def remove(self, generator: Generator) -> None:
+        """Refuse further requests that name it, unless another one has its name. Those that it has got go on."""
+        name = generator.model.info.name
+        if self._by_name.get(name) is generator:
+            del self._by_name[name]
 
     @property
     def only(self) -> Generator | None:
         """The generator, where there is one model."""
-        return self.generators[0] if len(self.generators) == 1 else None
+        return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
 
     def allowed(self, caller: Caller) -> list[Generator]:
         """Of the models that the caller may use."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import time
 import uuid
@@ -28,13 +27,11 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import StartPhase
 from disagg.proto.services import NO_COMPRESSION
 from disagg.router.api import Router, TenantLimits
-from disagg.router.gateway.all_routers import AllRouters
-from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.batches.service import BatchService
-from disagg.router.gateway.config import GatewayConfig, ModelSource, is_loopback, serves_page
+from disagg.router.gateway.config import GatewayConfig, is_loopback, serves_page
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
@@ -57,16 +54,16 @@ from disagg.router.gateway.http.usage import UsageHandler
 from disagg.router.gateway.metrics.registry import GatewayMetrics
 from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
-from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.rpc.admin import AdminService, Control, no_controller
 from disagg.router.gateway.rpc.decoding import DecodeRequests
 from disagg.router.gateway.rpc.health import Health
 from disagg.router.gateway.rpc.interceptors import Authenticate
-from disagg.router.gateway.rpc.probe import PairProbe, PairProbes
+from disagg.router.gateway.rpc.probe import PairProbes
 from disagg.router.gateway.rpc.running_calls import RunningCalls
 from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.rpc.watch_places import WatchPlaces
-from disagg.router.gateway.text.tokenizer import ServedModel, load_model
+from disagg.router.gateway.served_models import ServedModels
+from disagg.router.gateway.text.tokenizer import ServedModel
 from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
@@ -112,16 +109,17 @@ class GatewayServer:
     ) -> None:
         self.config = config
         self._start_phases = start_phases
-        self.models = {source.key: _load(source, config) for source in config.models}
+        self.served = ServedModels(config, routers, _mint_id)
+        """Models may come and go once it has started."""
         self._guardrails = Guardrails(config.guardrails) if config.guardrails else None
-        self._routers = dict(routers)
-        self._all = AllRouters([routers[source.key] for source in config.models])
-        self._longest_context = max(model.info.max_model_len for model in self.models.values())
+        self._all = self.served.all
+        self._longest_context = self.served.longest_context
+        """At the start: the server's limits of messages stay."""
         self._control = control
         self._security = secure(config, self._limits_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = GatewayMetrics(
-            {source.name: routers[source.key].view for source in config.models},
+            self.served.views,
             vllm_aliases=config.vllm_aliases,
             loop_times=loop_times,
             autoscaler=autoscaler,
@@ -153,6 +151,11 @@ class GatewayServer:
         self._own_http: HttpServer | None = None
         self._own_port: int | None = None
         self._own_http_port: int | None = None
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """What is known of each model, by key."""
+        return self.served.loaded
 
     @property
     def port(self) -> int:
@@ -198,7 +201,7 @@ class GatewayServer:
         self._metrics.offload = self._offload
         self._usage.start()
         self._metrics.guardrails = self._guardrails
-        models = self._make_models(self._offload)
+        models = self.served.begin(self._offload, self._guardrails)
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
@@ -209,7 +212,7 @@ class GatewayServer:
                 config.batches,
                 config.name,
                 _mint_id(),
-                {source.name: self._routers[source.key].view for source in config.models},
+                self.served.views,
                 wakes_workers=not self._waits_for_workers,
                 ttft_s=config.ttft_target_s,
                 tpot_s=config.tpot_target_s,
@@ -332,24 +335,6 @@ class GatewayServer:
     def _address(self, port: int) -> str:
         return join_address(self.config.host, port)
 
-    def _make_models(self, offload: Offload) -> Models:
-        return Models(
-            [
-                Generator(
-                    self.models[source.key],
-                    self._routers[source.key],
-                    Limits(self.models[source.key].info, self.config.max_prompt_bytes),
-                    source.prefix_root,
-                    clock=time.monotonic,
-                    mint_seed=lambda: secrets.randbits(64),
-                    mint_id=_mint_id,
-                    offload=offload,
-                    guardrails=self._guardrails,
-                )
-                for source in self.config.models
-            ]
-        )
-
     def _body_limits(self) -> BodyLimits:
         config = self.config
         return BodyLimits(
@@ -402,46 +387,23 @@ class GatewayServer:
             usage=self._usage,
         )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
-        probes = {
-            key: PairProbe(
-                self._routers[key],
-                model.info.vocab_size,
-                clock=time.monotonic,
-                mint_id=_mint_id,
-                dice=random.SystemRandom(),
-            )
-            for key, model in self.models.items()
-        }
-        names = [source.name for source in self.config.models]
         self._admin = AdminService(
             self._all,
             self._control,
-            PairProbes(probes),
+            PairProbes(self.served.probes),
             self._security.rights,
             audit=self._audit,
             start_phases=self._start_phases,
             name=self.config.name,
-            models=names,
+            models=lambda: models.names,
             usage=self._usage,
             guardrails=self._guardrails,
         )
         if serves_page(self.config):
-            self._page = Page(self._admin, names, time.monotonic, time.time, self._usage)
+            self._page = Page(self._admin, lambda: models.names, time.monotonic, time.time, self._usage)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-
-def _load(source: ModelSource, config: GatewayConfig) -> ServedModel:
-    return load_model(
-        source.path,
-        source.name,
-        source.max_model_len,
-        special_tokens_in_chat=config.special_tokens_in_chat,
-        nonce=secrets.token_hex(8),
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
 
 
 def _sites(config: GatewayConfig) -> Sites:

@@ -21,18 +21,47 @@ class RouterServers:
 
     def __init__(self, routers: Mapping[str, RouterServer]) -> None:
         self._routers = dict(routers)
-        for router in self._routers.values():
-            router.share_rates([other for other in self._routers.values() if other is not router])
+        self._share_rates()
+        self._on_drained: Callable[[WorkerId, Incarnation], None] = lambda worker_id, incarnation: None
+        self._unused: dict[WorkerId, WorkerInfo] = {}
+        """Workers of models that have no router here, or none yet."""
+        self._unused_draining: dict[WorkerId, Incarnation] = {}
+        """Of these."""
+
+    @property
+    def routers(self) -> Mapping[str, RouterServer]:
+        """Those that are there now; changes with `add` and `remove`."""
+        return self._routers
 
     @property
     def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:
         """Called when a router has nothing left on a draining worker; set by the owner of the membership."""
-        return next(iter(self._routers.values())).on_drained
+        return self._on_drained
 
     @on_drained.setter
     def on_drained(self, value: Callable[[WorkerId, Incarnation], None]) -> None:
+        self._on_drained = value
         for router in self._routers.values():
             router.on_drained = value
+
+    async def add(self, key: str, router: RouterServer) -> None:
+        """Start a router of a further model, and connect it to the workers of that model that are there; returns at
+        once."""
+        router.on_drained = self._on_drained
+        self._routers[key] = router
+        self._share_rates()
+        await router.start()
+        for worker_id in [worker_id for worker_id in self._unused if model_of(worker_id) == key]:
+            await router.add_worker(self._unused.pop(worker_id))
+            if (incarnation := self._unused_draining.pop(worker_id, None)) is not None:
+                router.drain_worker(worker_id, incarnation)
+
+    async def remove(self, key: str) -> None:
+        """Stop the router of a model; workers of it that come later are not used."""
+        if (router := self._routers.pop(key, None)) is not None:
+            self._share_rates()
+            router.share_rates(())
+            await router.stop()
 
     async def start(self) -> None:
         """Begin to connect to the workers; returns at once."""
@@ -53,15 +82,19 @@ class RouterServers:
         await asyncio.gather(*(router.stop() for router in self._routers.values()))
 
     async def add_worker(self, info: WorkerInfo) -> None:
-        """Connect the router of its model to a worker; one of a model that is not served is not used."""
+        """Connect the router of its model to a worker; one of a model that is not served is not used before it is."""
         router = self._of(info.worker_id)
         if router is None:
-            logger.warning("worker %s is of a model that this gateway does not serve; it is not used", info.worker_id)
+            logger.info("worker %s is of a model that this gateway does not serve yet", info.worker_id)
+            self._unused[info.worker_id] = info
+            self._unused_draining.pop(info.worker_id, None)
         else:
             await router.add_worker(info)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """Disconnect from a worker; its requests are requeued at its model."""
+        self._unused.pop(worker_id, None)
+        self._unused_draining.pop(worker_id, None)
         if (router := self._of(worker_id)) is not None:
             await router.remove_worker(worker_id)
 
@@ -69,12 +102,15 @@ class RouterServers:
         """Place nothing there any more. Nothing runs on a worker that is not used."""
         router = self._of(worker_id)
         if router is None:
+            self._unused_draining[worker_id] = incarnation
             self.on_drained(worker_id, incarnation)
         else:
             router.drain_worker(worker_id, incarnation)
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Use that incarnation of a worker again, if it is draining."""
+        if self._unused_draining.get(worker_id) == incarnation:
+            del self._unused_draining[worker_id]
         if (router := self._of(worker_id)) is not None:
             router.resume_worker(worker_id, incarnation)
 
@@ -87,6 +123,11 @@ class RouterServers:
     def load_reports(self) -> Sequence[LoadReport]:
         """For the controller's autoscalers."""
         return [router.load_report(key) for key, router in self._routers.items()]
+
+    def _share_rates(self) -> None:
+        """Limits of keys for a minute hold for all models together."""
+        for router in self._routers.values():
+            router.share_rates([other for other in self._routers.values() if other is not router])
 
     def _of(self, worker_id: WorkerId) -> RouterServer | None:
         return self._routers.get(model_of(worker_id))

@@ -338,7 +338,7 @@ class RouterServer(Router):
         self._keep_draining(event)
 
     def _pass_on(self) -> None:
-        if self._others and (charges := self._core.take_charges()):
+        if charges := self._core.take_charges():  # none where no other one ever was there
             for other in self._others:
                 other.charged_elsewhere(charges)
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from disagg.client import AsyncClient, Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.control import ControlRefused, ControlState, ScaleRequest, StateRequest
-from disagg.proto.errors import ConfigError, InvalidRequestError, ModelNotFoundError, UnavailableError
+from disagg.proto.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from tests.integration.test_batches import contents
 from tests.integration.test_scaling import replaced
 from tests.support import reference
@@ -92,10 +93,11 @@ def running(content: dict[str, Any], expected: dict[str, list[list[int]]]) -> It
     assert cluster.killed == []
 
 
-def over_grpc(served: Served, key: str, number: int) -> list[int]:
+def over_grpc(served: Served, key: str, number: int, name: str = "") -> list[int]:
+    """The answer to a prompt of that key, by the model of that name, or that of the key."""
     with Client(served.cluster.address) as client:
         answer = client.generate(
-            PROMPTS[key][number], model=NAMES[key], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            PROMPTS[key][number], model=name or NAMES[key], max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
         )
         return list(answer.token_ids)
 
@@ -204,7 +206,7 @@ def test_lines_of_a_batch_name_a_model_each(served: Served) -> None:
 
 async def test_what_becomes_of_one_model_does_not_disturb_the_other(changing: Served, tmp_path: Path) -> None:
     """A worker is killed, a pool is resized, another gets a larger KV cache while the first model is resized, a third
-    model is refused."""
+    model comes and goes."""
     await a_worker_dies(changing)
     await a_pool_is_resized(changing)
     await a_pool_is_changed(changing, tmp_path / "cluster.yaml")
@@ -285,6 +287,42 @@ async def a_pool_is_changed(served: Served, file: Path) -> None:
     assert kept == {"first/prefill-0", "first/decode-0", "second/prefill-0"}
     for key in KINDS:
         assert await asyncio.to_thread(over_grpc, served, key, 0) == served.expected[key][0]
-    file.write_text(yaml.safe_dump({**served.content, "models": {**changed, "third": changed["second"]}}))
-    with pytest.raises(ConfigError, match=r"^models\.third\..*: models come and go with the cluster"):
-        await asyncio.to_thread(run_apply, cluster.address, file, console, ApplyOptions())
+    await a_model_comes_and_goes(served, file, {**served.content, "models": changed})
+
+
+async def a_model_comes_and_goes(served: Served, file: Path, content: dict[str, Any]) -> None:
+    """The third has the weights of the first, so its tokens are known. Once `apply` is over it is served, or is not any
+    more; the others answer all the time, by the same processes."""
+    cluster, console, options = served.cluster, Console(quiet=True), ApplyOptions(wait_s=WAIT_S)
+    before = {info.worker_id: info.incarnation for info in cluster.workers}
+    third = {**content["models"]["first"], "model": {**content["models"]["first"]["model"], "name": "third"}}
+    over = threading.Event()
+    loads = [asyncio.create_task(asyncio.to_thread(answer_until, served, key, over)) for key in KINDS]
+    try:
+        file.write_text(yaml.safe_dump({**content, "models": {**content["models"], "third": third}}))
+        await asyncio.to_thread(run_apply, cluster.address, file, console, options)
+        assert await asyncio.to_thread(over_grpc, served, "first", 2, name="third") == served.expected["first"][2]
+        assert await asyncio.to_thread(names_shown, served) == [{*NAMES.values(), "third"}] * 2
+        file.write_text(yaml.safe_dump(content))
+        await asyncio.to_thread(run_apply, cluster.address, file, console, options)
+        with pytest.raises(ModelNotFoundError):
+            await asyncio.to_thread(over_grpc, served, "first", 2, name="third")
+        assert await asyncio.to_thread(wait_until, lambda: names_shown(served) == [{*NAMES.values()}] * 2, LONG_WAIT_S)
+        assert {info.worker_id: info.incarnation for info in cluster.workers} == before
+    finally:
+        over.set()
+        await asyncio.gather(*loads)
+    assert state_of(served).generation == 4
+
+
+def names_shown(served: Served) -> list[set[str]]:
+    """The models that are listed, and those that metrics are of."""
+    with httpx.Client(base_url=f"http://{served.cluster.http_address}", timeout=WAIT_S) as http:
+        listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        samples = read_samples(http.get("/metrics").content)
+        return [listed, {dict(labels)["model"] for labels in samples["disagg_output_tokens_total"]}]
+
+
+def answer_until(served: Served, key: str, over: threading.Event) -> None:
+    while not over.is_set():
+        assert over_grpc(served, key, 0) == served.expected[key][0]

@@ -108,7 +108,7 @@ async def served(folder: Path, views: BusyViews, authenticator: Authenticator | 
     model = load_model(str(write_checkpoint(folder, config=config)), MODEL_NAME, None)
     tokens = model.tokenizer.encode_text(ANSWER, special=False)
     router = FakeRouter([[token] for token in tokens])
-    app = TestApp(model, router, authenticator, page=Page(views, [MODEL_NAME], time.monotonic, time.time))
+    app = TestApp(model, router, authenticator, page=Page(views, lambda: [MODEL_NAME], time.monotonic, time.time))
     server = HttpServer(app.app, LIMITS, time.monotonic)
     port = await server.start("127.0.0.1", 0)
     try:

@@ -87,7 +87,7 @@ class Page:
 
     Args:
         views: what is shown.
-        model_names: that requests use.
+        model_names: that requests use, now.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
         usage: what keys used; None where it is not known.
@@ -96,14 +96,14 @@ class Page:
     def __init__(
         self,
         views: Views,
-        model_names: Sequence[str],
+        model_names: Callable[[], Sequence[str]],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         usage: UsageView | None = None,
     ) -> None:
         self._usage = usage
         self._views = views
-        self._model_names = list(model_names)
+        self._model_names = model_names
         self._clock = clock
         self._wall_clock = wall_clock
         self._files = _read_files()
@@ -159,7 +159,7 @@ class Page:
         requests = None
         if caller.is_admin:
             requests = [request_json(each) async for each in self._views.recent(MAX_REQUESTS)]
-        return {"now": self._wall_clock(), "models": self._model_names, **shown, "requests": requests}
+        return {"now": self._wall_clock(), "models": list(self._model_names()), **shown, "requests": requests}
 
 
 def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:

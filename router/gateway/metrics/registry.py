@@ -57,7 +57,8 @@ class GatewayMetrics(Collector):
 
     Args:
         views: of each served model, by name: its part of the cluster now. The name is the label `model_name` of the
-            `vllm:*` aliases; where there are several, it is the label `model` of what is of one model, too.
+            `vllm:*` aliases; where there are several, it is the label `model` of what is of one model, too. Models
+            may come and go.
         vllm_aliases: whether the names of vLLM are there too.
         loop_times: of the gateway's event loop; `None` shows zeros.
         autoscaler: what the controller's decided last; `None` where there is none.
@@ -91,7 +92,7 @@ class GatewayMetrics(Collector):
         """Set by the gateway, where it records usage."""
         self.guardrails: Guardrails | None = None
         """Set when the gateway starts; None where there are none."""
-        self._views = dict(views)
+        self._views = views
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()

@@ -92,7 +92,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         wall_clock: seconds since the epoch.
         name: of this gateway.
         start_phases: of the gateway's process.
-        models: the names of the served ones.
+        models: the names of the served ones, now.
         usage: what keys used; None where it is not known.
         guardrails: know the prompts that they refused.
     """
@@ -109,14 +109,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
         wall_clock: Callable[[], float] = time.time,
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
-        models: Sequence[str] = (),
+        models: Callable[[], Sequence[str]] = tuple,
         usage: UsageView | None = None,
         guardrails: Guardrails | None = None,
     ) -> None:
         self._usage = usage
         self._guardrails = guardrails
         self._router = router
-        self._models = tuple(models)
+        self._models = models
         self._control = control
         self._probe = probe
         self._rights = rights or Rights()
@@ -322,10 +322,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     def _require_one_model(self) -> None:
         """Raises `InvalidRequestError` where there are several: a twin replays the load of one."""
-        if len(self._models) > 1:
-            raise InvalidRequestError(
-                "model", f"this is for a cluster of one model; here are {', '.join(self._models)}"
-            )
+        if len(names := self._models()) > 1:
+            raise InvalidRequestError("model", f"this is for a cluster of one model; here are {', '.join(names)}")
 
     async def _known(self) -> ControlState:
         try:

@@ -56,10 +56,10 @@ class Probe(Protocol):
 
 
 class PairProbes(Probe):
-    """Probes the pairs of all models, each by the probe of its key."""
+    """Probes the pairs of all models, each by the probe of its key; models may come and go."""
 
     def __init__(self, probes: Mapping[str, PairProbe]) -> None:
-        self._probes = dict(probes)
+        self._probes = probes
 
     @override
     async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.plan import ClusterPlan, gateway_config, plan_cluster, router_configs
 from disagg.cluster.control.workers import split_worker_id
 from disagg.cluster.rollout.changes import compare
-from disagg.cluster.rollout.plans import Plans
+from disagg.cluster.rollout.plans import Plans, check_served
 from disagg.cluster.rollout.rollout import Plan, Target
 from disagg.cluster.scaling.models import Autoscalers, of_model, together
 from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport, PoolDecision, WorkerSample
@@ -37,7 +38,7 @@ from disagg.proto.control import (
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.router.gateway.config import ModelSource
-from tests.support.control import ADDRESS, Driver, make_info, succeeding
+from tests.support.control import ADDRESS, GATEWAY_ID, Driver, make_info, succeeding
 
 FAKE = {"path": "fake"}
 TWO: dict[str, Any] = {
@@ -348,19 +349,89 @@ def test_settings_of_one_model_are_changed_in_place() -> None:
     assert [(change.how, plan.is_needed) for change in reply.changes] == [("in place", False)] * len(reply.changes)
 
 
-@pytest.mark.parametrize(
-    ("after", "field"),
-    [
-        (changed(c={"model": FAKE}), "models.c.model"),
-        ({**TWO, "models": {"a": TWO["models"]["a"]}}, "models.b.model"),
-        ({"model": FAKE}, "model"),
-    ],
-)
-def test_models_do_not_come_and_go(after: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}"):
-        applied(after)
-    found = compare(parse_config(TWO), parse_config(after))
-    assert {change.how for change in found if change.field.startswith("models.")} == {"refused"}
+def test_a_model_comes_with_its_pools_and_another_one_goes_with_its_own() -> None:
+    reply, plan, new = applied({**TWO, "models": {"a": TWO["models"]["a"], "c": {"model": {**FAKE, "name": "org/c"}}}})
+    assert [(change.field, change.before, change.after, change.how) for change in reply.changes] == [
+        ("models.b", '"b"', "null", "in place"),
+        ("models.c", "null", '"org/c"', "in place"),
+    ]
+    assert (plan.added, plan.removed, plan.replaced) == (("c/prefill", "c/decode"), ("b/colocated",), ())
+    assert (plan.models, plan.exchanges_models) == ({"b", "c"}, True)
+    assert list(new.model_paths) == ["a", "c"]
+
+
+def test_pinned_models_behind_one_that_goes_move_up() -> None:
+    reply, plan, _ = applied({**TWO, "models": {"b": TWO["models"]["b"]}})
+    assert (plan.removed, plan.replaced) == (("a/prefill", "a/decode"), ("b/colocated",))
+    assert reply.pools == ("b/colocated", "a/prefill", "a/decode")
+
+
+def test_a_model_that_no_gateway_could_read_does_not_come(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 8}')
+    with pytest.raises(ConfigError, match=r"^models\.c\.model\.path: .*tokenizer\.json: cannot be read"):
+        check_served(None, str(tmp_path), "models.c.model.path")
+
+
+def test_a_file_of_one_model_and_one_of_several_are_different_clusters() -> None:
+    with pytest.raises(ConfigError, match=r"^model"):
+        applied({"model": FAKE})
+    found = compare(parse_config(TWO), parse_config({"model": FAKE}))
+    assert {change.field: change.how for change in found if change.field.startswith("models.")} == {
+        "models.a": "refused",
+        "models.b": "refused",
+    }
+
+
+def test_a_model_that_comes_is_served_before_the_rollout_is_over() -> None:
+    control = settled_of_two()
+    old = control.core.target
+    sizes, hashes = {**SIZES, "c/prefill": 1, "c/decode": 2}, {**old.config_hashes, "c/prefill": "p", "c/decode": "d"}
+    new = Target(generation=2, sizes=sizes, config_hashes=hashes)
+    assert control(events.Apply(Plan(old=old, new=new))) == ["start c/prefill-0 as p", "start c/decode-0 as d"]
+    assert control.register("c/prefill-0", fingerprint="of c")[0] == "accept c/prefill-0"
+    lines = control.register("c/decode-0", fingerprint="of c")
+    assert lines[:3] == ["accept c/decode-0", "configure 2", "start c/decode-1 as d"]
+    control.register("c/decode-1", fingerprint="of c")
+    rollout = control.core.state().rollout
+    assert rollout is not None
+    assert (rollout.stage, rollout.doing) == ("finishing", "waits for the gateways to serve other models")
+    control(events.SettingsFollowed(GATEWAY_ID, 1))
+    assert control.core.state().rollout is not None
+    control(events.SettingsFollowed(GATEWAY_ID, 2))
+    state = control.core.state()
+    assert (state.generation, state.rollout, state.is_settled) == (2, None, True)
+
+
+def test_a_model_that_goes_is_refused_before_its_workers_drain() -> None:
+    control = settled_of_two()
+    old = control.core.target
+    left = {name: size for name, size in SIZES.items() if name.startswith("a/")}
+    new = Target(generation=2, sizes=left, config_hashes=dict.fromkeys(left, ""))
+    assert control(events.Apply(Plan(old=old, new=new))) == [
+        "configure 2",
+        "publish a/prefill-0 a/decode-0 b/prefill-0(draining) b/decode-0(draining)",
+    ]
+    control(events.SettingsFollowed(GATEWAY_ID, 2))
+    assert control.empty("b/prefill-0")[-1] == "stop b/prefill-0"
+    assert control.empty("b/decode-0")[-1] == "stop b/decode-0"
+    control.stopped("b/prefill-0", "b/decode-0")
+    state = control.core.state()
+    assert (state.generation, state.rollout, state.is_settled) == (2, None, True)
+    assert {pool.name for pool in state.pools} == set(left)
+
+
+def test_a_model_whose_first_workers_fail_does_not_come() -> None:
+    control = settled_of_two()
+    control(events.SettingsFollowed(GATEWAY_ID, 1))
+    old = control.core.target
+    new = Target(
+        generation=2, sizes={**SIZES, "c/colocated": 1}, config_hashes={**old.config_hashes, "c/colocated": "w"}
+    )
+    assert control(events.Apply(Plan(old=old, new=new, ready_timeout_s=5.0))) == ["start c/colocated-0 as w"]
+    assert control.tick(5.0) == ["stop c/colocated-0"]
+    control.stopped("c/colocated-0")
+    state = control.core.state()
+    assert (state.generation, state.rollout, state.is_settled) == (1, None, True)
 
 
 # ---------------------------------------------------------------- the autoscalers

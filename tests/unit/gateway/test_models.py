@@ -68,6 +68,23 @@ def test_an_unknown_name_is_refused_with_those_that_the_caller_may_use() -> None
     assert "a, b" not in str(unknown.value)
 
 
+def test_models_come_and_go() -> None:
+    models, second = Models([generator("a")]), generator("b")
+    assert models.find(ANONYMOUS, None).model.info.name == "a"
+    models.add(second)
+    assert models.find(ANONYMOUS, "b") is second
+    with pytest.raises(InvalidRequestError, match=r"^model: must be set, to one of a, b$"):
+        models.find(ANONYMOUS, None)
+    again = generator("b")
+    models.add(again)
+    models.remove(second)  # another one has its name
+    assert models.find(ANONYMOUS, "b") is again
+    models.remove(again)
+    assert models.names == ["a"]
+    with pytest.raises(ModelNotFoundError):
+        models.find(ANONYMOUS, "b")
+
+
 def test_operators_see_one_cluster() -> None:
     busy = busy_view()
     other = ClusterView((), 2, 3, stages={"queued": 2}, rates=Rates(1.0, 10.0), slos={"both": (1, 2)})
@@ -102,7 +119,7 @@ def test_the_latest_requests_of_all_models_are_in_one_order() -> None:
         def trace(self, request_id: RequestId) -> RequestTrace | None:
             return next((trace for trace in self._found if trace.request_id == request_id), None)
 
-    routers = AllRouters([Traces(5.0, 2.0, 1.0), Traces(4.0, 3.0)])
+    routers = AllRouters({"a": Traces(5.0, 2.0, 1.0), "b": Traces(4.0, 3.0)})
     assert [trace.request_id for trace in routers.recent(4)] == ["at 5", "at 4", "at 3", "at 2"]
     found = routers.trace(RequestId("at 3"))
     assert found is not None

@@ -61,7 +61,7 @@ def views() -> FakeViews:
 
 
 def app_of(model: ServedModel, views: FakeViews, **changes: Any) -> TestApp:
-    return TestApp(model, page=Page(views, ["tiny"], lambda: views.now, lambda: NOW), **changes)
+    return TestApp(model, page=Page(views, lambda: ["tiny"], lambda: views.now, lambda: NOW), **changes)
 
 
 async def get(app: TestApp, path: str, key: str = "", **headers: str) -> Any:
@@ -78,7 +78,7 @@ async def test_every_file_that_the_page_names_is_served_without_a_key(model: Ser
         file = await get(app, path)
         assert file.status_code == 200
         named |= {f"/ui/{name}" for name in re.findall(r'from "\./([^"]+)"', file.text)}
-    assert named | {"/"} == set(Page(views, ["tiny"], lambda: 0.0, lambda: NOW).paths)
+    assert named | {"/"} == set(Page(views, lambda: ["tiny"], lambda: 0.0, lambda: NOW).paths)
 
 
 async def test_nothing_but_its_own_files_may_run_in_the_page(model: ServedModel, views: FakeViews) -> None:
@@ -131,7 +131,7 @@ class FakeUsage:
 
 async def test_usage_is_shown_to_its_tenant_and_of_all_to_an_admin(model: ServedModel, views: FakeViews) -> None:
     kept = FakeUsage()
-    page = Page(views, "tiny", lambda: views.now, lambda: NOW, kept)
+    page = Page(views, lambda: ["tiny"], lambda: views.now, lambda: NOW, kept)
     app = TestApp(model, page=page, authenticator=KEYS)
     assert error_of(await get(app, "/ui/usage"))[0] == 401
     found = (await get(app, "/ui/usage", "k-a")).json()
@@ -139,7 +139,7 @@ async def test_usage_is_shown_to_its_tenant_and_of_all_to_an_admin(model: Served
     assert (await get(app, "/ui/usage", "k-admin")).json() == found
     assert kept.seen == [TENANT.tenant, None]
     for without in (None, FakeUsage(keeps=False)):
-        page = Page(views, "tiny", lambda: views.now, lambda: NOW, without)
+        page = Page(views, lambda: ["tiny"], lambda: views.now, lambda: NOW, without)
         app = TestApp(model, page=page, authenticator=KEYS)
         assert (await get(app, "/ui/usage", "k-a")).json() == {"data": None}
 
