@@ -29,7 +29,7 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """As `generators`."""
+        """Of the models that requests may name, in the order in which they came."""
         return list(self._by_name)
 
     def add(self, generator: Generator) -> None:
