@@ -106,7 +106,7 @@ def _choice() -> _Choice:
     try:
         library = build.library(os.environ)
         native = NativeLinear.load(library.path)
-        multiplies = "C++" if native is not None and native.packs_bf16 else "oneDNN"
+        multiplies = "oneDNN" if native is None else "C++"
         description = f"cpu-c++ {library.simd}, bf16 GEMM by {multiplies}"
         choice = _Choice(description, NativeOps(library.path), native, triton)
     except (build.BuildError, OSError) as error:
@@ -216,13 +216,11 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
     return pack_for_onednn(weight_OI) if packed is None else packed
 
 
-def packing_name(dtype: torch.dtype, quantization: Quantization) -> str | None:
+def packing_name(dtype: torch.dtype) -> str | None:
     """Names the form that all weights of `dtype` on the CPU are packed in, down to the library that reads it: other
     processes with the same name can use their `packed_parts`. None where oneDNN packs, whose form is its own."""
     native = _choice().linear
-    if native is None or dtype != torch.bfloat16 or not native.packs(quantization):
-        return None
-    return native.packing
+    return None if native is None or dtype != torch.bfloat16 else native.packing
 
 
 def packed_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:

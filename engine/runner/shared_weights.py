@@ -48,7 +48,7 @@ def shared_parameters(
         make: reads the checkpoint and packs it; not called when the file is there. What it raises goes through.
     """
     dtype: torch.dtype = getattr(torch, source.dtype)
-    packing = packing_name(dtype, source.quantization)
+    packing = packing_name(dtype)
     if packing is None:
         logger.warning(
             "share_weights: oneDNN packs %s weights on this processor and cannot share them; this worker keeps its own",

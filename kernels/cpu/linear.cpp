@@ -318,15 +318,13 @@ struct LinearAddRmsNorm {
 
 extern "C" {
 
-// Which weights to pack for this file: 1 for bf16, plus 2 for int8.
-int64_t disagg_linear_formats() {
-    constexpr int64_t BF16 = 1;
+// Whether int8 weights can be packed for this file, too: 1 or 0.
+int64_t disagg_linear_takes_int8() {
 #ifdef __AVX512VBMI__
-    constexpr int64_t INT8 = 2;
+    return 1;
 #else
-    constexpr int64_t INT8 = 0;
+    return 0;
 #endif
-    return BF16 + INT8;
 }
 
 // out = x @ weight.T (times the scale of the column) + bias, rounded once.

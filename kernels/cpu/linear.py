@@ -20,11 +20,10 @@ from torch import Tensor
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages
 from disagg.kernels.linear import PackedWeight
-from disagg.kernels.quantize import Int8Weight, Quantization
+from disagg.kernels.quantize import Int8Weight
 
 COLUMNS = 32
 _PRODUCT = "PqqPPqqPP"
-_BF16, _INT8 = 1, 2
 _PACKING = 1
 """To be counted up when the order within packed weights changes."""
 _GROUP = 4
@@ -38,9 +37,9 @@ class NativeLinear:
         self.linear = Kernel(library, "disagg_linear", _PRODUCT)
         self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{_PRODUCT}P")
         self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfP")
-        formats = library["disagg_linear_formats"]
-        formats.restype, formats.argtypes = ctypes.c_int64, []
-        self.formats: int = formats()
+        takes_int8 = library["disagg_linear_takes_int8"]
+        takes_int8.restype, takes_int8.argtypes = ctypes.c_int64, []
+        self._takes_int8 = bool(takes_int8())
         self._memory = HugePages()
         self.packing = f"{_PACKING}-{Path(library._name).stem}"
         """Names what packed weights are read by: those of libraries with equal ones can be exchanged."""
@@ -51,28 +50,17 @@ class NativeLinear:
         library = ctypes.CDLL(str(path))
         return cls(library) if hasattr(library, "disagg_linear") else None
 
-    @property
-    def packs_bf16(self) -> bool:
-        """Whether `pack` takes bf16 weights; elsewhere oneDNN packs them."""
-        return bool(self.formats & _BF16)
-
-    def packs(self, quantization: Quantization) -> bool:
-        """Whether bf16 weights on the CPU are packed here, quantized like that, in either form."""
-        return self.packs_bf16 or (quantization == "int8" and bool(self.formats & _INT8))
-
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
-        """None for a weight that is not a bf16 matrix on the CPU, and for other processors."""
-        if not self.packs_bf16 or not weight_OI.is_cpu:
-            return None
-        if weight_OI.dim() != 2 or weight_OI.dtype != torch.bfloat16:
+        """None for a weight that is not a bf16 matrix on the CPU."""
+        if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype != torch.bfloat16:
             return None
         O, I = weight_OI.shape  # noqa: E741 - the shape letters of the name
         panels = _panels(weight_OI.detach()).transpose(1, 2)
         return NativeWeight(self, self._kept(panels), None, O, I)
 
     def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
-        """For GEMMs with bf16 rows. None for a weight that is not on the CPU, and for other processors."""
-        if not self.formats & _INT8 or not weight.quantized_OI.is_cpu:
+        """For GEMMs with bf16 rows. None for a weight that is not on the CPU, and without AVX512-VBMI."""
+        if not self._takes_int8 or not weight.quantized_OI.is_cpu:
             return None
         O, I = weight.quantized_OI.shape  # noqa: E741
         sign_OI = weight.quantized_OI.view(torch.uint8) & 0x80

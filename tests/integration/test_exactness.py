@@ -269,5 +269,5 @@ async def test_workers_with_shared_weights_answer_as_one_with_its_own(
             for prompt, ids in zip(prompts, expected, strict=True):
                 answer = await gateway.run(prompt, worker="prefill-0", to="decode-0", max_tokens=NUM_TOKENS)
                 assert answer.token_ids == ids
-    num_files = 0 if packing_name(torch.bfloat16, "none") is None else 1
+    num_files = 0 if packing_name(torch.bfloat16) is None else 1
     assert len(list((tmp_path / "packed").glob("*.weights"))) == num_files

@@ -29,7 +29,7 @@ PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(40)]
 KINDS = ["llama_bias", "llama_tied", "qwen3"]
 
 needs_packing = pytest.mark.skipif(
-    packing_name(torch.bfloat16, "none") is None, reason="oneDNN packs the weights on this processor"
+    packing_name(torch.bfloat16) is None, reason="oneDNN packs the weights on this processor"
 )
 
 
