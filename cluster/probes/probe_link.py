@@ -21,6 +21,7 @@ from disagg.cluster.probes.probes import Probe
 from disagg.proto.block_hash import HASH_BYTES
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import open_channel
+from disagg.proto.connections.first_to_end import first_to_end
 from disagg.proto.ids import BlockHash, GatewayId, RequestId, probe_gateway_id
 from disagg.proto.messages import (
     Dispatch,
@@ -128,15 +129,7 @@ class _Run:
                 calls[info.worker_id] = await stack.enter_async_context(_session(info, gateway_id, secret))
             await calls[self._first.worker_id].write(encode(self._dispatch(gateway_id)))
             self.where = f"{self._first.worker_id} computes the prompt"
-            readers = [asyncio.create_task(self._read(info, calls[info.worker_id])) for info in self._probe.workers]
-            try:
-                done, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
-                for reader in done:
-                    reader.result()
-            finally:
-                for reader in readers:
-                    reader.cancel()
-                await asyncio.gather(*readers, return_exceptions=True)
+            await first_to_end(*(self._read(info, calls[info.worker_id]) for info in self._probe.workers))
 
     def _dispatch(self, gateway_id: GatewayId) -> Dispatch:
         prefill, decode = self._probe.prefill, self._probe.decode

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 import grpc.aio
 import msgspec
 
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import is_stale, open_channel
+from disagg.proto.connections.first_to_end import first_to_end
 from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode
@@ -150,7 +151,7 @@ class WorkerLink:
         self._is_up = self._had_session = True
         try:
             self._on_event(WorkerUp(info))
-            await _first_to_end(self._read_session(call), self._write_session(call), self._watch(), self._overflowed())
+            await first_to_end(self._read_session(call), self._write_session(call), self._watch(), self._overflowed())
         finally:
             self._is_up = False
             self._on_event(WorkerLost(info.worker_id, info.incarnation))
@@ -195,19 +196,6 @@ async def _read(call: _SessionCall) -> bytes:
     if not isinstance(frame, bytes):  # EOF
         raise UnavailableError("the worker closed the session", "worker_lost")
     return frame
-
-
-async def _first_to_end(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until one ends; cancel the others, wait for them, and raise what the first one raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _describe(error: BaseException) -> str:
