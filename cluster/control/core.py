@@ -27,15 +27,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from disagg.cluster.control import events
 from disagg.cluster.control.events import Command, Event
 from disagg.cluster.control.gateways import Follower, Gateways
 from disagg.cluster.control.refusals import refusal
 from disagg.cluster.control.workers import (
     Worker,
-    complete_models,
     in_order,
     misfit,
     num_ready,
@@ -43,7 +40,8 @@ from disagg.cluster.control.workers import (
     worker_id,
 )
 from disagg.cluster.probes.probes import Probes, Verdict
-from disagg.cluster.rollout.rollout import Desired, Plan, Rollout, Target, configured
+from disagg.cluster.rollout.desired import DesiredState
+from disagg.cluster.rollout.rollout import Desired, Target
 from disagg.proto.control import (
     ControlRefused,
     ControlRequest,
@@ -52,16 +50,13 @@ from disagg.proto.control import (
     Membership,
     PoolName,
     PoolState,
-    RolledBack,
 )
-from disagg.proto.ids import Incarnation, WorkerId, model_of
+from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
 ADOPT_GRACE_S = 10.0
 """How long a controller that came back waits for the workers that an earlier one started."""
-INITIAL_POOLS_TIMEOUT_S = 20.0
-"""How long the gateway's first start waits for all workers of the pools, once there is one of each pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +92,7 @@ class ControlCore:
     ) -> None:
         if desired is None:
             desired = Desired(target=Target(generation=1, sizes=dict(sizes), config_hashes=dict.fromkeys(sizes, "")))
-        self._target = desired.target
-        self._latest = desired.latest
-        self._rolled_back = desired.rolled_back
-        self._plan = desired.plan
-        """Of the rollout that an earlier controller began."""
-        self._rollout: Rollout | None = None
+        self._desired = DesiredState(desired, settings.drain_timeout_s)
         self._settings = settings
         self._running = frozenset(running)
         self._controller_id = controller_id
@@ -111,8 +101,6 @@ class ControlCore:
         self._gateways = Gateways(settings.gateways)
         self._begun = False
         self._adopting_until: float | None = None
-        self._enough_since: float | None = None
-        """Since when there is a ready worker in each pool."""
         self._probes = Probes()
         self._published = MembershipLog(controller_id)
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
@@ -125,32 +113,25 @@ class ControlCore:
     @property
     def sizes(self) -> dict[PoolName, int]:
         """The desired sizes; during a rollout those of now."""
-        rollout = self._rollout
-        return dict(self._target.sizes) if rollout is None else {pool: rollout.size(pool) for pool in rollout.pools}
+        return self._desired.sizes
 
     @property
     def target(self) -> Target:
         """What holds; during a rollout what held before it."""
-        return self._target
-
-    @property
-    def configured(self) -> int:
-        """The generation whose settings hold for which no worker is restarted."""
-        return configured(self.saved())
+        return self._desired.target
 
     @property
     def latest(self) -> int:
         """The generation that was requested last."""
-        return self._latest
+        return self._desired.latest
 
     def saved(self) -> Desired:
         """The desired state, for the next controller."""
-        return Desired(
-            target=self._target,
-            plan=self._plan if self._rollout is None else self._rollout.plan,
-            latest=self._latest,
-            rolled_back=self._rolled_back,
-        )
+        return self._desired.saved()
+
+    def is_changing(self, pool: PoolName) -> bool:
+        """Whether a rollout says how large a pool is."""
+        return self._desired.is_changing(pool)
 
     @property
     def worker_ids(self) -> tuple[WorkerId, ...]:
@@ -159,7 +140,7 @@ class ControlCore:
 
     def state(self, now: float = 0.0) -> ControlState:
         """The cluster, for operators. `now`: to show for how long a rollout has gone on."""
-        rollout = None if self._rollout is None else self._rollout.state(self._workers.values(), now)
+        desired, rollout = self._desired, self._desired.rollout
         return ControlState(
             pools=tuple(
                 PoolState(name=name, desired=size, ready=num_ready(self._workers.values(), name))
@@ -167,9 +148,9 @@ class ControlCore:
             ),
             workers=in_order(self._workers.values(), list(self.sizes), self._probes.doing),
             gateways=self._gateways.records(),
-            generation=self._target.generation,
-            rollout=rollout,
-            rolled_back=self._rolled_back,
+            generation=desired.target.generation,
+            rollout=None if rollout is None else rollout.state(self._workers.values(), now),
+            rolled_back=desired.rolled_back,
         )
 
     def membership(self) -> Membership:
@@ -178,25 +159,15 @@ class ControlCore:
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
         """Why a request is refused; None if it is not."""
-        plan = None if self._rollout is None else self._rollout.plan
-        return refusal(request, plan, self._target.sizes, self._workers, is_adopting=self._adopting_until is not None)
-
-    def is_changing(self, pool: PoolName) -> bool:
-        """Whether a rollout says how large a pool is."""
-        return self._rollout is not None and model_of(pool) in self._rollout.plan.models
+        desired, is_adopting = self._desired, self._adopting_until is not None
+        return refusal(request, desired.plan, desired.target.sizes, self._workers, is_adopting=is_adopting)
 
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due."""
         dues = [worker.due for worker in self._workers.values()]
-        dues += [
-            *(gateway.due for gateway in self._gateways.own.values()),
-            self._adopting_until,
-            self._probes.next_due(),
-        ]
-        if self._enough_since is not None and self._gateways.absent:
-            dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
-        if self._rollout is not None and self._adopting_until is None:
-            dues.append(self._rollout.next_due(self._workers.values()))
+        dues += [self._gateways.next_due(), self._adopting_until, self._probes.next_due()]
+        if self._desired.rollout is not None and self._adopting_until is None:
+            dues.append(self._desired.rollout.next_due(self._workers.values()))
         return min((due for due in dues if due is not None), default=None)
 
     # ------------------------------------------------------------ events
@@ -221,12 +192,9 @@ class ControlCore:
     def _take(self, event: Event, now: float) -> None:
         match event:
             case events.Scale(sizes=sizes):
-                self._target = msgspec.structs.replace(self._target, sizes={**self._target.sizes, **sizes})
-                if self._rollout is not None:
-                    self._rollout.resize(sizes)
-                self._out.append(events.Save())
+                self._out += self._desired.scale(sizes)
             case events.Apply(plan=plan):
-                self._on_apply(plan, now)
+                self._out += self._desired.apply(plan, now)
             case events.Drain(worker_id=name, deadline_s=deadline_s):
                 self._drain(self._workers[name], now, deadline_s)
             case events.WorkerRegistered(info=info, is_proven=is_proven):
@@ -282,8 +250,7 @@ class ControlCore:
     def _begin(self, now: float) -> None:
         """Adopt the desired processes that an earlier controller started, and stop the others."""
         grace_end = now + self._settings.lost_grace_s
-        if self._plan is not None:
-            self._rollout, self._plan = Rollout(self._plan, now), None
+        self._desired.begin(now)
         sizes = self.sizes
         for pool, size in sizes.items():
             for index in range(size):
@@ -323,14 +290,16 @@ class ControlCore:
             else:
                 worker.listens(info, now)
                 self._probes.add(info, now)
-                if self._rollout is not None:
-                    self._rollout.registered(worker)
+                self._note_registered(worker)
 
     def _ready(self, worker: Worker, info: WorkerInfo, now: float) -> None:
         worker.ready(info, now)
-        if self._rollout is not None:
-            self._rollout.registered(worker)
+        self._note_registered(worker)
         self._resume_drains(now)
+
+    def _note_registered(self, worker: Worker) -> None:
+        if self._desired.rollout is not None:
+            self._desired.rollout.registered(worker)
 
     def _probe(self, now: float) -> None:
         for worker in self._workers.values():
@@ -355,7 +324,7 @@ class ControlCore:
     def _misfit(self, worker: Worker, info: WorkerInfo) -> str | None:
         """Why a worker cannot work with the others, as they are now. During a rollout that replaces all workers it must
         work with those of its own configuration."""
-        candidate, rollout = replace(worker, config_hash=info.config_hash), self._rollout
+        candidate, rollout = replace(worker, config_hash=info.config_hash), self._desired.rollout
         others = (
             other.info
             for other in self._workers.values()
@@ -428,47 +397,17 @@ class ControlCore:
         if self._adopting_until is not None and (self._adopting_until <= now or not is_waiting):
             self._adopting_until = None
 
-    # ------------------------------------------------------------ another configuration
-
-    def _on_apply(self, plan: Plan, now: float) -> None:
-        self._latest, self._rolled_back = plan.new.generation, None
-        if plan.is_needed:
-            self._rollout = Rollout(plan, now)
-        else:
-            self._target = plan.new
-        if not (plan.is_needed and plan.has_trial):
-            self._configure(plan.new)
-        self._out.append(events.Save())
-
-    def _configure(self, target: Target) -> None:
-        if target.drain_timeout_s is not None:
-            self._settings = replace(self._settings, drain_timeout_s=target.drain_timeout_s)
-        self._out.append(events.Configure(target.generation))
-
     def _roll(self, now: float) -> None:
-        rollout = self._rollout
-        if rollout is None or self._adopting_until is not None:
+        if self._adopting_until is not None:
             return
-        if (why := rollout.failure(self._workers.values(), now)) is not None:
-            self._rolled_back = RolledBack(generation=rollout.plan.new.generation, why=why)
-            if rollout.plan.configured is rollout.plan.new:
-                self._configure(rollout.plan.old)
-            rollout = self._rollout = Rollout(rollout.plan.reversed(why), now)
-            self._out.append(events.Save())
-        had_canary = rollout.stage != "canary"
-        for worker in rollout.advance(self._workers):
+        turn, commands = self._desired.roll(self._workers, self._gateways.serve, now)
+        self._out += commands
+        for worker in turn:
             worker.num_faults, worker.unready_since = 0, None
             if worker.phase == "ready":
                 self._drain(worker, now)
             else:
                 self._stop(worker)
-        if not rollout.plan.is_back and not had_canary and rollout.stage != "canary":
-            self._configure(rollout.plan.new)
-            self._out.append(events.Save())
-        is_served = not rollout.plan.exchanges_models or self._gateways.serve(rollout.plan.new.generation)
-        if is_served and rollout.is_over(self._workers.values()):
-            self._target, self._rollout = rollout.plan.new, None
-            self._out.append(events.Save())
 
     # ------------------------------------------------------------ reconcile
 
@@ -493,14 +432,13 @@ class ControlCore:
     def _waits_for_stage(self, pool: PoolName, index: int) -> bool:
         """Whether a place that the new configuration does not have may be over already: a new controller knows how far
         the rollout is once the workers that run have registered."""
-        rollout = self._rollout
+        rollout = self._desired.rollout
         return rollout is not None and self._adopting_until is not None and index >= rollout.plan.new.sizes.get(pool, 0)
 
     def _start(self, worker: Worker, now: float) -> None:
         if worker.phase != "starting":
             worker.enter("starting")
-        rollout = self._rollout
-        worker.config_hash = self._target.config_hashes[worker.pool] if rollout is None else rollout.starts(worker)
+        worker.config_hash = self._desired.config_hash(worker)
         if worker.unready_since is None:
             worker.unready_since = now
         worker.num_starts += 1
@@ -525,7 +463,7 @@ class ControlCore:
             self._drains.discard((name, incarnation))
 
     def _drain(self, worker: Worker, now: float, deadline_s: float | None = None) -> None:
-        limit_s = self._settings.drain_timeout_s if deadline_s is None else deadline_s
+        limit_s = self._desired.drain_timeout_s if deadline_s is None else deadline_s
         worker.enter("draining", due=now + limit_s)
 
     def _stop(self, worker: Worker) -> None:
@@ -539,22 +477,9 @@ class ControlCore:
         return worker.info is None or self._gateways.are_done_with(worker.worker_id, worker.info.incarnation)
 
     def _reconcile_gateways(self, now: float) -> None:
-        absent, were_started = self._gateways.absent, self._gateways.were_started
-        if not absent:
-            return
-        sizes, workers = self._target.sizes, self._workers.values()
-        can_serve = (any if were_started else all)(complete_models(sizes, workers))
-        if not can_serve or not any(worker.phase == "ready" for worker in workers):
-            self._enough_since = None
-            return
-        if self._enough_since is None:
-            self._enough_since = now
-        is_full = all(num_ready(workers, pool) >= size for pool, size in sizes.items())
-        if is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S:
-            ready = tuple(w.info for w in workers if w.phase == "ready" and w.info is not None)
-            for gateway in absent:
-                if (addresses := self._gateways.begin(gateway)) is not None:
-                    self._out.append(events.StartGateway(ready, *addresses, gateway.name))
+        starts = self._gateways.begin_due(self._desired.target.sizes, self._workers.values(), now)
+        ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
+        self._out += [events.StartGateway(ready, address, http_address, name) for name, address, http_address in starts]
 
     def _publish(self) -> None:
         if self._adopting_until is not None:

@@ -7,15 +7,18 @@ absent ──StartGateway──> starting ──joined──> ready ──left, 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from disagg.cluster.control.backoff import next_start
-from disagg.proto.control import GatewayPhase, GatewayRecord
+from disagg.cluster.control.workers import Worker, complete_models, num_ready
+from disagg.proto.control import GatewayPhase, GatewayRecord, PoolName
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 
 GATEWAY = "gateway"
 """The name of the first gateway that the controller starts, among the launcher's processes."""
+INITIAL_POOLS_TIMEOUT_S = 20.0
+"""How long the gateway's first start waits for all workers of the pools, once there is one of each pool."""
 
 
 def gateway_names(replicas: int) -> tuple[str, ...]:
@@ -141,6 +144,8 @@ class Gateways:
     def __init__(self, replicas: int) -> None:
         self.own = {name: OwnGateway(name) for name in gateway_names(replicas)}
         self.followers: dict[GatewayId, Follower] = {}
+        self._enough_since: float | None = None
+        """Since when enough workers are ready for one to serve."""
 
     @property
     def were_started(self) -> bool:
@@ -184,12 +189,45 @@ class Gateways:
                 gateway.enter("lost", due=due)
                 gateway.detail = "its connection to the controller broke"
 
+    def next_due(self) -> float | None:
+        """When `expire` or `begin_due` may have something new to do."""
+        dues = [gateway.due for gateway in self.own.values()]
+        if self._enough_since is not None and self.absent:
+            dues.append(self._enough_since + INITIAL_POOLS_TIMEOUT_S)
+        return min((due for due in dues if due is not None), default=None)
+
     def expire(self, now: float) -> list[str]:
         """The names of those whose time is over, and that are to be stopped."""
         over = [gateway for gateway in self.own.values() if gateway.due is not None and gateway.due <= now]
         for gateway in over:
             gateway.enter("stopping")
         return [gateway.name for gateway in over]
+
+    def begin_due(
+        self, sizes: Mapping[PoolName, int], workers: Collection[Worker], now: float
+    ) -> list[tuple[str, str, str]]:
+        """Begin those that are absent and due; their names and addresses, as `begin` has them.
+
+        Args:
+            sizes: the desired ones. The first start waits for a worker of each pool, and for a while for all of them;
+                one that is started again serves the models that are complete.
+            workers: all of them.
+            now: the time.
+        """
+        absent, were_started = self.absent, self.were_started
+        if not absent:
+            return []
+        can_serve = (any if were_started else all)(complete_models(sizes, workers))
+        if not can_serve or not any(worker.phase == "ready" for worker in workers):
+            self._enough_since = None
+            return []
+        if self._enough_since is None:
+            self._enough_since = now
+        is_full = all(num_ready(workers, pool) >= size for pool, size in sizes.items())
+        if not (is_full or were_started or now >= self._enough_since + INITIAL_POOLS_TIMEOUT_S):
+            return []
+        begun = ((gateway.name, self.begin(gateway)) for gateway in absent)
+        return [(name, *addresses) for name, addresses in begun if addresses is not None]
 
     def begin(self, gateway: OwnGateway) -> tuple[str, str] | None:
         """Enter `starting`, and the addresses to listen at, empty where it may choose. All listen at one address, which

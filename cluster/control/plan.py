@@ -25,8 +25,8 @@ from disagg.cluster.config.cluster_config import (
     models_of,
     pool_path,
 )
+from disagg.cluster.config.core_layout import CorePlan, plan_cores, worker_cores, worker_device
 from disagg.cluster.config.model_pools import with_sizes
-from disagg.cluster.control.cores import CorePlan, plan_cores, worker_cores, worker_device
 from disagg.cluster.control.gateways import GATEWAY, gateway_names
 from disagg.cluster.control.workers import worker_id
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model

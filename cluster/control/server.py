@@ -15,9 +15,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import msgspec
@@ -28,6 +28,7 @@ from disagg.cluster.control.core import ControlCore, Settings
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, gateway_config, router_configs
+from disagg.cluster.control.service import ControllerService
 from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.probes.probe_link import Prober
@@ -43,41 +44,22 @@ from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
     ApplyRequest,
-    ControllerToWorker,
     ControlReply,
     ControlRequest,
     ControlState,
     DrainRequest,
-    GatewayCounts,
-    GatewayFailed,
-    GatewayHeartbeat,
-    GatewayHello,
     GatewaySettings,
-    GatewayToController,
-    MembershipChange,
-    MembershipRequest,
     PoolName,
     ScaleRequest,
-    SettingsFollowed,
-    WorkerDrained,
-    WorkerFailed,
-    WorkerHeartbeat,
-    WorkerHello,
     WorkerProven,
     WorkerRejected,
-    WorkerToController,
     WorkerWelcome,
 )
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import decoder, encode
+from disagg.proto.messages import encode
 from disagg.proto.services import (
-    CONTROL,
-    CONTROLLER_SERVICE,
-    FOLLOW,
-    REGISTER,
     SERVER_OPTIONS,
-    service_and_method,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,8 +69,6 @@ LOST_GRACE_S = 10.0
 RESTART_GRACE_S = 180.0
 """`LOST_GRACE_S` where the launcher itself restarts processes: long enough to load a model."""
 LAUNCHER_POLL_S = 0.2
-MAX_CHANGES_WAITING = 1024
-"""Changes of the membership that may wait for one gateway to take them."""
 CLOSE_GRACE_S = 0.5
 
 _OPTIONS = (
@@ -97,9 +77,6 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
-
-Context = grpc.aio.ServicerContext[Any, Any]
-_WorkerKey = tuple[WorkerId, Incarnation]
 
 
 class Companion(Protocol):
@@ -161,12 +138,10 @@ class Controller:
         self._supervisor = Supervisor(plan.config.recovery, launcher, self._on_hung)
         self._prober = Prober(secret, self._on_probed)
         self._timer: asyncio.TimerHandle | None = None
-        self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
-        self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
-        """Encoded, so that what goes to several is encoded once."""
-        self._counts: dict[GatewayId, GatewayCounts] = {}
-        """As each sent them last."""
         self._lost_grace_s = RESTART_GRACE_S if launcher.restarts else LOST_GRACE_S
+        self._service = ControllerService(
+            self.control, self._handle, self._on_load, self._supervisor, self.state, self._lost_grace_s
+        )
         self._stopping = False
         self._autoscaler: Autoscalers | None = None
         self._autoscaling: asyncio.Task[None] | None = None
@@ -194,7 +169,7 @@ class Controller:
         if desired.plan is not None:
             logger.warning("%s", desired.plan.going_on)
         server = grpc.aio.server(interceptors=(self._guard,), options=_OPTIONS)
-        server.add_generic_rpc_handlers((self._handlers(),))
+        server.add_generic_rpc_handlers((self._service.handlers(),))
         address = join_address(self._host, add_port(server, join_address(self._host, self._port), self._secret))
         await server.start()
         self._server = server
@@ -245,15 +220,7 @@ class Controller:
         elif isinstance(request, DrainRequest):
             self._handle(events.Drain(request.worker_id, request.deadline_s))
         self._observe(self._core)
-        return self._with_counts(self._state)
-
-    def _with_counts(self, state: ControlState) -> ControlState:
-        if not self._counts:
-            return state
-        gateways = (
-            msgspec.structs.replace(record, counts=self._counts.get(record.gateway_id)) for record in state.gateways
-        )
-        return msgspec.structs.replace(state, gateways=tuple(gateways))
+        return self._service.with_counts(self._state)
 
     async def _apply(self, request: ApplyRequest, core: ControlCore) -> ControlReply:
         """Begin to change what differs, unless it is refused."""
@@ -308,9 +275,7 @@ class Controller:
                 self._autoscaling.cancel()
             self._make_autoscaler(config)
             self._run_autoscaler()
-        frame = self._settings_frame()
-        for frames in self._followers.values():
-            frames.put_nowait(frame)
+        self._service.send(self._settings_frame())
 
     def _run_autoscaler(self) -> None:
         self._autoscaling = None
@@ -348,10 +313,7 @@ class Controller:
     def _publish_scaling(self, state: AutoscalerState) -> None:
         """To the gateways, for their metrics, and to operators."""
         self._state = msgspec.structs.replace(self._state, autoscaler=state)
-        frame = encode(state)
-        for frames in self._followers.values():
-            if frames.qsize() < MAX_CHANGES_WAITING:
-                frames.put_nowait(frame)
+        self._service.offer(encode(state))
 
     # ------------------------------------------------------------ events and commands
 
@@ -384,39 +346,27 @@ class Controller:
             case events.Configure(generation=generation):
                 self._configure(generation)
             case events.Accept(worker_id=worker_id, incarnation=incarnation):
-                self._reply(worker_id, incarnation, WorkerWelcome())
+                self._service.reply(worker_id, incarnation, WorkerWelcome())
             case events.Proven(worker_id=worker_id, incarnation=incarnation):
-                self._reply(worker_id, incarnation, WorkerProven())
+                self._service.reply(worker_id, incarnation, WorkerProven())
             case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):
                 logger.warning("%s (incarnation %s) is rejected and will stop: %s", worker_id, incarnation, reason)
-                self._reply(worker_id, incarnation, WorkerRejected(reason=reason))
+                self._service.reply(worker_id, incarnation, WorkerRejected(reason=reason))
             case events.StartProbe(probe=probe):
                 self._prober.start(probe)
             case events.Publish(change=change, snapshot_for=snapshot_for):
-                self._publish(change, snapshot_for, core)
+                self._service.publish(change, snapshot_for, core.membership, self._settings_frame)
             case _:
                 assert self._launcher_thread is not None, "the controller has not started"
                 self._launcher_thread.put(command)
 
-    def _publish(self, change: MembershipChange | None, snapshot_for: Collection[GatewayId], core: ControlCore) -> None:
-        """A gateway for which too many changes wait gets a snapshot of the membership instead. With each snapshot come
-        the settings, for a gateway that joined, or of which a message was dropped."""
-        frame = None if change is None else encode(change)
-        snapshot: bytes | None = None
-        for gateway_id, frames in self._followers.items():
-            is_late = frames.qsize() >= MAX_CHANGES_WAITING
-            if gateway_id in snapshot_for or is_late:
-                while not frames.empty():
-                    frames.get_nowait()
-                snapshot = snapshot or encode(core.membership())
-                frames.put_nowait(snapshot)
-                frames.put_nowait(self._settings_frame())
-            elif frame is not None:
-                frames.put_nowait(frame)
-
-    def _reply(self, worker_id: WorkerId, incarnation: Incarnation, reply: ControllerToWorker) -> None:
-        if (replies := self._workers.get((worker_id, incarnation))) is not None:
-            replies.put_nowait(reply)
+    def _on_load(self, gateway_id: GatewayId, report: LoadReport | None) -> None:
+        if self._autoscaler is None:
+            return
+        if report is None:
+            self._autoscaler.forget(gateway_id)
+        else:
+            self._autoscaler.report(gateway_id, report)
 
     def _on_hung(self, process: ProcessIncarnation, why: str) -> None:
         if not is_gateway(process.name):  # its end is reported anyway
@@ -450,141 +400,3 @@ class Controller:
                 await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._companion.tick, time.monotonic(), address
                 )
-
-    # ------------------------------------------------------------ handlers
-
-    def _handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        methods = {
-            service_and_method(REGISTER)[1]: grpc.stream_stream_rpc_method_handler(self._register),
-            service_and_method(FOLLOW)[1]: grpc.stream_stream_rpc_method_handler(self._follow),
-            service_and_method(CONTROL)[1]: grpc.unary_unary_rpc_method_handler(self._control),
-        }
-        return grpc.method_handlers_generic_handler(CONTROLLER_SERVICE, methods)
-
-    async def _register(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        message = await _decode(await anext(requests, b""), WorkerToController, context)
-        if isinstance(message, WorkerFailed):
-            self._handle(events.WorkerStartFailed(message.worker_id, message.error, message.start_id))
-            return
-        if not isinstance(message, WorkerHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker begins with WorkerHello")
-        info = message.info
-        key = (info.worker_id, info.incarnation)
-        replies = self._workers[key] = asyncio.Queue[ControllerToWorker]()
-        watched = ProcessIncarnation(info.worker_id, info.incarnation, info.pid)
-        self._supervisor.watch(watched)
-        reader = asyncio.create_task(self._read_heartbeats(requests, watched), name=f"heartbeats-{info.worker_id}")
-        try:
-            self._handle(events.WorkerRegistered(info, message.is_proven))
-            while True:
-                reply = await replies.get()
-                yield encode(reply)
-                if isinstance(reply, WorkerRejected):
-                    return
-        finally:
-            reader.cancel()
-            if self._workers.get(key) is replies:  # not a later stream of the same process
-                del self._workers[key]
-                self._supervisor.forget(watched)
-                self._handle(events.WorkerLeft(*key))
-                self._log_if_lost(watched)
-
-    def _log_if_lost(self, process: ProcessIncarnation) -> None:
-        if any(worker.phase == "lost" and worker.worker_id == process.name for worker in self._state.workers):
-            text = "%s (process %d) is lost: its connection broke; it is restarted unless it reconnects within %g s"
-            logger.warning(text, process.name, process.pid, self._lost_grace_s)
-
-    async def _read_heartbeats(self, requests: AsyncIterator[bytes], process: ProcessIncarnation) -> None:
-        async for message in _messages(requests, WorkerToController, process.name):
-            if isinstance(message, WorkerHeartbeat):
-                self._supervisor.heartbeat(process, message.turn_s)
-
-    async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        hello = await _decode(await anext(requests, b""), GatewayToController, context)
-        if isinstance(hello, GatewayFailed):
-            self._handle(events.GatewayStartFailed(hello.error, hello.name))
-            return
-        if isinstance(hello, GatewayHeartbeat):
-            await self._read_gateway_heartbeats(hello, requests)
-            return
-        if not isinstance(hello, GatewayHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
-        frames = self._followers[hello.gateway_id] = asyncio.Queue[bytes]()
-        watched = ProcessIncarnation(hello.name, hello.gateway_id, hello.pid)
-        self._supervisor.watch(watched)
-        reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
-        try:
-            draining = tuple((member.worker_id, member.incarnation) for member in hello.draining)
-            self._handle(
-                events.GatewayJoined(
-                    hello.gateway_id,
-                    hello.address,
-                    hello.pid,
-                    hello.http_address,
-                    draining,
-                    hello.name,
-                    hello.own_address,
-                    hello.own_http_address,
-                )
-            )
-            while True:
-                yield await frames.get()
-        finally:
-            reader.cancel()
-            if self._followers.get(hello.gateway_id) is frames:  # not a later stream of the same gateway
-                del self._followers[hello.gateway_id]
-                self._counts.pop(hello.gateway_id, None)
-                self._supervisor.forget(watched)
-                if self._autoscaler is not None:
-                    self._autoscaler.forget(hello.gateway_id)
-                self._handle(events.GatewayLeft(hello.gateway_id))
-
-    async def _read_follower(
-        self, requests: AsyncIterator[bytes], hello: GatewayHello, process: ProcessIncarnation
-    ) -> None:
-        async for message in _messages(requests, GatewayToController, f"gateway {hello.gateway_id}"):
-            if isinstance(message, GatewayHeartbeat):
-                self._supervisor.heartbeat(process)
-                if message.counts is not None:
-                    self._counts[hello.gateway_id] = message.counts
-            elif isinstance(message, WorkerDrained):
-                self._handle(events.WorkerEmpty(hello.gateway_id, message.worker_id, message.incarnation))
-            elif isinstance(message, LoadReport):
-                if self._autoscaler is not None:
-                    self._autoscaler.report(hello.gateway_id, message)
-            elif isinstance(message, SettingsFollowed):
-                self._handle(events.SettingsFollowed(hello.gateway_id, message.generation))
-            elif isinstance(message, MembershipRequest):
-                logger.info("gateway %s missed a change of the membership: sending a snapshot", hello.gateway_id)
-                self._handle(events.MembershipMissed(hello.gateway_id))
-
-    async def _read_gateway_heartbeats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
-        """Heartbeats of a gateway's thread; they count while its other stream stands."""
-        process = ProcessIncarnation(first.name, first.gateway_id, first.pid)
-        self._supervisor.heartbeat(process, first.turn_s, first.doing)
-        async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):
-            if isinstance(message, GatewayHeartbeat):
-                self._supervisor.heartbeat(process, message.turn_s, message.doing)
-
-    async def _control(self, frame: bytes, context: Context) -> bytes:
-        return encode(await self.control(await _decode(frame, ControlRequest, context)))
-
-
-async def _decode(frame: bytes, kind: Any, context: Context) -> Any:
-    try:
-        return decoder(kind).decode(frame)
-    except msgspec.MsgspecError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a bad frame: {error}")
-        raise
-
-
-async def _messages(requests: AsyncIterator[bytes], kind: Any, name: str) -> AsyncIterator[Any]:
-    """The messages of a stream, until it breaks or a frame cannot be decoded."""
-    decode = decoder(kind).decode
-    try:
-        async for frame in requests:
-            yield decode(frame)
-    except msgspec.MsgspecError as error:
-        logger.warning("%s sent a frame that cannot be decoded: %s; its later messages are ignored", name, error)
-    except grpc.RpcError as error:
-        logger.debug("the connection of %s broke: %s", name, error)

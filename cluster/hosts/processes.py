@@ -24,9 +24,9 @@ import msgspec
 from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig
+from disagg.cluster.config.core_layout import check_devices
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
-from disagg.cluster.control.cores import check_devices
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
 from disagg.cluster.hosts.templates import Templates

@@ -20,7 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import PoolConfig
-from disagg.cluster.control.cores import num_cores
+from disagg.cluster.config.core_layout import num_cores
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.ranks import rank_name, worker_of

@@ -1,6 +1,6 @@
 """Runs the load generator: Locust, headless, as a child process with our locustfile.
 
-On a machine with few cores the generator has to share one. It goes to the first core of the machine's, where cores.py
+On a machine with few cores the generator has to share one. It goes to the machine's first core, where core_layout.py
 puts the gateway and the first worker, whatever the shape of the cluster: the same disturbance for all shapes that are
 compared, and none for the decode worker. There it may run before the others (`nice`): it uses a few per cent of the
 core, and if it had to wait for the worker's long steps it would measure itself. Its lateness is recorded, and too much

@@ -146,7 +146,7 @@ def _timed(
 
 def calibrate(traces: Sequence[Trace], *, is_one_machine: bool) -> Calibration:
     """Fit all recordings together. With `is_one_machine` the workers of a recording share it, and the gateway has the
-    core of the first that computes prompts (as `cluster/control/cores.py` gives them).
+    core of the first that computes prompts (as `cluster/config/core_layout.py` gives them).
 
     Raises:
         ConfigError: too few steps.

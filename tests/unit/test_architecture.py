@@ -46,6 +46,7 @@ PURE_FILES = (
     "cluster/config/reader.py",
     "cluster/control/backoff.py",
     "cluster/control/core.py",
+    "cluster/rollout/desired.py",
     "cluster/control/events.py",
     "cluster/control/gateways.py",
     "cluster/control/refusals.py",

@@ -13,7 +13,7 @@ import yaml
 
 from disagg.cli.main import app
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.control.cores import check_devices
+from disagg.cluster.config.core_layout import check_devices
 from disagg.proto.errors import ConfigError
 from tests.support.architecture import REPOSITORY
 

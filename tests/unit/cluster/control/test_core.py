@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from disagg.cluster.control import events
 from disagg.cluster.control.backoff import FIRST_PAUSE_S, MAX_BACKOFF_S, STABLE_S, backoff_s
-from disagg.cluster.control.core import ADOPT_GRACE_S, INITIAL_POOLS_TIMEOUT_S
+from disagg.cluster.control.core import ADOPT_GRACE_S
+from disagg.cluster.control.gateways import INITIAL_POOLS_TIMEOUT_S
 from disagg.cluster.control.workers import Worker
 from disagg.proto.control import ControlRequest, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.ids import GatewayId, WorkerId

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.config.core_layout import CorePlan, check_devices, plan_cores, worker_device
 from disagg.cluster.config.reader import read_struct
-from disagg.cluster.control.cores import CorePlan, check_devices, plan_cores, worker_device
 from disagg.cluster.control.plan import (
     ClusterPlan,
     gateway_config,
