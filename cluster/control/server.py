@@ -58,9 +58,7 @@ from disagg.proto.control import (
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import encode
-from disagg.proto.services import (
-    SERVER_OPTIONS,
-)
+from disagg.proto.services import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
 

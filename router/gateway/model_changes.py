@@ -97,7 +97,8 @@ class ModelChanges:
     async def _join(self, source: ModelSource, config: RouterConfig) -> None:
         key = source.key
         if (leaving := self._leaving.get(key)) is not None:
-            if self._served.sources[key] == source:
+            before = self._served.sources[key]
+            if (before.name, before.path) == (source.name, source.path):
                 leaving.cancel()
                 del self._leaving[key]
                 self._served.restore(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from disagg.proto.ids import GatewayId, RequestId, WorkerId
@@ -138,7 +139,8 @@ def test_a_model_that_comes_back_while_its_answers_end_keeps_its_router(monkeypa
         router = gateway.routers["b"]
         router.num_running = 1
         await gateway.follow(3, source("a"))
-        await gateway.follow(4, source("a"), source("b"))
+        again = msgspec.structs.replace(source("b"), max_model_len=90)  # by the workers that are there now
+        await gateway.follow(4, source("a"), again)
         assert gateway.served.models.names == ["model a", "model b"]
         assert gateway.routers["b"] is router
         router.num_running = 0
