@@ -26,7 +26,6 @@ import msgspec
 from disagg.cluster.config.cluster_config import ClusterConfig, load_config, override
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.errors import ConfigError
-from disagg.router.config import SPLIT, Decodes
 
 _DISAGGREGATED = re.compile(r"(\d+)p(\d+)d(?::(\d+))?", re.ASCII)
 _COLOCATED = re.compile(
@@ -36,6 +35,7 @@ _SCHEDULING = {"chunked": "decode_first", "slack": "slack", "prefill-first": "pr
 _KINDS = {scheduling: kind.replace("-", "_") for kind, scheduling in _SCHEDULING.items()}
 DISAGGREGATED = "disaggregated"
 ELASTIC = "elastic"
+_SPLIT = "split"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
             values["pools.prefill.token_budget"] = int(budget)
     elif found := _COLOCATED.fullmatch(name):
         size, num_threads, kind, budget = found.groups()
-        is_elastic = kind in (ELASTIC, "gather") or kind.startswith(SPLIT)
+        is_elastic = kind in (ELASTIC, "gather") or kind.startswith(_SPLIT)
         pool = "pools.workers" if is_elastic else "pools.colocated"
         values = {
             "mode": ELASTIC if is_elastic else "colocated",
@@ -101,10 +101,10 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
     return Shape(name=name, config=override(base, values | always))
 
 
-def _decodes(kind: str) -> Decodes:
+def _decodes(kind: str) -> str:
     """`placement.decodes` of an elastic shape."""
-    if kind.startswith(SPLIT):
-        return f"{SPLIT}:{kind.removeprefix(SPLIT)}"
+    if kind.startswith(_SPLIT):
+        return f"{_SPLIT}:{kind.removeprefix(_SPLIT)}"
     return "gather" if kind == "gather" else "spread"
 
 
