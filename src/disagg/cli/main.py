@@ -119,7 +119,7 @@ def up(
     workers: WorkersOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
-    """Start a cluster on this machine and serve until Ctrl-C. Without a file, `--prefill` or `--decode` it is elastic."""
+    """Start a cluster on this machine and serve until Ctrl-C; an elastic one, unless a file or an option says more."""
     from disagg.cli.up import build_config, run_up
 
     modes = {"disaggregated": disaggregated, "colocated": colocated, "elastic": elastic}
