@@ -71,9 +71,8 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Name of 
 PortOption = Annotated[int | None, typer.Option(help="Port of the gateway; 0 takes any free one.", min=0, max=65535)]
 PrefillOption = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers.", min=1)]
 DecodeOption = Annotated[int | None, typer.Option("--decode", help="Number of decode workers.", min=1)]
-DisaggregatedOption = Annotated[bool, typer.Option("--disaggregated", help="Pools of prefill and decode workers.")]
 ColocatedOption = Annotated[bool, typer.Option("--colocated", help="One pool of workers that do both.")]
-ElasticOption = Annotated[bool, typer.Option("--elastic", help="One pool; the router divides each request (default).")]
+ElasticOption = Annotated[bool, typer.Option("--elastic", help="One pool; the router divides each request.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", help="Size of the pool, with one pool.", min=1)]
 LogDirOption = Annotated[Path | None, typer.Option(help="Keep the processes' logs here (launcher processes).")]
 WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is recorded.")]
@@ -101,14 +100,12 @@ def root(
     rich_help_panel=SERVE,
     epilog=examples(
         "disagg up",
-        "disagg up --disaggregated",
         "disagg up --prefill 2 --decode 3 --launcher processes",
         "disagg up --config cluster.yaml --model smollm2-135m",
     ),
 )
 def up(
     config: ConfigOption = None,
-    disaggregated: DisaggregatedOption = False,
     colocated: ColocatedOption = False,
     elastic: ElasticOption = False,
     launcher: LauncherOption = LauncherName.ray,
@@ -119,12 +116,11 @@ def up(
     workers: WorkersOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
-    """Start a cluster on this machine and serve until Ctrl-C; an elastic one, unless a file or an option says more."""
+    """Start a cluster on this machine and serve until Ctrl-C."""
     from disagg.cli.up import build_config, run_up
 
-    modes = {"disaggregated": disaggregated, "colocated": colocated, "elastic": elastic}
     sizes = {"prefill": prefill, "decode": decode, "workers": workers}
-    settings = build_config(config, usual="elastic", model=model, port=port, **modes, **sizes)
+    settings = build_config(config, colocated=colocated, elastic=elastic, model=model, port=port, **sizes)
     raise typer.Exit(run_up(settings, launcher.value, console(), log_dir))
 
 

@@ -76,26 +76,19 @@ class LaunchDisplay:
 def build_config(
     file: Path | None,
     *,
-    disaggregated: bool = False,
     colocated: bool = False,
     elastic: bool = False,
-    usual: Mode | None = None,
     workers: int | None = None,
     model: str | None = None,
     port: int | None = None,
     prefill: int | None = None,
     decode: int | None = None,
 ) -> ClusterConfig:
-    """The configuration of a file with the command line's options on top; raises `ConfigError`. `usual`: the mode where
-    neither says which."""
+    """The configuration of a file with the command line's options on top; raises `ConfigError`."""
     config = load_config(file)
-    asked: dict[Mode, bool] = {"disaggregated": disaggregated, "colocated": colocated, "elastic": elastic}
-    modes = [mode for mode, is_asked in asked.items() if is_asked]
-    if len(modes) > 1:
-        raise ConfigError(f"{', '.join(f'--{mode}' for mode in modes)}: choose one")
-    mode = modes[0] if modes else None
-    if mode is None and file is None and prefill is None and decode is None:
-        mode = usual
+    if colocated and elastic:
+        raise ConfigError("--colocated, --elastic: choose one")
+    mode: Mode | None = "colocated" if colocated else "elastic" if elastic else None
     chosen_mode = config.mode if mode is None else mode
     if chosen_mode != "disaggregated" and (prefill is not None or decode is not None):
         raise ConfigError(f"--prefill, --decode: a cluster of mode {chosen_mode} has one pool; its size is --workers")

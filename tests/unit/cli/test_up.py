@@ -294,19 +294,6 @@ def test_the_modes_of_one_pool_take_its_size() -> None:
         up.build_config(None, colocated=True, elastic=True)
 
 
-def test_without_a_file_and_options_that_say_more_the_usual_mode_holds(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text("model: {name: fake}")
-    assert up.build_config(None).mode == "disaggregated"
-    assert up.build_config(None, usual="elastic").mode == "elastic"
-    assert up.build_config(None, usual="elastic", workers=3).pools.workers.size == 3
-    assert up.build_config(file, usual="elastic").mode == "disaggregated"
-    for options in ({"disaggregated": True}, {"prefill": 2}, {"decode": 2}):
-        assert up.build_config(None, usual="elastic", **options).mode == "disaggregated"  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^--disaggregated, --elastic: choose one$"):
-        up.build_config(None, disaggregated=True, elastic=True)
-
-
 def test_log_dir_is_refused_with_ray() -> None:
     with pytest.raises(ConfigError, match=r"^--log-dir: Ray keeps its own logs"):
         up.make_cluster(parse_config({}), "ray", lambda name, state: None, Path("/x"))
