@@ -15,6 +15,8 @@ ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_ANSWERS: Final = 128
 """To a line that can be run: prompts times `n`, or times `best_of`."""
+NO_MODEL: Final = (1 << 16) - 1
+"""In place of a position: the model of a line that names none, or one that was never served."""
 _MAX_NAME_BYTES: Final = 4096
 """Of a model's name in JSON, where it may be one of the served ones."""
 
@@ -39,7 +41,7 @@ class Index(NamedTuple):
 
     offsets: array[int]
     models: array[int]
-    """Position of its model among the served ones; their number for another model, and for none."""
+    """Position of its model among those that `index` was given; else `NO_MODEL`."""
     num_answers: array[int]
     """How many it asks for: each takes a place. 1 where the line cannot be run."""
 
@@ -65,7 +67,7 @@ def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
     Args:
         path: of the input.
         endpoint: of the batch.
-        models: names of the served ones.
+        models: names of those that are served, or were.
 
     Raises:
         InputError: for an empty file, too many or too long lines, and lines that are no requests to `endpoint`.
@@ -87,7 +89,7 @@ def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
                 raise InputError(f"{where}: custom_id: an earlier line has the same")
             names.add(line.custom_id)
             model, num_answers = shape_of(line.body)
-            found.models.append(places.get(model, len(models)))
+            found.models.append(places.get(model, NO_MODEL))
             found.num_answers.append(num_answers)
     if not offsets:
         raise InputError("the file has no line")

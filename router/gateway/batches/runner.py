@@ -93,10 +93,10 @@ class BatchRunner:
     Args:
         store: used by this runner alone; whoever else looks at the batches has a connection of its own.
         owner: name of this process's life; one that starts again has another.
-        models: names of those that are served.
+        models: names of those that are served, or were: a model keeps its position, further ones follow.
         answer_line: see `AnswerLine`.
-        room: what may start at the model of that position, from the answers that run there and at all. The position
-            after the last is that of lines for no served model, which end at once.
+        room: what may start at the model of that position, from the answers that run there and at all. Lines of
+            `lines.NO_MODEL`, and those for a model that is not served any more, end at once.
         wall_clock: seconds since the epoch.
         kept: called with the tenant and what a line used, once its answer is kept.
         turn_s: how often leases and the batches' states are looked at, and room at least.
@@ -106,7 +106,7 @@ class BatchRunner:
         self,
         store: BatchStore,
         owner: str,
-        models: Sequence[str],
+        models: Callable[[], Sequence[str]],
         answer_line: AnswerLine,
         room: Callable[[int, int, int], Room],
         wall_clock: Callable[[], float],
@@ -115,7 +115,7 @@ class BatchRunner:
     ) -> None:
         self._store = store
         self._owner = owner
-        self._models = tuple(models)
+        self._models = models
         self._answer_line = answer_line
         self._room = room
         self._clock = wall_clock
@@ -157,7 +157,7 @@ class BatchRunner:
             if batch is None:
                 break
             path = self._store.path(batch.input_file)
-            indexing = asyncio.to_thread(lines.index, path, batch.endpoint, self._models)
+            indexing = asyncio.to_thread(lines.index, path, batch.endpoint, tuple(self._models()))
             self._open[batch.tenant] = _Open(batch, path, asyncio.create_task(indexing, name=f"index-{batch.id}"))
         return bool(self._open)
 
@@ -198,7 +198,7 @@ class BatchRunner:
     def _start(self) -> None:
         """First at the model with the fewest answers: the bound of all is for each in turn."""
         self._is_paced = False
-        models = range(len(self._models) + 1)
+        models = sorted({model for each in self._open.values() for model, left in each.left.items() if left})
         for model in sorted(models, key=lambda model: sum(each.num_running(model) for each in self._open.values())):
             self._start_at(model)
 

@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 
 from disagg.proto.errors import ConfigError, OverloadedError
 from disagg.router.api import ClusterView
+from disagg.router.gateway.batches.lines import NO_MODEL
 from disagg.router.gateway.batches.room import Room, bounds_for, room_in
 from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner
 from disagg.router.gateway.batches.store import BatchStore
@@ -45,7 +46,7 @@ class BatchService:
         options: see there.
         name: of this gateway, the same in each of its lives.
         life: of this process; another one each time.
-        views: of each model that is served, by its name: its workers and requests now.
+        views: of each model that is served now, by its name: its workers and requests. It changes with the models.
         wakes_workers: whether a request makes a worker start where there is none.
         ttft_s, tpot_s: the configured targets of interactive requests; None where there is none.
 
@@ -66,7 +67,9 @@ class BatchService:
     ) -> None:
         self.options = options
         self._name, self._owner = name, f"{name}/{os.getpid()}/{life}"
-        self._views = dict(views)
+        self._views = views
+        self._names: list[str] = []
+        """Of models that are served, or were; positions are kept with lines that wait."""
         self._bounds = bounds_for(ttft_s, tpot_s, options.max_step_ms)
         self._wakes_workers = wakes_workers
         folder = Path(options.folder)
@@ -87,9 +90,34 @@ class BatchService:
     def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
         """Run batches from now on, at first those that a former life of this gateway left. `kept`: see
         `BatchRunner`."""
-        models = tuple(self._views)
-        runner = BatchRunner(self._runners_store, self._owner, models, answer_line, self._room, time.time, kept)
+        runner = BatchRunner(self._runners_store, self._owner, self.models, answer_line, self.room, time.time, kept)
         self._task = asyncio.create_task(self._run(runner), name="batches")
+
+    def models(self) -> list[str]:
+        """Names of the models that are served, or were, each at its place for good."""
+        self._names += [name for name in self._views if name not in self._names]
+        return self._names
+
+    def room(self, model: int, num_running: int, num_all: int) -> Room:
+        """What may start at the model of that position of `models`, or of `lines.NO_MODEL`.
+
+        Args:
+            model: see there.
+            num_running: answers to lines that run there.
+            num_all: of all models.
+        """
+        most = self.options.max_running - num_all
+        view = None if model == NO_MODEL else self._views.get(self._names[model])
+        if view is None:
+            return Room(max(0, most), max(0, most))
+        return room_in(
+            view(),
+            num_running,
+            self.options.reserved_share,
+            most + num_running,
+            wakes_workers=self._wakes_workers,
+            bounds=self._bounds,
+        )
 
     async def stop_lines(self) -> None:
         """End the lines that run, and let another gateway, or this one's next life, go on at once."""
@@ -152,22 +180,6 @@ class BatchService:
             name, _, rest = owner.partition("/")
             if name == self._name and not _is_alive(rest.partition("/")[0]):
                 self._runners_store.release(owner)
-
-    def _room(self, model: int, num_running: int, num_all: int) -> Room:
-        options = self.options
-        num_elsewhere = num_all - num_running
-        views = list(self._views.values())
-        if model == len(views):
-            most = max(0, options.max_running - num_all)
-            return Room(most, most)
-        return room_in(
-            views[model](),
-            num_running,
-            options.reserved_share,
-            options.max_running - num_elsewhere,
-            wakes_workers=self._wakes_workers,
-            bounds=self._bounds,
-        )
 
 
 def _is_alive(pid: str) -> bool:

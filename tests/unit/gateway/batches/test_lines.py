@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.router.gateway.batches.lines import Index, index, shape_of
+from disagg.router.gateway.batches.lines import NO_MODEL, Index, index, shape_of
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"".join(lines))
     found: Index = index(tmp_path / "in", "/v1/x", ("a", "b"))
     assert list(found.offsets) == [0, len(lines[0]), len(lines[0] + lines[1])]
-    assert (list(found.models), list(found.num_answers)) == ([1, 0, 2], [1, 2, 3])
+    assert (list(found.models), list(found.num_answers)) == ([1, 0, NO_MODEL], [1, 2, 3])

@@ -57,7 +57,7 @@ class _Bench:
 
     def runner(self, owner: str) -> BatchRunner:
         store = BatchStore(self.folder, self.limits)
-        return BatchRunner(store, owner, MODELS, self._answer, self._room, self._clock, self._kept, 0.01)
+        return BatchRunner(store, owner, lambda: MODELS, self._answer, self._room, self._clock, self._kept, 0.01)
 
     def _room(self, model: int, num_running: int, num_all: int) -> Room:
         most = self.rooms.get(model, self.most)
