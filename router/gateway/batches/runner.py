@@ -203,24 +203,26 @@ class BatchRunner:
             self._start_at(model)
 
     def _start_at(self, model: int) -> None:
-        able = [(each, each.index) for each in self._open.values() if each.left.get(model) and each.index is not None]
-        if not able:
-            return
-        opened = self._open.values()
-        num_here = sum(each.num_running(model) for each in opened)
-        room = self._room(model, num_here, sum(each.num_running() for each in opened))
+        opened = list(self._open.values())
+        running = [each.num_running(model) for each in opened]
+        room = self._room(model, sum(running), sum(each.num_running() for each in opened))
         self._is_paced |= room.is_paced
-        able = [(each, index) for each, index in able if each.batch.tenant not in room.waiting]
-        running = [each.num_running(model) for each, _ in able]
-        waiting = [
-            [index.num_answers[number] for number in islice(each.left[model], max(0, room.num_answers))]
-            for each, index in able
-        ]
-        for (each, index), count in zip(able, lines_to_start(room, running, waiting), strict=True):
+        waiting = [self._next(each, model, room) for each in opened]
+        for each, count in zip(opened, lines_to_start(room, running, waiting), strict=True):
             for _ in range(count):
-                number = each.left[model].popleft()
-                task = asyncio.create_task(self._answer(each, index, number), name=f"batch-{each.batch.id}-{number}")
-                each.running[task] = _Running(model, index.num_answers[number])
+                self._run_line(each, model)
+
+    def _next(self, each: _Open, model: int, room: Room) -> list[int]:
+        """How many answers each of its next lines has."""
+        if each.index is None or each.batch.tenant in room.waiting:
+            return []
+        return [each.index.num_answers[number] for number in islice(each.left.get(model, ()), max(0, room.num_answers))]
+
+    def _run_line(self, each: _Open, model: int) -> None:
+        assert each.index is not None
+        number = each.left[model].popleft()
+        task = asyncio.create_task(self._answer(each, each.index, number), name=f"batch-{each.batch.id}-{number}")
+        each.running[task] = _Running(model, each.index.num_answers[number])
 
     async def _keep(self) -> None:
         """Wait a turn, or until a line or an index is ready, then keep what was answered."""

@@ -44,6 +44,9 @@ class _Bench:
         self.last = ""
         self.hang_from: int | None = None
         """After so many lines, the others hang."""
+        self.held: tuple[str, str] | None = None
+        """The first line runs once the answer to the second one is kept."""
+        self.released = asyncio.Event()
         self.kept = asyncio.Event()
         """The answers of all that do not hang are in the store."""
         self.store = BatchStore(folder, self.limits)
@@ -70,10 +73,14 @@ class _Bench:
 
     def _kept(self, tenant: str, use: CallUse) -> None:
         self.used.append((tenant, use.model))
+        if self.held is not None and use.model == self.held[1]:
+            self.released.set()
 
     async def _answer(self, batch: Batch, line: Line) -> LineResult:
         if self.hang_from is not None and len(self.ran) >= self.hang_from:
             await asyncio.Event().wait()
+        if self.held is not None and line.custom_id == self.held[0]:
+            await self.released.wait()
         self.ran.append(line.custom_id)
         tasks = (task.get_name() for task in asyncio.all_tasks())
         self.together.add(frozenset(name for name in tasks if name.startswith("batch-")))
@@ -198,6 +205,16 @@ async def test_each_answer_to_a_line_takes_a_place(tmp_path: Path) -> None:
     assert await bench.runner("me").run()
     most = {each for each in bench.together if not any(each < other for other in bench.together)}
     assert most == {frozenset(f"batch-b-{number}" for number in numbers) for numbers in ((0,), (1, 2), (3,), (4,))}
+
+
+async def test_a_line_that_does_not_fit_waits_for_those_of_other_batches_too(tmp_path: Path) -> None:
+    """Of three places one is taken by the last line of another batch, which runs yet when there is another turn."""
+    bench = _Bench(tmp_path, _line("held"), most=3)
+    bench.add("c", "t", _line("short") + _line("large", n=3))
+    bench.held = "held", "short"
+    assert await bench.runner("me").run()
+    assert bench.ran == ["short", "held", "large"]
+    assert not any({"batch-b-0", "batch-c-1"} <= each for each in bench.together)
 
 
 async def test_a_model_without_room_holds_up_no_line_of_another(tmp_path: Path) -> None:
