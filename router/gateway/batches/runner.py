@@ -74,6 +74,9 @@ class _Open:
     left: dict[int, deque[int]] = field(default_factory=dict)
     """Lines without an answer that do not run, by model."""
     running: dict[asyncio.Task[_Done], _Running] = field(default_factory=dict)
+    num_started: int = 0
+    """Lines of all batches that were started up to its latest one. Of batches with equally many answers running that
+    with the least has its turn, so that a line that runs alone has one."""
     looked: float = -math.inf
     """When its state was looked at last."""
 
@@ -123,6 +126,7 @@ class BatchRunner:
         self._turn_s = turn_s
         self._open: dict[str, _Open] = {}
         """By tenant."""
+        self._num_started = 0
         self._claimed = -math.inf
         self._is_paced = False
         """Whether there is more room soon, though no line may have ended."""
@@ -203,7 +207,7 @@ class BatchRunner:
             self._start_at(model)
 
     def _start_at(self, model: int) -> None:
-        opened = list(self._open.values())
+        opened = sorted(self._open.values(), key=lambda each: each.num_started)
         running = [each.num_running(model) for each in opened]
         room = self._room(model, sum(running), sum(each.num_running() for each in opened))
         self._is_paced |= room.is_paced
@@ -220,6 +224,8 @@ class BatchRunner:
 
     def _run_line(self, each: _Open, model: int) -> None:
         assert each.index is not None
+        self._num_started += 1
+        each.num_started = self._num_started
         number = each.left[model].popleft()
         task = asyncio.create_task(self._answer(each, each.index, number), name=f"batch-{each.batch.id}-{number}")
         each.running[task] = _Running(model, each.index.num_answers[number])

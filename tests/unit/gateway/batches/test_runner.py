@@ -217,6 +217,16 @@ async def test_a_line_that_does_not_fit_waits_for_those_of_other_batches_too(tmp
     assert not any({"batch-b-0", "batch-c-1"} <= each for each in bench.together)
 
 
+async def test_a_line_that_never_fits_has_its_turn(tmp_path: Path) -> None:
+    """It runs alone, before the second line of a batch that came first."""
+    bench = _Bench(tmp_path, b"".join(_line(f"small-{number}") for number in range(4)), most=3)
+    bench.add("c", "t", _line("large", n=8))
+    assert await bench.runner("me").run()
+    assert bench.ran[:2] == ["small-0", "large"]
+    assert sorted(bench.ran[2:]) == ["small-1", "small-2", "small-3"]
+    assert frozenset({"batch-c-0"}) in bench.together
+
+
 async def test_a_model_without_room_holds_up_no_line_of_another(tmp_path: Path) -> None:
     """Lines for a model that is not served end at once."""
     names = [("a", "m"), ("b", "m"), ("c", "other"), ("d", "none"), ("e", "other")]
