@@ -56,10 +56,11 @@ class KVCacheManager:
             return True
         return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
 
-    def has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `extend` would find the blocks for tokens [0, num_tokens)."""
-        num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
-        return num_missing - sequence.reserved_blocks <= self.blocks.num_available
+    def has_room(self, sequence: Sequence, num_tokens: int, *, num_left: int = 0) -> bool:
+        """Whether `extend` would find the blocks for tokens [0, num_tokens), in its reservation or so that `num_left`
+        stay available."""
+        num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table) - sequence.reserved_blocks
+        return num_missing <= max(0, self.blocks.num_available - num_left)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate the blocks for tokens [0, num_tokens): out of the reservation, and beyond it out of what is

@@ -6,7 +6,7 @@ Every layer writes the KV of all entries of a step before any of them attends, s
 like those of several: by the same kernels, with the same result as in steps of their own, and by the same captured
 steps. They take places of the batch that are free in this step, so that it has no more entries than a full batch, and
 leave a token of the budget to prompts. Where places or blocks are short, the rest waits for the next step: nothing is
-preempted for it.
+preempted for it, also not because the last block is gone that another sequence needs next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence
 
 
-def num_to_decode(sequence: Sequence, num_free: int, kv_cache: KVCacheManager) -> int:
-    """How many of a decoding sequence's uncomputed tokens to compute now, where `num_free` more entries are free."""
+def num_to_decode(sequence: Sequence, num_free: int, kv_cache: KVCacheManager, num_others: int) -> int:
+    """How many of a decoding sequence's uncomputed tokens to compute now, where `num_free` more entries are free. For
+    each of `num_others` a block stays available."""
     num_tokens = max(1, min(sequence.num_uncomputed_tokens, 1 + num_free))
-    return num_tokens if kv_cache.has_room(sequence, sequence.num_computed_tokens + num_tokens) else 1
+    end = sequence.num_computed_tokens + num_tokens
+    return num_tokens if kv_cache.has_room(sequence, end, num_left=num_others) else 1
 
 
 def as_rows(decodes: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:

@@ -278,7 +278,7 @@ class Scheduler:
             if num_tokens != 1:
                 if sequence.has_prompt_left:
                     continue
-                num_tokens = num_to_decode(sequence, num_free, self.kv_cache)
+                num_tokens = num_to_decode(sequence, num_free, self.kv_cache, len(self.running) - 1)
                 num_free -= num_tokens - 1
             end = start + num_tokens
             if end > len(sequence.block_table) * block_size:

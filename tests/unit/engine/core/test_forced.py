@@ -163,6 +163,20 @@ def test_no_block_is_taken_from_others_for_them() -> None:
     assert_idle(core)
 
 
+def test_the_last_block_is_left_for_a_sequence_that_needs_it_next() -> None:
+    """Five blocks: `a` and `b` have two each, and `b` is two tokens from its third one, which is its last."""
+    forced = set(range(9, 16))
+    core = core_of(num_blocks=5, forced=forced, decode_reserve_tokens=1)
+    events = decode_until(core, 8, max_tokens=18)
+    events += handle_all(core, Add(spec_of("b", make_prompt(30, 1), grammar="", max_tokens=5)))
+    events += run_until_idle(core)
+    assert core.totals().preemptions == 0
+    assert token_ids_of(events, "a") == answer(core_of(skips=False, forced=forced), max_tokens=18)
+    widths = [sum(entry.sequence.key == KEY for entry in plan.decodes) for plan in plans_of(core)[8:]]
+    assert widths == [1, 1, 1, 1, 1, 4, 1]
+    assert_idle(core)
+
+
 @pytest.mark.parametrize("max_tokens", range(1, NUM_TOKENS + 1))
 def test_the_answer_ends_at_its_length_within_forced_tokens(max_tokens: int) -> None:
     core = core_of()
