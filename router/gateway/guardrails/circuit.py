@@ -4,7 +4,8 @@ closed ──failures in a row──> open ──a pause──> one trial ──
                                ^───────failed──────┘
 
 One tenant's texts may be what it fails at: failures in a row of one tenant's questions open the circuit for that
-tenant; it is open for all where those of several failed and none was answered between.
+tenant; it is open for all where those of several failed and none was answered between. Whose trial failed then has no
+other one for two pauses, so that a tenant whose questions always fail does not keep it open for all.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class Circuit:
     def is_open(self) -> bool:
         """Whether it is not asked, but for trials."""
         return self._opened_at is not None
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a trial is under way."""
+        return self._is_tried
 
     def asks(self, now: float) -> bool:
         """Whether to ask now. Where it is open this is the one trial, which must be reported or withdrawn."""
@@ -107,8 +113,11 @@ class Circuits:
     def failed(self, tenant: str, now: float) -> Literal["all", "tenant"] | None:
         """It gave none; for whom it is asked no more from now on."""
         self._row[tenant] += 1
-        change = self._own.setdefault(tenant, Circuit()).failed(now)
+        own = self._own.setdefault(tenant, Circuit())
+        change = own.failed(now)
         if self._all.is_open:
+            if self._all.is_tried:
+                own.open(now + PAUSE_S)
             self._all.failed(now)
             return None
         if len(self._row) > 1 and self._row.total() >= FAILURES:

@@ -45,6 +45,22 @@ def test_failures_of_several_with_no_verdict_between_are_of_all() -> None:
     assert not circuits.is_open
 
 
+def test_a_tenant_whose_trial_failed_leaves_the_next_one_to_others() -> None:
+    """Else one whose own questions always fail, and who asks most, could keep the circuit of all open."""
+    circuits = Circuits()
+    assert [circuits.failed(tenant, 0.0) for tenant in "aaaab"][-1] == "all"
+    circuits.failed("b", 0.0)  # one that ran then: no trial
+    assert circuits.asks("a", PAUSE_S)
+    assert circuits.failed("a", PAUSE_S) is None
+    assert [circuits.asks(tenant, 2 * PAUSE_S) for tenant in "ab"] == [False, True]
+    assert circuits.failed("b", 2 * PAUSE_S) is None
+    assert [circuits.asks(tenant, 3 * PAUSE_S) for tenant in "ba"] == [False, True]
+    circuits.withdrawn("a")
+    assert circuits.asks("b", 4 * PAUSE_S)
+    assert circuits.passed("b")
+    assert [circuits.asks(tenant, 4 * PAUSE_S) for tenant in "ab"] == [True, True]
+
+
 def test_a_recovery_is_of_all() -> None:
     """Also of those whose own questions failed often enough."""
     circuits = Circuits()
