@@ -62,7 +62,7 @@ class ServedModels:
         self.routers = {source.key: routers[source.key] for source in config.models}
         self.all = AllRouters(self.routers)
         self.views: dict[str, Callable[[], ClusterView]] = {}
-        """By name, for metrics."""
+        """By name, for metrics and for the room of batches; always the same dictionary."""
         self.probes: dict[str, PairProbe] = {}
         self.models = Models()
         """That requests may name."""
