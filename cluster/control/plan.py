@@ -71,7 +71,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = GATEWAY
     """Of its process."""
     workers: tuple[WorkerInfo, ...]
-    """Those that were ready when it was started; afterwards it follows the controller."""
+    """Those of its models that were ready when it was started; afterwards it follows the controller. A model that
+    comes gets its workers from there."""
     cores: tuple[int, ...] = ()
     recording: RecordingOptions | None = None
     load_every_s: float | None = None
@@ -139,7 +140,7 @@ class ClusterPlan:
             routers=router_configs(self.config),
             gateway_id=GatewayId(f"{name}-{uuid.uuid4().hex[:8]}"),
             name=name,
-            workers=tuple(infos),
+            workers=tuple(info for info in infos if model_of(info.worker_id) in self.model_paths),
             cores=self.cores.gateways[index],
             restarts=self.restarts,
             recording=self.config.gateway.record_events,

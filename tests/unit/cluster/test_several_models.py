@@ -168,6 +168,14 @@ def test_the_gateway_gets_all_models_and_a_router_for_each() -> None:
     }
 
 
+def test_a_gateway_gets_no_workers_of_a_model_that_is_being_added() -> None:
+    """It would take them for connected, and its router of that model, which comes later, would not have them."""
+    infos = [make_info(name) for name in ("a/prefill-0", "b/colocated-0", "c/prefill-0")]
+    assert plan_of(TWO).gateway(infos).workers == tuple(infos[:2])
+    one = plan_of({"model": FAKE}).gateway([make_info("prefill-0")])
+    assert one.workers == (make_info("prefill-0"),)
+
+
 def test_a_layout_keeps_the_cores_of_other_workers() -> None:
     plans = Plans(plan_of(TWO))
     grown = plans.worker("a/decode", 4, "")[0]
