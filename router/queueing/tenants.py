@@ -218,6 +218,21 @@ class Tenants:
             _take(tenant.requests, charge.num_answers, now)
             _take(tenant.tokens, charge.num_tokens, now)
 
+    def taken(self, now: float) -> list[RateCharge]:
+        """What is missing of the limits for a minute, as charges: for the router of a model that comes."""
+        found = []
+        for tenant in self._tenants.values():
+            num_answers, num_tokens = (
+                0 if bucket is None else math.ceil(bucket.per_minute - bucket.level(now))
+                for bucket in (tenant.requests, tenant.tokens)
+            )
+            if num_answers or num_tokens:
+                charge = RateCharge(
+                    tenant=tenant.name, limits=tenant.limits, num_answers=num_answers, num_tokens=num_tokens
+                )
+                found.append(charge)
+        return found
+
     # ---------------------------------------------------------------- places
 
     def started(self, tenant: Tenant) -> None:

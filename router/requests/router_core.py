@@ -208,6 +208,10 @@ class RouterCore:
         self._tenants.charges = []
         return charges
 
+    def taken(self, now: float) -> list[RateCharge]:
+        """What is missing of all tenants' limits for a minute."""
+        return self._tenants.taken(now)
+
     def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
         """Another router of the gateway charged these."""
         self._tenants.charged_elsewhere(charges, now)

@@ -48,6 +48,8 @@ class RouterServers:
         """Start a router of a further model, and connect it to the workers of that model that are there; returns at
         once."""
         router.on_drained = self._on_drained
+        if (other := next(iter(self._routers.values()), None)) is not None:
+            router.join_rates(other)
         self._routers[key] = router
         self._share_rates()
         await router.start()

@@ -214,6 +214,11 @@ class RouterServer(Router):
         if self._others:
             self._core.share_rates()
 
+    def join_rates(self, other: RouterServer) -> None:
+        """Begin with what is missing of the limits for a minute at another router, as if it had been charged here."""
+        if charges := other._core.taken(self._clock()):
+            self.charged_elsewhere(charges)
+
     def charged_elsewhere(self, charges: Sequence[RateCharge]) -> None:
         """Another router charged these to tenants."""
         self._core.charged_elsewhere(charges, self._clock())

@@ -288,7 +288,7 @@ async def test_a_fault_while_a_request_is_taken_leaves_nothing_of_it(
 async def test_routers_of_one_gateway_share_limits_for_a_minute() -> None:
     """Also what a request is charged when it is queued, and what it gives back at its end."""
     servers = {key: RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET, clock=lambda: 5.0) for key in "abc"}
-    RouterServers(servers)
+    routers = RouterServers(servers)
     limits = TenantLimits(requests_per_minute=4, tokens_per_minute=1000, is_sole=False)
 
     def left() -> list[tuple[int, ...]]:
@@ -310,5 +310,11 @@ async def test_routers_of_one_gateway_share_limits_for_a_minute() -> None:
     assert len(set(left())) == 1
     with pytest.raises(LimitError, match="asks for 2 requests, and of 4 a minute has 1 left"):
         servers["c"].admit(CallDemand(tenant="t", limits=limits, num_answers=2, num_tokens=1))
+    before = left()[0]
+    servers["d"] = RouterServer(RouterConfig(), GatewayId("g0"), (), SECRET, clock=lambda: 5.0)
+    await routers.add("d", servers["d"])
+    assert left() == [before] * 4, "a model that comes begins with what is left"
+    servers["d"].admit(CallDemand(tenant="t", limits=limits, num_answers=1, num_tokens=1))
+    assert left() == [(0, before[1] - 1)] * 4
     for server in servers.values():
         await server.stop()
