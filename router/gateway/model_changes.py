@@ -101,6 +101,7 @@ class ModelChanges:
             if (before.name, before.path) == (source.name, source.path):
                 leaving.cancel()
                 del self._leaving[key]
+                await self._servers.stay(key)
                 self._served.restore(key)
                 logger.warning("model %s is served again", source.name)
                 return
@@ -122,6 +123,7 @@ class ModelChanges:
 
     def _leave(self, key: str) -> None:
         self._served.withdraw(key)
+        self._servers.leave(key)
         logger.warning("model %s is not served any more; its running answers end", self._served.sources[key].name)
         self._leaving[key] = asyncio.create_task(self._end(key), name=f"end-of-{key}")
 

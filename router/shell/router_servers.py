@@ -27,6 +27,8 @@ class RouterServers:
         """Workers of models that have no router here, or none yet."""
         self._unused_draining: dict[WorkerId, Incarnation] = {}
         """Of these."""
+        self._leaving: set[str] = set()
+        """Models whose router ends: workers that come are kept for the next one."""
 
     @property
     def routers(self) -> Mapping[str, RouterServer]:
@@ -53,13 +55,21 @@ class RouterServers:
         self._routers[key] = router
         self._share_rates()
         await router.start()
-        for worker_id in [worker_id for worker_id in self._unused if model_of(worker_id) == key]:
-            await router.add_worker(self._unused.pop(worker_id))
-            if (incarnation := self._unused_draining.pop(worker_id, None)) is not None:
-                router.drain_worker(worker_id, incarnation)
+        await self._use(key, router)
+
+    def leave(self, key: str) -> None:
+        """The router of a model is to end once it has nothing left. Workers that come may be of other files under the
+        same key: they are not for its requests."""
+        self._leaving.add(key)
+
+    async def stay(self, key: str) -> None:
+        """Take back `leave`."""
+        self._leaving.discard(key)
+        await self._use(key, self._routers[key])
 
     async def remove(self, key: str) -> None:
         """Stop the router of a model; workers of it that come later are not used."""
+        self._leaving.discard(key)
         if (router := self._routers.pop(key, None)) is not None:
             self._share_rates()
             router.share_rates(())
@@ -86,6 +96,9 @@ class RouterServers:
     async def add_worker(self, info: WorkerInfo) -> None:
         """Connect the router of its model to a worker; one of a model that is not served is not used before it is."""
         router = self._of(info.worker_id)
+        if router is not None and model_of(info.worker_id) in self._leaving:
+            await router.remove_worker(info.worker_id)
+            router = None
         if router is None:
             logger.info("worker %s is of a model that this gateway does not serve yet", info.worker_id)
             self._unused[info.worker_id] = info
@@ -102,7 +115,7 @@ class RouterServers:
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Place nothing there any more. Nothing runs on a worker that is not used."""
-        router = self._of(worker_id)
+        router = None if worker_id in self._unused else self._of(worker_id)
         if router is None:
             self._unused_draining[worker_id] = incarnation
             self.on_drained(worker_id, incarnation)
@@ -125,6 +138,13 @@ class RouterServers:
     def load_reports(self) -> Sequence[LoadReport]:
         """For the controller's autoscalers."""
         return [router.load_report(key) for key, router in self._routers.items()]
+
+    async def _use(self, key: str, router: RouterServer) -> None:
+        """Connect it to the workers of its model that were kept for it."""
+        for worker_id in [worker_id for worker_id in self._unused if model_of(worker_id) == key]:
+            await router.add_worker(self._unused.pop(worker_id))
+            if (incarnation := self._unused_draining.pop(worker_id, None)) is not None:
+                router.drain_worker(worker_id, incarnation)
 
     def _share_rates(self) -> None:
         """Limits of keys for a minute hold for all models together."""

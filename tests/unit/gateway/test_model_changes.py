@@ -44,6 +44,9 @@ class Recorded(RouterServer):
     async def add_worker(self, info: object) -> None:
         self.did.append(f"add {info.worker_id}")  # type: ignore[attr-defined]
 
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        self.did.append(f"remove {worker_id}")
+
     def drain_worker(self, worker_id: WorkerId, incarnation: object) -> None:
         self.did.append(f"drain {worker_id}")
 
@@ -146,6 +149,45 @@ def test_a_model_that_comes_back_while_its_answers_end_keeps_its_router(monkeypa
         router.num_running = 0
         await gateway.follow(5, source("a"), source("b"))
         assert router.did == ["start"]
+
+    run(monkeypatch, test)
+
+
+def test_workers_that_come_are_not_for_a_model_that_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key comes back with other files, whose first worker is there while an answer of the former model runs."""
+
+    async def test(gateway: Gateway) -> None:
+        drained: list[WorkerId] = []
+        gateway.servers.on_drained = lambda worker_id, incarnation: drained.append(worker_id)
+        await gateway.follow(2, source("a"), source("b", name="x"))
+        former = gateway.routers["b"]
+        former.num_running = 1
+        await gateway.follow(3, source("a"))
+        for name in ("b/decode-0", "b/decode-1"):
+            await gateway.servers.add_worker(make_info(name))
+        gateway.servers.drain_worker(WorkerId("b/decode-1"), make_info("b/decode-1").incarnation)
+        assert (former.did, drained) == (["start", "remove b/decode-0", "remove b/decode-1"], ["b/decode-1"])
+        gateway.changes.follow(4, [source("a"), source("b", name="y")], {key: RouterConfig() for key in "ab"})
+        former.num_running = 0
+        assert await gateway.generations.get() == 4
+        assert former.did[-1] == "stop"
+        assert gateway.routers["b"].did == ["start", "add b/decode-0", "add b/decode-1", "drain b/decode-1"]
+        assert gateway.served.models.names == ["model a", "y"]
+
+    run(monkeypatch, test)
+
+
+def test_a_model_that_comes_back_gets_the_workers_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.follow(2, source("a"), source("b"))
+        router = gateway.routers["b"]
+        router.num_running = 1
+        await gateway.follow(3, source("a"))
+        await gateway.servers.add_worker(make_info("b/decode-0"))
+        await gateway.follow(4, source("a"), source("b"))
+        await gateway.servers.add_worker(make_info("b/decode-1"))
+        assert gateway.routers["b"] is router
+        assert router.did == ["start", "remove b/decode-0", "add b/decode-0", "add b/decode-1"]
 
     run(monkeypatch, test)
 
