@@ -285,6 +285,8 @@ class ControlCore:
             if worker.phase == "draining":
                 return
             was_ready = is_proven or (worker.is_proven and worker.is_current(incarnation))
+            if was_ready and not is_proven:  # it broke off before `Proven` was there
+                self._out.append(events.Proven(name, incarnation))
             if was_ready or not self._settings.probes:
                 self._ready(worker, info, now)
             else:

@@ -220,6 +220,16 @@ def test_a_worker_that_was_ready_and_whose_connection_broke_is_not_probed_again(
     assert control.record("decode-0").phase == "ready"
 
 
+def test_a_worker_whose_connection_broke_before_it_got_that_it_was_ready_gets_it_when_it_is_back() -> None:
+    """Else the next controller would probe it again though it serves."""
+    control = serving()
+    assert control.proven == {"prefill-0.1", "decode-0.1"}
+    control.proven.clear()
+    control.left("decode-0")
+    assert control.register("decode-0") == ["accept decode-0"]
+    assert control.proven == {"decode-0.1"}
+
+
 def test_a_process_that_the_launcher_started_by_itself_is_probed() -> None:
     control = serving()
     assert control.register("decode-0", 2) == ["accept decode-0", "probe prefill-0 decode-0", "publish prefill-0"]
