@@ -232,7 +232,7 @@ class Controller:
             return msgspec.structs.replace(reply, generation=core.target.generation)
         self._plans.add(plan.new.generation, new)
         logger.warning(
-            "generation %d of the configuration is applied: %s; replaces workers of: %s",
+            "generation %d of the configuration is applied: %s; workers change in: %s",
             plan.new.generation,
             ", ".join(change.field for change in reply.changes) or "nothing differs",
             ", ".join(reply.pools) or "no pool",

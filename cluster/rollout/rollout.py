@@ -295,7 +295,7 @@ class Rollout:
         if self.stage == "finishing":
             leaving = self._leaving(workers)
             waits = "waits for the gateways to serve other models" if self.plan.exchanges_models else ""
-            return f"{', '.join(leaving)} leaves" if leaving else waits
+            return f"{', '.join(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}" if leaving else waits
         new = [w for w in workers if self._is_in_hand(w) and not self._is_done(w)]
         if self.stage == "canary" and new:
             return f"waits for the first new workers: {', '.join(f'{w.worker_id} is {w.phase}' for w in new)}"
@@ -308,7 +308,8 @@ class Rollout:
         removed = self.plan.removed if self.stage != "finishing" else ()
         if removed:
             return f"drains the pools {' and '.join(removed)}"
-        return "" if self.stage == "finishing" or not self.plan.surge else "drains the workers that stood in"
+        has_surge = self.plan.surge and bool(self.plan.replaced)
+        return "drains the workers that stood in" if has_surge and self.stage != "finishing" else ""
 
     # ------------------------------------------------------------ inside
 

@@ -188,7 +188,7 @@ def test_threads_sizes_and_another_mode_come_without_a_failed_or_altered_request
             assert pids(cluster).keys() == {"prefill-0", "decode-0"}
             one_pool = {"workers": {**pools["decode"], "size": 2}}
             shown = apply(cluster, {**config, "mode": "elastic", "pools": one_pool}, tmp_path)
-            assert "workers are replaced in: workers, prefill, decode" in shown
+            assert "workers change in: workers, prefill, decode" in shown
             count = len(load.answers)
             assert wait_until(lambda: len(load.answers) > count + 12, timeout_s=60)
         assert load.check(old)[0] > 12

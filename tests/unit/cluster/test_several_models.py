@@ -396,6 +396,8 @@ def test_a_model_that_comes_is_served_before_the_rollout_is_over() -> None:
     sizes, hashes = {**SIZES, "c/prefill": 1, "c/decode": 2}, {**old.config_hashes, "c/prefill": "p", "c/decode": "d"}
     new = Target(generation=2, sizes=sizes, config_hashes=hashes)
     assert control(events.Apply(Plan(old=old, new=new))) == ["start c/prefill-0 as p", "start c/decode-0 as d"]
+    assert (rollout := control.core.state().rollout) is not None
+    assert rollout.next == "", "no worker stands in where none is replaced"
     assert control.register("c/prefill-0", fingerprint="of c")[0] == "accept c/prefill-0"
     lines = control.register("c/decode-0", fingerprint="of c")
     assert lines[:3] == ["accept c/decode-0", "configure 2", "start c/decode-1 as d"]
@@ -419,6 +421,8 @@ def test_a_model_that_goes_is_refused_before_its_workers_drain() -> None:
         "configure 2",
         "publish a/prefill-0 a/decode-0 b/prefill-0(draining) b/decode-0(draining)",
     ]
+    assert (rollout := control.core.state().rollout) is not None
+    assert rollout.doing == "b/prefill-0, b/decode-0 leave"
     control(events.SettingsFollowed(GATEWAY_ID, 2))
     assert control.empty("b/prefill-0")[-1] == "stop b/prefill-0"
     assert control.empty("b/decode-0")[-1] == "stop b/decode-0"

@@ -82,7 +82,7 @@ def show_changes(applied: Applied, console: Console) -> None:
     if applied.changes:
         console.print(fields)
     if applied.pools:
-        console.print(f"workers are replaced in: {', '.join(applied.pools)}", highlight=False)
+        console.print(f"workers change in: {', '.join(applied.pools)}", highlight=False)
 
 
 def wait_applied(
