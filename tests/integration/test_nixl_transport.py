@@ -444,7 +444,7 @@ def test_a_pair_whose_bytes_do_not_come_through_does_not_stand(
     real = NixlAgent.read
 
     def short(self: NixlAgent, buffer: Bytes, nbytes: int, remote: Any) -> int:
-        return real(self, buffer, nbytes - 16, remote)  # of one byte that is random the last may be what was there before
+        return real(self, buffer, nbytes - 16, remote)  # a single random byte may be right by chance
 
     monkeypatch.setattr(NixlAgent, "read", short)
     errors: list[str] = []
