@@ -28,6 +28,9 @@ def num_to_decode(sequence: Sequence, num_free: int, kv_cache: KVCacheManager, n
 
 def as_rows(decodes: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
     """Entries of one token each."""
+    decodes = tuple(decodes)
+    if all(entry.num_tokens == 1 for entry in decodes):
+        return decodes
     rows: list[ScheduledSequence] = []
     for entry in decodes:
         rows += [ScheduledSequence(entry.sequence, at, 1, samples=False) for at in range(entry.start, entry.end - 1)]
