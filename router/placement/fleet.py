@@ -502,10 +502,13 @@ class Fleet:
     def _join_bucket(self, worker: Worker) -> None:
         self._usable = None
         group = self._group(worker.info)
+        self._add_to_bucket(worker, group)
+        self._divide(group)
+
+    def _add_to_bucket(self, worker: Worker, group: ModelGroup) -> None:
         bucket = self._bucket_of[worker.worker_id] = group.bucket_for(worker)
         bucket.add(worker)
         self.num_openings += 1
-        self._divide(group)
 
     def _leave_bucket(self, worker: Worker) -> None:
         self._usable = None
@@ -524,9 +527,7 @@ class Fleet:
             if worker.is_split_off != (index < number):
                 self._bucket_of[worker.worker_id].remove(worker)
                 worker.split_off(index < number)
-                bucket = self._bucket_of[worker.worker_id] = group.bucket_for(worker)
-                bucket.add(worker)
-                self.num_openings += 1
+                self._add_to_bucket(worker, group)
 
     def _changed(self, worker: Worker) -> None:
         """Update what depends on the worker's assignments and reports."""

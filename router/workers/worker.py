@@ -149,8 +149,7 @@ class Worker:
     def split_off(self, is_split_off: bool) -> None:
         """Whether it takes no prompts from now on."""
         self.is_split_off = is_split_off
-        self.is_for_prompts = not (decodes_only(self.info) or is_split_off)
-        self.refresh()
+        self.update_info(self.info)
 
     def note_assigned(self, num_tokens: int, num_blocks: int) -> None:
         """Prompt tokens and KV blocks were assigned."""
