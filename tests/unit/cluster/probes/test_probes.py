@@ -237,8 +237,8 @@ def test_a_process_that_the_launcher_started_by_itself_is_probed() -> None:
     assert control.record("decode-0").num_starts == 2
 
 
-def with_canary_on_trial() -> Driver:
-    """A rollout of decode workers whose first new one is being probed."""
+def with_canary() -> Driver:
+    """A rollout of decode workers whose first new one is being started."""
     sizes: dict[PoolName, int] = {"prefill": 1, "decode": 1}
     old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
     new = Target(generation=2, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d2"})
@@ -248,6 +248,12 @@ def with_canary_on_trial() -> Driver:
     control.probed()
     control.joined()
     assert control(events.Apply(Plan(old=old, new=new, ready_timeout_s=60.0))) == ["start decode-1 as d2"]
+    return control
+
+
+def with_canary_on_trial() -> Driver:
+    """The same, and it is being probed."""
+    control = with_canary()
     assert control.register("decode-1") == ["accept decode-1", "probe prefill-0 decode-1"]
     return control
 
@@ -370,15 +376,7 @@ def test_a_prefill_worker_that_no_decode_worker_fits_does_not_hold_up_a_rollout(
 
 
 def test_a_canary_whose_probes_fail_is_taken_back() -> None:
-    sizes: dict[PoolName, int] = {"prefill": 1, "decode": 1}
-    old = Target(generation=1, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d1"})
-    new = Target(generation=2, sizes=sizes, config_hashes={"prefill": "p1", "decode": "d2"})
-    control = started(sizes, Desired(target=old))
-    control.register("prefill-0")
-    control.register("decode-0")
-    control.probed()
-    control.joined()
-    assert control(events.Apply(Plan(old=old, new=new))) == ["start decode-1 as d2"]
+    control = with_canary()
     for incarnation in range(3):
         control.register("decode-1", 1 + incarnation)
         for _ in range(MAX_TRIES):
