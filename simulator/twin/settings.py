@@ -19,6 +19,8 @@ from disagg.simulator.twin.load import Arrival
 USUAL: tuple[Decodes, ...] = ("spread", "gather")
 FEW = 4
 """Of so many workers all splits are compared."""
+_NEAR = (-1, 0, 1)
+"""Of more, these around the one that the load asks for, and around the present one."""
 
 
 def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], present: Decodes) -> list[Decodes]:
@@ -26,14 +28,14 @@ def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], 
     numbers = set(range(1, len(steps)))
     if len(steps) > FEW:
         centers = {round(len(steps) * decode_share(arrivals, mean_steps(steps))), num_split(present)} - {0}
-        numbers = {center + offset for center in centers for offset in (-1, 0, 1)} & numbers
+        numbers = {center + offset for center in centers for offset in _NEAR} & numbers
     found = [*USUAL, *(f"{SPLIT}:{number}" for number in sorted(numbers))]
     return found if present in found else [*found, present]
 
 
 def most_settings(num_workers: int) -> int:
     """How many settings are compared at most."""
-    return len(USUAL) + (num_workers - 1 if num_workers <= FEW else 2 * 3)
+    return len(USUAL) + (num_workers - 1 if num_workers <= FEW else 2 * len(_NEAR))
 
 
 def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
