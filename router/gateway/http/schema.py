@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -20,6 +20,10 @@ R = TypeVar("R")
 
 ABSENT: Final = msgspec.Raw(b"null")
 """Of fields that are only refused: what they hold is looked over and not built."""
+
+
+Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""A number of a body. JSON has integers of any size; what computes with one, stores it or sends it on has 64 bits."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -56,16 +60,17 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = None
+    """64 bits, with a sign or without one; bounded by `check_sampling`."""
+    n: Integer | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -73,10 +78,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: msgspec.Raw = ABSENT
     """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
     service_tier: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
 
     # Read by `structured`, which looks at their sizes first.
     response_format: msgspec.Raw = ABSENT
@@ -101,9 +106,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -127,11 +132,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | Integer | list[Integer]]
     """One text, several, the ids of one, or the ids of several."""
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
 
     suffix: msgspec.Raw = ABSENT
     add_special_tokens: msgspec.Raw = ABSENT
@@ -157,7 +162,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Integer]
 
 
 _PLACE = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from disagg.proto.errors import InvalidRequestError
+from disagg.proto.errors import ContextLengthError, InvalidRequestError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.requests.request import GenerationInput
 from disagg.router.gateway.requests.structured import check_structured
@@ -51,7 +51,8 @@ _LOGIT_BIAS = FloatRange(-100, 100)
 
 
 def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
-    """Everything about sampling and stop ids. Raises `InvalidRequestError` for any wrong field."""
+    """Everything about sampling and stop ids. Raises `InvalidRequestError` for any wrong field, and
+    `ContextLengthError` for an answer that no context holds."""
     if given.seed is not None:
         check_int(given.seed, "sampling.seed", 0, MAX_SEED)
     floats = {
@@ -59,7 +60,7 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         for name, allowed in _FLOATS.items()
         if (value := getattr(given, name)) is not None
     }
-    min_tokens, stop_token_ids = _check_min_tokens(given), _check_stop_ids(given, model)
+    min_tokens, stop_token_ids = _check_min_tokens(given, model), _check_stop_ids(given, model)
     if min_tokens and len(stop_token_ids) >= model.vocab_size:
         raise InvalidRequestError("stopping.min_tokens", "every token is a stop id, so none may come before them")
     others = Sampling(
@@ -101,10 +102,15 @@ def _check_top_k(top_k: int, vocab_size: int) -> int:
     return top_k if 0 < top_k < vocab_size else 0
 
 
-def _check_min_tokens(given: GenerationInput) -> int:
+def _check_min_tokens(given: GenerationInput, model: ModelInfo) -> int:
     max_tokens, min_tokens = given.max_tokens, given.min_tokens or 0
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequestError("stopping.max_tokens", f"must be at least 1, not {shown(max_tokens)}")
+    if max_tokens is not None and max_tokens >= model.max_model_len:  # A call is charged before it is tokenized.
+        context = f"the context has {model.max_model_len} tokens"
+        raise ContextLengthError(
+            "stopping.max_tokens", f"{context}, so at most {model.max_model_len - 1}, not {shown(max_tokens)}"
+        )
     if min_tokens < 0:
         raise InvalidRequestError("stopping.min_tokens", f"must be at least 0, not {shown(min_tokens)}")
     if max_tokens is not None and min_tokens > max_tokens:

@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
-from disagg.router.gateway.http.schema import ABSENT, T, decode_field
+from disagg.router.gateway.http.schema import ABSENT, Integer, T, decode_field
 from disagg.router.gateway.http.to_input import small_value
 from disagg.router.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput
 from disagg.router.gateway.requests.values import check_length, is_deeper
@@ -28,10 +28,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     seed: int | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from disagg.router.gateway.http.foreign.bodies import SamplingFields
-from disagg.router.gateway.http.schema import ABSENT, ContentPart
+from disagg.router.gateway.http.schema import ABSENT, ContentPart, Integer
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/messages` and, without `max_tokens`, `/v1/messages/count_tokens`."""
 
     messages: list[Turn] | None = None
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     system: str | list[ContentPart] | None = None
     stop_sequences: list[str] | None = None
 
@@ -76,7 +76,7 @@ class Thinking(msgspec.Struct, frozen=True):
     """`thinking`: whether the model may reason before it answers, and whether that is shown."""
 
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Integer | None = None
     """Means nothing here: reasoning is bounded by `max_tokens`, like the rest."""
     display: str | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.router.gateway.http.foreign.bodies import SamplingFields
-from disagg.router.gateway.http.schema import ABSENT, ContentPart
+from disagg.router.gateway.http.schema import ABSENT, ContentPart, Integer
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 
     input: str | list[Item] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     stop: str | list[str] | None = None
     """Not OpenAI's."""
     parallel_tool_calls: bool | None = None

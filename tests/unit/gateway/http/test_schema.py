@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.http.schema import ChatBody, CompletionBody, Message, decode
+from disagg.router.gateway.http.messages.schema import MessagesBody
+from disagg.router.gateway.http.responses.schema import ResponsesBody
+from disagg.router.gateway.http.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    TokenizeBody,
+    decode,
+)
 
 CHAT = msgspec.json.Decoder(ChatBody)
 TEXT = msgspec.json.Decoder(CompletionBody)
@@ -79,3 +90,18 @@ def test_a_huge_integer_is_taken_or_refused_with_its_field() -> None:
 )
 def test_prompts_have_four_forms(prompt: bytes, expected: object) -> None:
     assert decode(b'{"prompt": %b}' % prompt, TEXT).prompt == expected
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody])
+def test_each_integer_of_a_body_has_64_bits(kind: type[msgspec.Struct]) -> None:
+    """What is computed with it, recorded or sent on has no more. The seed may have 64 without a sign."""
+    forms = {field.name: str(field.type) for field in msgspec.structs.fields(kind) if field.name != "seed"}
+    found = [(name, "list[" in form) for name, form in forms.items() if re.search(r"\bint\b", form)]
+    assert found or kind is TokenizeBody
+    for value in (1 << 63, 1 << 64, 10**30, -(1 << 63) - 1):
+        for name, is_list in found:
+            body: dict[str, object] = {"messages": [], "tokens": [], name: [value] if is_list else value}
+            if kind is CompletionBody:
+                body.setdefault("prompt", "x")
+            with pytest.raises(msgspec.ValidationError, match="Expected `int` "):
+                msgspec.convert(body, kind)

@@ -193,7 +193,7 @@ def test_prompts_of_a_completion(prompt: Any, prompts: list[Any]) -> None:
         ({"n": 129}, "n"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 17}, "best_of"),
-        ({"best_of": 10**30}, "best_of"),
+        ({"best_of": 2**62}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"prompt": ["a"] * 43, "best_of": 3}, "best_of"),
         ({"echo": True, "truncate_prompt_tokens": 5}, "echo"),

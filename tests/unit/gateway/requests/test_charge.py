@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.text.tokenizer import ServedModel
-from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, limits_of
-from tests.support.http_app import TestApp, error_of
+from tests.support.gateway import FINGERPRINT, MAX_MODEL_LEN, MODEL_NAME, FakeHandle, FakeRouter, limits_of
+from tests.support.http_app import CHAT, TEXT, TestApp, error_of
 
 LIMITS = TenantLimits(tokens_per_minute=1000)
 CALLER = Caller("a", False, LIMITS)
@@ -112,3 +113,27 @@ async def test_several_prompts_are_refused_together(model: ServedModel) -> None:
     assert response.headers["retry-after-ms"] == "2500"
     assert response.json()["error"]["message"] == "requests_per_minute: too many; try again in 2.5 s"
     assert (router.submitted, router.given_back) == ([], [])
+
+
+@pytest.mark.parametrize("num_tokens", [-(10**30), -1, 0, MAX_MODEL_LEN, 2**63, 2**64, 10**30])
+@pytest.mark.parametrize(
+    ("path", "field", "given"),
+    [
+        ("/v1/completions", "max_tokens", TEXT),
+        ("/v1/completions", "max_tokens", {**TEXT, "prompt": ["hi", "ho"]}),
+        ("/v1/completions", "max_tokens", {**TEXT, "truncate_prompt_tokens": -1}),
+        ("/v1/chat/completions", "max_tokens", CHAT),
+        ("/v1/chat/completions", "max_completion_tokens", CHAT),
+        ("/v1/responses", "max_output_tokens", {"model": MODEL_NAME, "input": "hi"}),
+        ("/v1/messages", "max_tokens", CHAT),
+    ],
+)
+async def test_nothing_is_charged_for_more_tokens_than_there_can_be(
+    model: ServedModel, path: str, field: str, given: dict[str, Any], num_tokens: int
+) -> None:
+    """The charge is computed before the prompt is tokenized, and goes into the recording of the router's events."""
+    app = TestApp(model, FakeRouter(), Keyed())
+    response = await app.client.post(path, json={**given, field: num_tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{field}: ")
+    assert app.router.admitted == []

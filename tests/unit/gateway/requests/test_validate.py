@@ -76,7 +76,6 @@ WRONG: list[tuple[GenerationInput, str]] = [
     *((asked(max_tokens=v), "stopping.max_tokens") for v in (0, -1, -HUGE)),
     *((asked(min_tokens=v), "stopping.min_tokens") for v in (-1, -HUGE)),
     (asked(max_tokens=3, min_tokens=4), "stopping.min_tokens"),
-    (asked(max_tokens=HUGE, min_tokens=HUGE + 1), "stopping.min_tokens"),
     (asked(stop_token_ids=(0, 1, VOCAB_SIZE)), "stopping.stop_token_ids[2]"),
     (asked(stop_token_ids=(0, -1)), "stopping.stop_token_ids[1]"),
     (asked(stop_token_ids=(1,) * 65), "stopping.stop_token_ids"),
@@ -213,6 +212,16 @@ def test_ids_beyond_the_context_are_refused_before_they_are_read(limits: Limits)
         check_request(asked(ids(*[2**32 - 1] * MAX_MODEL_LEN)), limits)
     assert caught.value.field == "prompt.token_ids"
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN, 2**64, HUGE])
+def test_an_answer_that_no_context_holds_is_refused_before_the_prompt_is_tokenized(
+    limits: Limits, num_tokens: int
+) -> None:
+    with pytest.raises(ContextLengthError) as caught:
+        check_request(asked(max_tokens=num_tokens, min_tokens=num_tokens + 1), limits)
+    assert caught.value.field == "stopping.max_tokens"
+    assert caught.value.message.isprintable()
 
 
 @pytest.mark.parametrize("prompt", [TextPrompt("hé"), ids(5, 6), chat(("system", "s"), ("user", ""))])
