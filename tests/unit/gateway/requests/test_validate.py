@@ -214,7 +214,7 @@ def test_ids_beyond_the_context_are_refused_before_they_are_read(limits: Limits)
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN, 2**64, HUGE])
+@pytest.mark.parametrize("num_tokens", [MAX_MODEL_LEN, 2**64, 10**30])
 def test_an_answer_that_no_context_holds_is_refused_before_the_prompt_is_tokenized(
     limits: Limits, num_tokens: int
 ) -> None:
