@@ -199,6 +199,10 @@ class RequestQueue:
         self._know(position - 1)
         return self._first[:position][-1][1] if self._first else 0.0
 
+    def level(self, share: Share) -> float:
+        """The level of a tenant, waiting or about to wait: of two the one with the lower one comes first."""
+        return share.level if share in self._lanes else self._used_at_start(share) + share.claimed / share.weight
+
     # ---------------------------------------------------------------- changes
 
     def push(

@@ -20,13 +20,13 @@ Owner: the router core.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Demand
-from disagg.router.queueing.queue import RequestQueue
+from disagg.router.queueing.queue import RequestQueue, Share
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests.admission import work_ms
 from disagg.router.requests.attempts import Attempts, Blocked
@@ -71,7 +71,7 @@ class Waiting:
         self._hopeless_last = attempts.hopeless_last
         self._timers = timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
-        self._hold = WorkerHold(fleet, config.bypass_s)
+        self._hold = WorkerHold(fleet, config.bypass_s, self.queue.level)
         self._must_look = False
         self._least_lacking: int | None = None
         """The fewest tokens for which there is no room; None where no request waits for room."""
@@ -363,17 +363,21 @@ class WorkerHold:
                                     too
 
     So a large request waits at most `bypass_s` and the rest of the sequences on one worker, and the other workers go
-    on. Requests of a higher priority, and those that had an attempt, may use the held workers. A router holds workers
-    against its own requests only: where several gateways share the workers, the others' requests may be placed there.
+    on. Requests of a higher priority, those that had an attempt, and those of tenants whose turn is not behind that of
+    its tenant may use the held workers: a tenant that keeps all blocks in use has one request after the other for which
+    a worker could be held. A router holds workers against its own requests only: where several gateways share the
+    workers, the others' requests may be placed there.
 
     Args:
         fleet: the workers.
         bypass_s: how long a request lets others pass.
+        level: what a tenant's turn goes by, see `RequestQueue.level`.
     """
 
-    def __init__(self, fleet: Fleet, bypass_s: float) -> None:
+    def __init__(self, fleet: Fleet, bypass_s: float, level: Callable[[Share], float]) -> None:
         self._fleet = fleet
         self._bypass_s = bypass_s
+        self._level = level
         self.holder: RequestRecord | None = None
         """The request for which workers are held."""
         self._decode: Worker | None = None
@@ -382,9 +386,14 @@ class WorkerHold:
     def kept_from(self, record: RequestRecord) -> Collection[WorkerId]:
         """The workers that this request must not use."""
         holder = self.holder
-        if holder is None or record is holder or record.urgency[:2] < holder.urgency[:2]:
+        if holder is None or record is holder:
             return ()
-        return self._kept
+        urgency, its_urgency = record.urgency[:2], holder.urgency[:2]
+        if urgency != its_urgency:
+            return () if urgency < its_urgency else self._kept
+        share, its_share = record.tenant.share, holder.tenant.share
+        is_before = share is not its_share and self._level(share) <= self._level(its_share)
+        return () if is_before else self._kept
 
     def is_for(self, record: RequestRecord, now: float) -> bool:
         """Whether `keep` is due for a request without room: it is the holder, or may become it."""
