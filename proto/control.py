@@ -55,6 +55,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
 
     turn_s: float = 0.0
     """For how long its engine has been in its present turn; 0 where it waits."""
+    expected_s: float = 0.0
+    """For how long that was predicted to last; 0 where no turn lasts long."""
 
 
 WorkerToController = WorkerHello | WorkerFailed | WorkerHeartbeat

@@ -453,6 +453,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     """Counters since the worker started; absent where none of them changed."""
     turn_s: float = 0.0
     """For how long the engine has been in its present turn (one step and what comes with it); 0 where it waits."""
+    expected_s: float = 0.0
+    """For how long that was predicted to last; 0 where no turn lasts long."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):

@@ -6,7 +6,7 @@
 
 A process that is stopped sends nothing, on connections that stay open. One whose engine hangs in a collective still
 reports, with the time for which its engine has been in the step; a long prompt takes seconds too, so that limit is
-larger.
+larger, and follows what the worker itself predicts for the step where its processor is slow.
 
 Pure. Each gateway (`router/shell/server.py`) and the controller (`cluster/control/supervisor.py`) have one. It is only
 for processes that hang: one that ends breaks its connections, which gateways notice in `router/shell/worker_link.py`
@@ -28,6 +28,10 @@ SWEEP_S = 0.25
 """How often `FailureDetector.sweep` is to be called."""
 _LONGEST_SWEEP_S = 2 * SWEEP_S
 """Awake time that one sweep counts for at most, however late it is."""
+_PATIENCE = 6.0
+"""How many times its predicted length a step may last."""
+_MOST_PATIENCE = 20.0
+"""So many times the limit, whatever is predicted."""
 
 
 @dataclass(slots=True)
@@ -36,8 +40,14 @@ class _Watched:
     """In awake time."""
     stuck_after_s: float
     step_s: float = 0.0
+    expected_s: float = 0.0
     doing: str = ""
     is_suspected: bool = False
+
+    @property
+    def is_stuck(self) -> bool:
+        limit_s = self.stuck_after_s
+        return self.step_s > max(limit_s, min(_PATIENCE * self.expected_s, _MOST_PATIENCE * limit_s))
 
 
 class FailureDetector(Generic[K]):
@@ -71,26 +81,28 @@ class FailureDetector(Generic[K]):
         """Stop watching. Does nothing for an unknown key."""
         self._watched.pop(key, None)
 
-    def heartbeat(self, key: K, step_s: float | None = None, doing: str = "") -> bool:
+    def heartbeat(self, key: K, step_s: float | None = None, doing: str = "", expected_s: float = 0.0) -> bool:
         """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
 
         Args:
             step_s: for how long its engine has been in its present step; None if the message does not have it.
             doing: what the engine does in it, for the log.
+            expected_s: for how long that step was predicted to last; 0 where none lasts long.
         """
         watched = self._watched.get(key)
         if watched is None:
             return False
         watched.last_seen = self._awake_s
         if step_s is not None:
-            watched.step_s, watched.doing = step_s, doing
-        if not watched.is_suspected or watched.step_s > watched.stuck_after_s:
+            watched.step_s, watched.doing, watched.expected_s = step_s, doing, expected_s
+        if not watched.is_suspected or watched.is_stuck:
             return False
         watched.is_suspected = False
         return True
 
-    def sweep(self, now: float) -> list[tuple[K, str]]:
-        """Those that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`."""
+    def sweep(self, now: float) -> list[tuple[K, str, bool]]:
+        """Those that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`, and whether
+        that is a step that does not end."""
         if self._swept_at is not None:
             self._awake_s += min(max(0.0, now - self._swept_at), _LONGEST_SWEEP_S)
         self._swept_at = now
@@ -98,17 +110,18 @@ class FailureDetector(Generic[K]):
         for key, watched in self._watched.items():
             if not watched.is_suspected and (why := self._why(watched)):
                 watched.is_suspected = True
-                found.append((key, why))
+                found.append((key, *why))
         return found
 
-    def _why(self, watched: _Watched) -> str:
+    def _why(self, watched: _Watched) -> tuple[str, bool] | None:
         silence_s = self._awake_s - watched.last_seen
         if silence_s >= self._silent_after_s:
-            return f"was unresponsive for {silence_s:.1f} s"
-        if watched.step_s > watched.stuck_after_s:
+            return f"was unresponsive for {silence_s:.1f} s", False
+        if watched.is_stuck:
             doing = f" ({watched.doing})" if watched.doing else ""
-            return f"has been in one step for {watched.step_s:.0f} s{doing}"
-        return ""
+            predicted = f", which was predicted to last {watched.expected_s:.0f} s" if watched.expected_s >= 1 else ""
+            return f"has been in one step for {watched.step_s:.0f} s{predicted}{doing}", True
+        return None
 
 
 def limit(seconds: float | None) -> float:

@@ -49,7 +49,7 @@ class RegisterLink(BlockingStream):
         resolve: called before every try, because the controller may have moved.
         secret: of the cluster.
         on_rejected: called once, on the link's thread, when the worker is to end; must not block.
-        turn_s: for how long the worker's engine has been in its present step; called on a thread of gRPC.
+        heartbeat: the worker's next heartbeat; called on a thread of gRPC.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class RegisterLink(BlockingStream):
         resolve: Resolve,
         secret: ClusterSecret,
         on_rejected: Callable[[], None],
-        turn_s: Callable[[], float] = lambda: 0.0,
+        heartbeat: Callable[[], WorkerHeartbeat] = WorkerHeartbeat,
     ) -> None:
         super().__init__(REGISTER, resolve, secret)
-        self._turn_s = turn_s
+        self._heartbeat = heartbeat
         self._on_rejected = on_rejected
 
     def start(self, info: WorkerInfo) -> None:
@@ -93,7 +93,7 @@ class RegisterLink(BlockingStream):
         """Read by gRPC, one ahead, until the call ends."""
         yield encode(hello)
         while not self._stopped.wait(HEARTBEAT_S):
-            yield encode(WorkerHeartbeat(turn_s=self._turn_s()))
+            yield encode(self._heartbeat())
 
 
 def report_failure(

@@ -76,9 +76,12 @@ class Supervisor:
         """It has connected to the controller."""
         self._detector.watch(process, self._gateway_stuck_after_s if is_gateway(process.name) else None)
 
-    def heartbeat(self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "") -> None:
-        """It sent something; `turn_s` is how long its engine or event loop has been in its present step."""
-        self._detector.heartbeat(process, turn_s, doing)
+    def heartbeat(
+        self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "", expected_s: float = 0.0
+    ) -> None:
+        """It sent something; `turn_s` is how long its engine or event loop has been in its present step, and
+        `expected_s` how long that was predicted to last."""
+        self._detector.heartbeat(process, turn_s, doing, expected_s)
 
     def forget(self, process: ProcessIncarnation) -> None:
         """Its connection broke. Whether it ended, the launcher reports."""
@@ -87,7 +90,7 @@ class Supervisor:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for process, why in self._detector.sweep(time.monotonic()):
+            for process, why, _ in self._detector.sweep(time.monotonic()):
                 logger.warning(
                     "%s (process %d) %s: killing it; a new process replaces it", process.name, process.pid, why
                 )

@@ -29,6 +29,7 @@ from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
+from disagg.proto.control import WorkerHeartbeat
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import RoleName
 
@@ -61,7 +62,7 @@ class WorkerHost:
         self._worker.start_phases.extend(phases)
         self.crashed = self._worker.crashed
         self.rejected = threading.Event()
-        self._link = RegisterLink(resolve, secret, self.rejected.set, self._worker.turn_s)
+        self._link = RegisterLink(resolve, secret, self.rejected.set, self._heartbeat)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""
@@ -78,6 +79,9 @@ class WorkerHost:
             report_failure(self._resolve, self._secret, name, describe(error), self._config.start_id)
             raise StartError(describe(error)) from error
         self._link.start(info)
+
+    def _heartbeat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(turn_s=self._worker.turn_s(), expected_s=self._worker.expected_s())
 
     def stop(self) -> None:
         """Leave the cluster and end the worker."""

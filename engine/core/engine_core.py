@@ -61,12 +61,14 @@ from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
+from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import Steps, failed, num_alike
 from disagg.engine.plan import Copying, ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample
+from disagg.proto.step_times.step_model import StepModel
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ _NO_GATEWAY = GatewayId("")
 class EngineCore:
     """All sequences of one worker. Owner: the engine thread; every method is called from it.
 
-    `calibration`: steps that were measured before, for scheduling `slack`.
+    `calibration`: steps that were measured before, by which it is predicted how long others take.
 
     Raises:
         ValueError: if the runner's cache or the configuration cannot work.
@@ -94,6 +96,16 @@ class EngineCore:
         self._slack: Slack[Sequence] | None = None
         if config.scheduling == "slack":
             self._slack = Slack(calibration, config.max_itl_ms, runner.block_size)
+        model = StepModel(calibration) if self._slack is None else self._slack.model
+        self._model = model
+        self._limit = StepLimit(
+            model,
+            token_budget=config.token_budget,
+            max_num_seqs=config.num_places,
+            max_model_len=runner.max_model_len,
+            num_kv_tokens=num_blocks * runner.block_size,
+            block_size=runner.block_size,
+        )
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.num_places,
@@ -105,6 +117,7 @@ class EngineCore:
             swap=swap,
             recomputes="prefill" in config.roles,
             slack=self._slack,
+            limit=self._limit,
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
@@ -341,6 +354,11 @@ class EngineCore:
         return events
 
     @property
+    def expected_s(self) -> float:
+        """How long the planned step is predicted to take; 0 where no step takes long."""
+        return self._limit.expected_s(self.planned)
+
+    @property
     def num_alike(self) -> int:
         """How many steps from the planned one on are like it, see `steps.num_alike`."""
         return num_alike(self._scheduler, self.planned)
@@ -353,9 +371,9 @@ class EngineCore:
         return events + self._moves.due()
 
     def observe(self, step: StepSample) -> None:
-        """The step that `run_step` finished was measured."""
-        if self._slack is not None:
-            self._slack.observe(step)
+        """The step that `run_step` finished was measured. Without slack those with prompts count, which are few."""
+        if self._slack is not None or step.prefill_tokens:
+            self._model.observe(step)
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to

@@ -7,6 +7,8 @@
 
 A step that is planned before the last one's tokens are known is made by `steps.plan_ahead`.
 
+No step is planned that is predicted to take many seconds (`step_limit.py`).
+
 Modes (`Scheduling`). The default is `decode_first` (chunked prefill): every decode gets its token, prompt chunks take
 what is left of the budget.
 
@@ -39,8 +41,9 @@ No deadlock at admission either: a sequence that is alone is admitted whenever i
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
@@ -61,6 +64,7 @@ from disagg.engine.core.policy import (
 )
 from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
 from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
+from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey
@@ -82,6 +86,7 @@ class Scheduler:
         swap: host memory for preempted sequences; none by default.
         recomputes: whether what is not kept may be computed again on this worker.
         slack: for scheduling `slack`, and only for that.
+        limit: of how long a step takes; none by default.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Scheduler:
         swap: SwapPool | None = None,
         recomputes: bool = True,
         slack: Slack[Sequence] | None = None,
+        limit: StepLimit | None = None,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
@@ -125,6 +131,7 @@ class Scheduler:
         )
         self._effects: list[Effect] = []
         self._slack = slack
+        self._limit = limit
         self._now = 0.0
         self._num_without = 0
         """Steps without prompts since the last one with some."""
@@ -242,13 +249,13 @@ class Scheduler:
                 num_preempted = self.num_preempted
                 decodes = self._plan_decodes()
                 may_admit = self.num_preempted == num_preempted
-                budget, room = self.token_budget - len(decodes), UNLIMITED
+                room = UNLIMITED
                 if self._slack is not None and (
                     len(self.waiting) or any(s.has_prompt_left for s in self.running.values())
                 ):
                     counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in decodes]
                     room = self._slack.room(counted, self._now)
-                plan = StepPlan(decodes, self._plan_prefills(budget, may_admit, room))
+                plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, room))
                 self._num_without = 0 if plan.prefills else self._num_without + 1
             case "prefill_first":
                 plan = self._plan_one_kind(may_admit=True)
@@ -259,7 +266,7 @@ class Scheduler:
 
     def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
         """Prompts alone while there are any to compute, else decodes."""
-        prefills = self._plan_prefills(self.token_budget, may_admit)
+        prefills = self._plan_prefills((), may_admit)
         return StepPlan((), prefills) if prefills else StepPlan(self._plan_decodes(), ())
 
     def _form_batch(self) -> None:
@@ -315,14 +322,26 @@ class Scheduler:
         self.num_preempted += 1
         self.waiting.push(self._order(sequence), sequence)
 
-    def _plan_prefills(self, budget: int, may_admit: bool, room: Room = UNLIMITED) -> tuple[ScheduledSequence, ...]:
-        """Prompt chunks of at most `budget` tokens that take up `room` at most."""
+    def _plan_prefills(
+        self, decodes: Seq[ScheduledSequence], may_admit: bool, room: Room = UNLIMITED
+    ) -> tuple[ScheduledSequence, ...]:
+        """Prompt chunks beside these decodes that take up `room` at most."""
+        budget = self.token_budget - len(decodes)
         if self._slack is not None:
             for sequence in self.running.values():  # those that wait are looked at by `advance`
                 sequence.is_hopeless = sequence.is_hopeless and not is_overdue(sequence, self._now)
         started = deque(sorted((s for s in self.running.values() if s.has_prompt_left), key=self._order))
         planned: list[ScheduledSequence] = []
-        num_ended = 0
+        num_ended, left_ms = 0, math.inf
+        if self._limit is not None and (started or len(self.waiting)):
+            left_ms = self._limit.left_ms(decodes)
+
+        def fitting_of(sequence: Sequence) -> Fitting:
+            fitting = self._num_fitting(sequence, budget, room)
+            if self._limit is None or left_ms == math.inf:
+                return fitting
+            most = self._limit.num_tokens(sequence.num_computed_tokens, left_ms, first=not planned)
+            return fitting if most >= fitting.num_tokens else Fitting(int(most), is_exact=not planned)
 
         def joins(sequence: Sequence) -> bool:
             if num_ended == 0 or self._slack is None:
@@ -334,7 +353,7 @@ class Scheduler:
             head = self.waiting.peek() if may_admit else None
             if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
-                if not self._fits(sequence, budget, room) or not joins(sequence):
+                if not self._fits(sequence, fitting_of) or not joins(sequence):
                     break
                 may_admit = self._admit(sequence)
                 if sequence.state is not SequenceState.RUNNING:  # It finds no room, or its KV must come back first.
@@ -343,13 +362,15 @@ class Scheduler:
                 sequence = started.popleft()
             else:
                 break
-            fitting = self._num_fitting(sequence, budget, room)
+            fitting = fitting_of(sequence)
             num_tokens = chunk_budget(sequence, fitting.num_tokens, planned)
             entry = self._plan_chunk(sequence, num_tokens, first=not planned and fitting.is_exact)
             if entry is None:
                 break
             planned.append(entry)
             budget -= entry.num_tokens
+            if self._limit is not None and left_ms < math.inf:
+                left_ms -= self._limit.prompt_ms(entry.start, entry.num_tokens)
             if self._slack is not None:
                 room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
                 num_ended += entry.samples and sequence.spec.targets is not None
@@ -363,12 +384,11 @@ class Scheduler:
         start = sequence.num_computed_tokens
         return self._slack.num_fitting(sequence, start, budget, room, self._num_without, self._now)
 
-    def _fits(self, sequence: Sequence, budget: int, room: Room) -> bool:
+    def _fits(self, sequence: Sequence, fitting_of: Callable[[Sequence], Fitting]) -> bool:
         """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""
         if sequence.state is SequenceState.SUSPENDED:
             return True
-        fitting = self._num_fitting(sequence, budget, room)
-        return fitting.may_begin(sequence.num_uncomputed_tokens, self.blocks.block_size)
+        return fitting_of(sequence).may_begin(sequence.num_uncomputed_tokens, self.blocks.block_size)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens

@@ -106,7 +106,7 @@ class Slack(Generic[S]):
     """
 
     def __init__(self, calibration: Seq[StepSample], max_itl_ms: float | None, block_size: int) -> None:
-        self._model = StepModel(calibration)
+        self.model = StepModel(calibration)
         self._max_itl_ms = math.inf if max_itl_ms is None else max_itl_ms
         self._block_size = block_size
         self._changes: LazyHeap[S] = LazyHeap()
@@ -114,13 +114,13 @@ class Slack(Generic[S]):
 
     def observe(self, step: StepSample) -> None:
         """A step was measured."""
-        self._model.observe(step)
+        self.model.observe(step)
 
     # ------------------------------------------------------------ steps
 
     def room(self, decodes: Seq[Decode], now: float) -> Room:
         """What a step may have beside these decodes."""
-        base_ms, _, _, decode_ms, context_ms = self._model.coefficients
+        base_ms, _, _, decode_ms, context_ms = self.model.coefficients
         if not decodes:
             return Room(math.inf, math.inf, base_ms)
         step_ms = base_ms + sum([decode_ms + decode.num_attended * context_ms for decode in decodes])
@@ -145,7 +145,7 @@ class Slack(Generic[S]):
         if targets.tpot_s is not None and sequence.first_at is not None:
             paced_s = targets.tpot_s * (num_done - 1 + rest)
             due = min(due, sequence.first_at + paced_s)
-        base_ms, _, _, decode_ms, context_ms = self._model.coefficients
+        base_ms, _, _, decode_ms, context_ms = self.model.coefficients
         alone_ms = base_ms + decode_ms + num_attended * context_ms
         longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms, paced_s * 1e3)
         if longest_ms is None:
@@ -154,18 +154,11 @@ class Slack(Generic[S]):
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
         """What prompt tokens [start, start + num_tokens) add to a step."""
-        _, token_ms, pair_ms, _, _ = self._model.coefficients
-        return num_tokens * (token_ms + (start + (num_tokens + 1) / 2) * pair_ms)
+        return self.model.coefficients.prompt_ms(start, num_tokens)
 
     def num_tokens(self, start: int, room_ms: float) -> float:
         """The most tokens of a prompt, from `start` on, that add at most `room_ms`: a whole number, or infinite."""
-        if room_ms <= 0.0:
-            return 0
-        _, token_ms, pair_ms, _, _ = self._model.coefficients
-        linear = token_ms + (start + 0.5) * pair_ms
-        divisor = linear + math.sqrt(linear * linear + 2.0 * pair_ms * room_ms)
-        fits = 2.0 * room_ms / divisor if divisor > 0.0 else math.inf
-        return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else math.inf
+        return self.model.coefficients.num_tokens(start, room_ms)
 
     def num_fitting(self, sequence: S, start: int, budget: int, room: Room, num_without: int, now: float) -> Fitting:
         """The most tokens of a prompt, from `start` on, in the next step; `num_without` steps before it had none."""
@@ -188,7 +181,7 @@ class Slack(Generic[S]):
         """A prompt that was never begun waits from now on."""
         due = _first_due(sequence)
         if due < math.inf:
-            alone_s = (self._model.coefficients.base_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
+            alone_s = (self.model.coefficients.base_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
             self._changes.push((due - alone_s,), sequence)
 
     def leaves(self, sequence: S) -> None:

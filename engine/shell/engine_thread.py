@@ -90,6 +90,7 @@ class EngineThread:
         """There is no sequence, and since the last one it was not checked that nothing is held."""
         self._turn_began: float | None = None
         """None between two turns."""
+        self._expected_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -118,6 +119,10 @@ class EngineThread:
         """For how long the present turn has lasted; 0 between two turns. Any thread."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
+
+    def expected_s(self) -> float:
+        """For how long the present turn was predicted to last; 0 where no turn lasts long. Any thread."""
+        return self._expected_s
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the running step; whether it ended in time."""
@@ -181,6 +186,7 @@ class EngineThread:
             rounds -= 1
         started = time.monotonic()
         planned = self._core.plan_step(started)
+        self._expected_s = self._core.expected_s
         if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
             self._deliver_all(planned)
         events = self._core.run_step()

@@ -59,7 +59,8 @@ MAX_PENDING_KV_EVENTS = 10_000
 
 
 class ServedWorker(Protocol):
-    """What a worker does for its sessions and streams. Owner: the event loop, except `turn_s`."""
+    """What a worker does for its sessions and streams. Owner: the event loop, except `turn_s` and
+    `expected_s`."""
 
     config: WorkerConfig
 
@@ -86,6 +87,10 @@ class ServedWorker(Protocol):
 
     def turn_s(self) -> float:
         """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        ...
+
+    def expected_s(self) -> float:
+        """For how long that was predicted to last; 0 where no turn lasts long. Any thread."""
         ...
 
     async def prefix_snapshot(self) -> BlocksSnapshot:
@@ -298,6 +303,7 @@ class WorkerService:
                     steps=watch.steps.take(),
                     metrics=None if metrics == before else metrics,
                     turn_s=self._worker.turn_s(),
+                    expected_s=self._worker.expected_s(),
                 )
                 yield encode(report)
                 sequence += 1

@@ -415,6 +415,10 @@ class Worker:
         """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
         return self._engine.turn_s()
 
+    def expected_s(self) -> float:
+        """For how long that was predicted to last; 0 where no turn lasts long. Any thread."""
+        return self._engine.expected_s()
+
     async def prefix_snapshot(self) -> BlocksSnapshot:
         """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""
         return await asyncio.wrap_future(self._engine.call(lambda core: core.prefix_snapshot()))

@@ -357,10 +357,12 @@ class RouterServer(Router):
             case FromWorker(worker_id=worker_id, incarnation=incarnation):
                 self._heartbeat((worker_id, incarnation), None)
             case WorkerReported(report=report):
-                self._heartbeat((report.worker_id, report.incarnation), report.turn_s)
+                self._heartbeat((report.worker_id, report.incarnation), report.turn_s, report.expected_s)
 
-    def _heartbeat(self, incarnation: tuple[WorkerId, Incarnation], turn_s: float | None) -> None:
-        if self._detector.heartbeat(incarnation, turn_s):
+    def _heartbeat(
+        self, incarnation: tuple[WorkerId, Incarnation], turn_s: float | None, expected_s: float = 0.0
+    ) -> None:
+        if self._detector.heartbeat(incarnation, turn_s, expected_s=expected_s):
             logger.warning("worker %s responds again: placing requests on it", incarnation[0])
             self._handle_event(WorkerRecovered(*incarnation))
 
@@ -368,8 +370,8 @@ class RouterServer(Router):
         """Look periodically for workers that hang."""
         while True:
             try:
-                for incarnation, why in self._detector.sweep(self._clock()):
-                    self._handle_event(WorkerSuspected(*incarnation, why))
+                for incarnation, why, is_stuck in self._detector.sweep(self._clock()):
+                    self._handle_event(WorkerSuspected(*incarnation, why, is_stuck))
             except Exception:
                 # A bug. The loop must go on: without it no worker that hangs is ever detected.
                 logger.exception("looking for workers that hang failed; next try in %g s", SWEEP_S)

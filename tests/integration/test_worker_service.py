@@ -76,6 +76,9 @@ class PlayedWorker:
     def turn_s(self) -> float:
         return self.turn
 
+    def expected_s(self) -> float:
+        return 2 * self.turn
+
     def num_pending_prompt_tokens(self) -> int:
         return self.num_pending
 
@@ -258,7 +261,7 @@ async def test_reports_come_while_the_engine_is_in_a_long_step() -> None:
         it.calls.append(call)
         for sequence in range(2):
             report = _report(await call.read())
-            assert (report.sequence, report.kv_events, report.turn_s) == (sequence, (), 3.5)
+            assert (report.sequence, report.kv_events, report.turn_s, report.expected_s) == (sequence, (), 3.5, 7.0)
         it.publish(Load(num_running=1), stored(1))
         it.worker.turn = 0.0
         await answer_snapshot(it, 1)

@@ -22,7 +22,7 @@ class Driver:
         found = []
         for step in range(1, round(seconds / SWEEP_S) + 1):
             self.now += SWEEP_S
-            found += [(step * SWEEP_S, key, why) for key, why in self.detector.sweep(self.now)]
+            found += [(step * SWEEP_S, key, why) for key, why, _ in self.detector.sweep(self.now)]
         return found
 
 
@@ -91,6 +91,26 @@ def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
     assert it.detector.heartbeat("w", 11.0) is False
     assert it.detector.heartbeat("w") is False  # tokens of earlier steps that were on their way
     assert it.detector.heartbeat("w", 0.0) is True
+
+
+def test_the_limit_of_a_step_follows_its_own_prediction() -> None:
+    it = Driver()
+    it.detector.watch("slow")
+    for step_s in (10.5, 29.0):
+        it.detector.heartbeat("slow", step_s, expected_s=5.0)
+        assert it.pass_time(0.5) == []
+    it.detector.heartbeat("slow", 30.5, expected_s=5.0)
+    why = "has been in one step for 30 s, which was predicted to last 5 s"
+    assert it.pass_time(0.5) == [(0.25, "slow", why)]
+
+
+def test_no_prediction_makes_the_limit_endless() -> None:
+    it = Driver()
+    it.detector.watch("w")
+    it.detector.heartbeat("w", 199.0, expected_s=1e9)
+    assert it.pass_time(0.5) == []
+    it.detector.heartbeat("w", 201.0, expected_s=1e9)
+    assert [key for _, key, _ in it.pass_time(0.5)] == ["w"]
 
 
 def test_a_listener_that_slept_suspects_nobody() -> None:

@@ -1,0 +1,84 @@
+"""How much of prompts a step computes at most, by how long it is predicted to take. Pure.
+
+Whatever waits for the end of a step (a cancel, a copy, a sequence that comes) waits for all of it, and a step that
+never ends is known by its length. So a prompt is cut into chunks by which no step takes longer than `LONGEST_STEP_MS`,
+however slow the processor; one block of tokens is computed where even that takes longer. Nothing is cut where the
+largest step takes less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.proto.step_times.step_model import StepCoefficients, StepModel
+
+LONGEST_STEP_MS = 5_000.0
+"""A sixth of `recovery.stuck_after_s`, for machines that become slower than they were measured."""
+
+
+class StepLimit:
+    """The limit of one worker. Owner: the engine core.
+
+    Args:
+        model: of the worker's step times, which its owner keeps up to date.
+        token_budget: tokens of the largest step.
+        max_num_seqs: its decodes.
+        max_model_len: the longest sequence.
+        num_kv_tokens: what all sequences together can attend to.
+        block_size: tokens of a KV block.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        token_budget: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_kv_tokens: int,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._token_budget = token_budget
+        self._max_num_seqs = max_num_seqs
+        self._max_start = max(0, max_model_len - token_budget)
+        self._num_kv_tokens = num_kv_tokens
+        self._block_size = block_size
+        self._seen: StepCoefficients | None = None
+        self._binds = False
+
+    def left_ms(self, decodes: Iterable[ScheduledSequence]) -> float:
+        """What a step with these decodes may spend on prompts; infinite where no step takes too long."""
+        times = self._model.coefficients
+        if not self._is_slow(times):
+            return math.inf
+        decoding = sum(times.decode_ms + (entry.start + 1) * times.context_ms for entry in decodes)
+        return LONGEST_STEP_MS - times.base_ms - decoding
+
+    def num_tokens(self, start: int, left_ms: float, *, first: bool) -> float:
+        """The most tokens of a prompt, from `start` on, in what is left of a step; of its first chunk at least a
+        block."""
+        if left_ms == math.inf:
+            return math.inf
+        fitting = self._model.coefficients.num_tokens(start, left_ms)
+        return max(fitting, self._block_size) if first else fitting
+
+    def prompt_ms(self, start: int, num_tokens: int) -> float:
+        """What prompt tokens [start, start + num_tokens) add to a step."""
+        return self._model.coefficients.prompt_ms(start, num_tokens)
+
+    def expected_s(self, plan: StepPlan) -> float:
+        """How long the step is predicted to take; 0 where none takes long."""
+        times = self._model.coefficients
+        return times.step_ms(plan.measured(0.0)) / 1e3 if self._is_slow(times) else 0.0
+
+    def _is_slow(self, times: StepCoefficients) -> bool:
+        """Whether there may be steps that take too long."""
+        if times is not self._seen:
+            self._seen = times
+            decoding = self._max_num_seqs * times.decode_ms + self._num_kv_tokens * times.context_ms
+            longest_ms = times.base_ms + times.prompt_ms(self._max_start, self._token_budget) + decoding
+            self._binds = longest_ms > LONGEST_STEP_MS
+        return self._binds
