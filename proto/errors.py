@@ -16,6 +16,7 @@
     │   └── LimitError             429  RESOURCE_EXHAUSTED   a limit of the caller's tenant; names it
     ├── UnavailableError           503  UNAVAILABLE          no worker, or a leg of the request was lost
     └── InternalError              500  INTERNAL
+        └── SuspectRequestError    500  INTERNAL             workers were lost while they computed it
 
 Configuration and start-up mistakes are `ConfigError` (a `ValueError`): they never reach a client.
 """
@@ -163,6 +164,12 @@ NO_WORKER_YET = "no_worker_yet"
 
 class InternalError(DisaggError):
     """A bug or fault inside the cluster."""
+
+
+class SuspectRequestError(InternalError):
+    """Worker after worker was lost while it computed this request, which is not tried again for that reason."""
+
+    code = "workers_lost"
 
 
 class ConfigError(ValueError):

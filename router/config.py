@@ -64,7 +64,7 @@ class FailureTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     until it sends one again."""
     stuck_after_s: Seconds | None = 30.0
     """Seconds that a worker's engine is in one step, after which gateways do the same, and the controller kills and
-    restarts it. Must be longer than the longest regular step."""
+    restarts it; six times what the worker predicts for the step, where that is more."""
 
 
 class MetricsOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -231,7 +231,7 @@ class Fleet:
         `PrefixIndex.apply`."""
         worker = self._workers[report.worker_id]
         worker.take_report(report)
-        worker.reported_at = now
+        worker.reported_at = worker.heard_at = now
         if worker.lacks_blocks:
             self.lacking[worker.worker_id] = worker
         else:

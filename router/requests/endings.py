@@ -11,9 +11,10 @@ Owner: the router core. Whatever a request held is given back here, once.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
-from disagg.proto.errors import DeadlineError, DisaggError, UnavailableError
+from disagg.proto.errors import DeadlineError, DisaggError, SuspectRequestError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
@@ -25,11 +26,14 @@ from disagg.router.requests.events import Command, Fail, Finish
 from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord
 from disagg.router.requests.retries import Retries
+from disagg.router.requests.suspects import NO_CAUSE, Suspicion
 from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import RequestEvent, RequestState
 from disagg.router.telemetry.telemetry import Telemetry
 from disagg.router.workers.circuit_breakers import Leg
+
+logger = logging.getLogger(__name__)
 
 
 class Endings:
@@ -103,11 +107,22 @@ class Endings:
         return self.fault(record, message, FAILURE_CODES[leg], now, is_free=is_free)
 
     def fault(
-        self, record: RequestRecord, message: str, code: str, now: float, *, is_free: bool = False
+        self,
+        record: RequestRecord,
+        message: str,
+        code: str,
+        now: float,
+        *,
+        is_free: bool = False,
+        suspicion: Suspicion = NO_CAUSE,
     ) -> list[Command]:
         """The attempt failed. The next one continues after the released tokens, while attempts are left."""
         self._counters[code] += 1
-        return self.lost_attempt(record, self.retries.after_fault(record, message, code, is_free=is_free), now)
+        error = self.retries.after_fault(record, message, code, is_free=is_free, suspicion=suspicion)
+        if isinstance(error, SuspectRequestError):
+            self._counters["suspect_requests"] += 1
+            logger.warning("request %s of tenant %r ends: %s", record.request_id, record.tenant.name, error.message)
+        return self.lost_attempt(record, error, now)
 
     def lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> list[Command]:
         """End the attempt: finish where all tokens of the answer are there, fail with `error`, or requeue."""
@@ -189,7 +204,7 @@ class Endings:
             tenant.num_boosted -= record.is_boosted
             if tenant.tokens is not None:
                 self._tenants.refund(tenant.name, record.cost - record.num_used, 0, now)
-            self._waiting.settle(record)
+            self._waiting.settle(record, now)
         self._timers.forget(record.request_id)
         cached_tokens = record.cached_tokens or 0
         if num_answered is not None:

@@ -58,6 +58,8 @@ class WorkerSuspected(msgspec.Struct, frozen=True, gc=False, tag=True):
     incarnation: Incarnation
     why: str
     """Continues a sentence that begins with its id, such as `was unresponsive for 2.6 s`."""
+    is_stuck: bool = False
+    """Whether it responds, and never ends its step."""
 
 
 class WorkerRecovered(msgspec.Struct, frozen=True, gc=False, tag=True):

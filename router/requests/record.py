@@ -94,6 +94,12 @@ class Attempt(msgspec.Struct, gc=False):
         """Take one step of the attempt's state table."""
         self.state = next_attempt_state(self.state, event)
 
+    def is_computed_on(self, worker_id: WorkerId) -> bool:
+        """Whether this worker computes it now, or is to."""
+        if self.state is AttemptState.PREFILLING:
+            return worker_id == self.computes_prompt
+        return self.state is AttemptState.DECODING and worker_id == self.decode
+
     @property
     def computes_prompt(self) -> WorkerId:
         """The worker that computes the prompt."""
@@ -122,6 +128,10 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Since an attempt last made progress, see `Retries`."""
     num_losses: int = 0
     """Of `num_failures`, those by the loss of a worker."""
+    num_suspicions: int = 0
+    """Of `num_losses`, the ends of workers, or of steps that never ended, that it may have caused."""
+    is_isolated: bool = False
+    """Whether it is to be computed without others that may end workers, see `suspects.py`."""
     num_losses_ever: int = 0
     """Losses since the request was submitted."""
     num_free: int = 0

@@ -4,6 +4,8 @@
                itself may have caused; and no more retries than `retry_share` of all requests, so that a fault of every
                attempt does not multiply the load that may have caused it. An attempt that brought `PROGRESS_TOKENS`
                resets the count, but there are never more than twice `max_losses` losses
+    suspect    what was computed twice on a worker that ended then, the second time alone, is not tried again
+               (`suspects.py`)
     moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
     free       a fault of a worker while others are healthy: it counts for none of these, but there are at most
                `max_attempts` of them
@@ -20,18 +22,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.proto.errors import UnavailableError
+from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
 from disagg.router.requests.record import RequestRecord
+from disagg.router.requests.suspects import NO_CAUSE, Suspicion, has_passed, suspect_error
 
 MOVED = "worker_left"
 """Code of the end of a worker that was draining."""
 PROGRESS_TOKENS = 64
 """Tokens of the answer that count as progress. A request that crashes its workers at a certain token makes none."""
-WORKER_GONE = ("worker_lost", "worker_suspected")
-"""Error codes of the loss of a worker."""
+WORKER_GONE = ("worker_lost", "worker_stuck", "worker_suspected")
+"""Error codes of the loss of a worker: it ended, never ends its step, or is silent."""
+MOST_SUSPICIONS = 2
+"""So many workers a request may have ended, before it is computed apart from others like it, and at most where it was
+the only one that they computed."""
 
 
 @dataclass(slots=True)
@@ -51,8 +57,8 @@ class Retries:
             self._left = min(self.config.retry_burst, self._left + self.config.retry_share)
 
     def after_fault(
-        self, record: RequestRecord, message: str, code: str, *, is_free: bool = False
-    ) -> UnavailableError | None:
+        self, record: RequestRecord, message: str, code: str, *, is_free: bool = False, suspicion: Suspicion = NO_CAUSE
+    ) -> DisaggError | None:
         """Count a fault of its attempt; the error that ends the request, or None for a retry. `is_free`: a fault of the
         worker while others are healthy."""
         if code == MOVED and not record.is_probe:
@@ -63,8 +69,14 @@ class Retries:
             return None
         is_loss = code in WORKER_GONE
         record.num_failures += 1
-        record.num_losses += is_loss
         record.num_losses_ever += is_loss
+        if is_loss and suspicion.may_be_cause:
+            record.num_losses += 1
+            record.num_suspicions += suspicion.was_computed
+            if record.num_suspicions >= MOST_SUSPICIONS and not record.is_probe:
+                if suspicion.is_sole:
+                    return suspect_error(record.num_suspicions, message)
+                record.is_isolated = True
         if (
             record.num_failures >= self.config.max_attempts
             or record.num_losses >= self.config.max_losses
@@ -81,6 +93,8 @@ class Retries:
 
     def note_progress(self, record: RequestRecord) -> None:
         """Reset the counts if the attempt made progress. Idempotent."""
+        if has_passed(record):
+            record.num_suspicions = 0
         if len(record.output.released) - record.running.num_before >= PROGRESS_TOKENS:
             record.num_failures = record.num_losses = record.num_free = 0
 

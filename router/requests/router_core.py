@@ -55,6 +55,7 @@ from disagg.router.requests.inspection import cluster_view, integrity_problems
 from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED
+from disagg.router.requests.suspects import Suspects, has_passed
 from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent
@@ -347,7 +348,8 @@ class RouterCore:
         if not self._is_present(worker_id, event.incarnation):
             return
         self.counters["suspicion"] += 1
-        keys = self._move_all(worker_id, event.why, "worker_suspected", now)
+        code = "worker_stuck" if event.is_stuck else "worker_suspected"
+        keys = self._move_all(worker_id, event.why, code, now)
         logger.warning("worker %s %s: requeueing its %d requests", worker_id, event.why, len(keys))
         self._out.extend(events.CancelOn(worker_id, key) for key in keys)
         self._fleet.suspect(worker_id)
@@ -356,13 +358,15 @@ class RouterCore:
     def _move_all(self, worker_id: WorkerId, why: str, code: str, now: float) -> list[AttemptKey]:
         """Fail every attempt assigned to this worker; returns their keys."""
         keys = list(self._fleet.assignments.of_worker(worker_id).assignments)
-        for key in keys:
-            record = self._requests[key.request_id]
+        records = [self._requests[key.request_id] for key in keys]
+        suspects = Suspects(self._fleet.worker(worker_id), records, is_silent=code == "worker_suspected")
+        for record in records:
             self._attempts.leave(record.running, worker_id)
             if (stay := self._migrations.lost_target(record.running, worker_id)) is not None:
                 self._out.append(stay)
             else:
-                self._out += self._endings.fault(record, f"worker {worker_id} {why}", code, now)
+                suspicion = suspects.suspicion(record)
+                self._out += self._endings.fault(record, f"worker {worker_id} {why}", code, now, suspicion=suspicion)
         return keys
 
     def _on_worker_changed(
@@ -399,6 +403,7 @@ class RouterCore:
         worker_id, update = event.worker_id, event.update
         if not self._is_present(worker_id, event.incarnation):
             return
+        self._fleet.worker(worker_id).heard_at = now
         for tokens in update.tokens:
             self._on_tokens(worker_id, tokens, now)
         for prefilled in update.prefilled:
@@ -448,6 +453,8 @@ class RouterCore:
                 attempt.awaited = None
                 self._telemetry.moved(record.trace, now)
             self._attempts.grew(attempt, len(released.token_ids), now)
+            if record.is_isolated and has_passed(record):
+                self._waiting.no_longer_isolated(record, now)
             self._telemetry.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
 

@@ -3,7 +3,7 @@ could even if empty.
 
     add ──> queue ──a pass finds room──> placed
               │  ^
-         none │  │ a worker comes up
+         none │  │ a worker comes up                  another one that may end workers is tried: isolated
         could v  │
          unschedulable ──the grace is over──> the core fails it
 
@@ -71,6 +71,10 @@ class Waiting:
         self._hopeless_last = attempts.hopeless_last
         self._timers = timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
+        self._isolated: RequestRecord | None = None
+        """The one request that is queued or runs of those that may end workers."""
+        self._to_isolate: dict[RequestId, RequestRecord] = {}
+        """The others, in order."""
         self._hold = WorkerHold(fleet, config.bypass_s, self.queue.level)
         self._must_look = False
         self._least_lacking: int | None = None
@@ -81,10 +85,10 @@ class Waiting:
         self._seen_releases = 0
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._unschedulable)
+        return len(self.queue) + len(self._unschedulable) + len(self._to_isolate)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self.queue or request_id in self._unschedulable
+        return request_id in self.queue or request_id in self._unschedulable or request_id in self._to_isolate
 
     def add(self, record: RequestRecord, now: float) -> Dispatch | None:
         """A new request: placed at once, or queued."""
@@ -113,19 +117,37 @@ class Waiting:
     def put_back(self, record: RequestRecord, now: float) -> None:
         """A request whose attempt was lost."""
         record.tenant.num_waiting += 1
+        if record.is_isolated and self._isolated not in (None, record):
+            self._to_isolate[record.request_id] = record
+            return
+        if record.is_isolated:
+            self._isolated = record
         self._push(record, now)
         self._must_look = True
+
+    def no_longer_isolated(self, record: RequestRecord, now: float) -> None:
+        """An isolated request has ended no worker, or has ended itself: the next one is tried."""
+        record.is_isolated = False
+        if self._isolated is not record:
+            return
+        self._isolated = next(iter(self._to_isolate.values()), None)
+        if self._isolated is not None:
+            del self._to_isolate[self._isolated.request_id]
+            self._push(self._isolated, now)
+            self._must_look = True
 
     def remove(self, request_id: RequestId) -> None:
         """A waiting request ended."""
         record = self._records[request_id]
         record.tenant.num_waiting -= 1
-        if self._unschedulable.pop(request_id, None) is None:
+        if self._unschedulable.pop(request_id, None) is None and self._to_isolate.pop(request_id, None) is None:
             self._take_out(record)
             self._must_look = True
 
-    def settle(self, record: RequestRecord) -> None:
+    def settle(self, record: RequestRecord, now: float) -> None:
         """A request ended: its tenant gets back what it was charged and did not use."""
+        if record.is_isolated:
+            self.no_longer_isolated(record, now)
         if record.is_charged:
             self.queue.settle(record.tenant.share, record.cost, record.num_used)
 

@@ -110,6 +110,8 @@ class Worker:
     decode_ms: float = 0.0
     context_ms: float = 0.0
 
+    heard_at: float = -math.inf
+    """When its latest message came."""
     blocks_beyond: int = 0
     """Reported as held, and not assigned at the report before."""
     _others: float = 0.0

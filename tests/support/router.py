@@ -254,10 +254,15 @@ class Scenario:
         return self.handle(WorkerLost(WorkerId(worker_id), Incarnation(current)))
 
     def suspected(
-        self, worker_id: str, why: str = "was unresponsive for 2.5 s", incarnation: str | None = None
+        self,
+        worker_id: str,
+        why: str = "was unresponsive for 2.5 s",
+        incarnation: str | None = None,
+        *,
+        is_stuck: bool = False,
     ) -> list[str]:
         current = self.incarnations[worker_id] if incarnation is None else incarnation
-        return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(current), why))
+        return self.handle(WorkerSuspected(WorkerId(worker_id), Incarnation(current), why, is_stuck))
 
     def heard(self, worker_id: str, incarnation: str | None = None) -> list[str]:
         current = self.incarnations[worker_id] if incarnation is None else incarnation

@@ -30,6 +30,7 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
      "running: 8 answers; try again in 2.5 s"),
     (errors.UnavailableError("no D"), 503, "UNAVAILABLE", "no_decode_capacity", "no D"),
     (errors.UnavailableError("lost", code="kv_transfer_failed"), 503, "UNAVAILABLE", "kv_transfer_failed", "lost"),
+    (errors.SuspectRequestError("lost twice"), 500, "INTERNAL", "workers_lost", "lost twice"),
     (errors.InternalError("bug"), 500, "INTERNAL", "server_error", "bug"),
 ]  # fmt: skip
 

@@ -1,0 +1,80 @@
+"""Requests that may be what ends workers. Pure.
+
+A worker that ends, or never ends its step, may have been brought to that by one of the requests that it computed: by a
+prompt that a kernel cannot compute, or one for which there is no memory. It must not get worker after worker, and those
+that were computed beside it must be answered all the same.
+
+    first loss     all that the worker computed may be the cause, and all of it is tried again at once: most losses
+                   have another one
+    second loss    of a request that was computed alone: it ends. Of one in company: it is isolated, that is, of all
+                   such requests one is tried at a time, and only it is suspected of what happens to its worker then
+    third loss     it ends
+    `PASSED_TOKENS` more of the answer, or its end: it was another one, and the next isolated one is tried
+
+So a request ends three workers at most, and two where it comes alone. A worker that is merely silent accuses nobody,
+nor does one that sent nothing since the request was placed there: it may have ended before, with the node of the first.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from disagg.proto.errors import SuspectRequestError
+from disagg.proto.ids import RequestId
+from disagg.router.requests.record import RequestRecord
+from disagg.router.workers.worker import Worker
+
+PASSED_TOKENS = 16
+"""Tokens of the answer by which an isolated request is past the place where it was lost: the last ones before a loss
+may not have arrived."""
+
+
+class Suspicion(NamedTuple):
+    """What the loss of a worker says of one of its requests."""
+
+    may_be_cause: bool
+    was_computed: bool = False
+    """Whether the worker computed it, and ended or did not end its step: else it was silent, or only held blocks."""
+    is_sole: bool = False
+    """Whether nothing else may be the cause."""
+
+
+NO_CAUSE = Suspicion(may_be_cause=False)
+
+
+class Suspects:
+    """What one lost worker had, and what of it may be the cause: the isolated one of those that it computed, else all
+    that it computed, else all."""
+
+    def __init__(self, worker: Worker, records: Iterable[RequestRecord], *, is_silent: bool) -> None:
+        found = list(records)
+        computed = [
+            record
+            for record in found
+            if record.running.is_computed_on(worker.worker_id) and record.running.marks.placed <= worker.heard_at
+        ]
+        self._are_computed = bool(computed) and not is_silent
+        isolated = [record for record in computed if record.is_isolated]
+        self._ids: set[RequestId] = {record.request_id for record in isolated or computed or found}
+
+    def suspicion(self, record: RequestRecord) -> Suspicion:
+        """Of one of its requests."""
+        if record.request_id not in self._ids:
+            return NO_CAUSE
+        return Suspicion(True, self._are_computed, is_sole=self._are_computed and len(self._ids) == 1)
+
+
+def suspect_error(num_lost: int, message: str) -> SuspectRequestError:
+    """The end of a request that was computed on so many workers when they were lost."""
+    return SuspectRequestError(
+        f"{num_lost} workers were lost while they computed this request, the last one while it computed nothing else "
+        f"that is suspected: it is not tried on another one; {message}"
+    )
+
+
+def has_passed(record: RequestRecord) -> bool:
+    """Whether a request that runs is past the place where workers were lost before."""
+    return len(record.output.released) - record.running.num_before >= PASSED_TOKENS
