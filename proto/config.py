@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
@@ -23,7 +23,12 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A part of something that must not be nothing."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Millis = Annotated[float, msgspec.Meta(gt=0, le=86_400_000)]
+MAX_TARGET_MS: Final = 86_400_000.0
+"""A day."""
+MIN_TPOT_MS: Final = 0.1
+"""The least TPOT target, which is less than the step of any model takes."""
+Millis = Annotated[float, msgspec.Meta(gt=0, le=MAX_TARGET_MS)]
+TpotMillis = Annotated[float, msgspec.Meta(ge=MIN_TPOT_MS, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Watermark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 MAX_PORT = 65_535

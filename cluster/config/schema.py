@@ -26,7 +26,7 @@ from disagg.engine.config import (
     device_defaults,
 )
 from disagg.proto.cluster_secret import CertificateFiles
-from disagg.proto.config import Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds
+from disagg.proto.config import Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds, TpotMillis
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 from disagg.router.gateway.config import GatewayOptions
 
@@ -153,7 +153,7 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`slo`: targets of requests that do not bring their own."""
 
     ttft_ms: Millis | None = None
-    tpot_ms: Millis | None = None
+    tpot_ms: TpotMillis | None = None
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):

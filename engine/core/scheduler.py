@@ -63,7 +63,7 @@ from disagg.engine.core.policy import (
     queue_order,
 )
 from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
-from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue
+from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue, may_be_in_time
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
@@ -373,7 +373,7 @@ class Scheduler:
                 left_ms -= self._limit.prompt_ms(entry.start, entry.num_tokens)
             if self._slack is not None:
                 room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
-                num_ended += entry.samples and sequence.spec.targets is not None
+                num_ended += entry.samples and may_be_in_time(sequence, self._now)
             if is_at_tail(entry, self.tail_tokens, self.blocks.block_size):
                 break
         return tuple(planned)

@@ -3,17 +3,17 @@
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time. What all sequences of a
 worker have saved, each its slack (`proto/step_times/pace.py`), may be spent on prompts, in one long chunk as well as in
 many short ones: the next step may take as long as the least slack. A deadline of the request counts as that of its last
-token. A sequence that would be late even alone on the worker is lost: it holds nothing back, but a step takes at most
-LOST_PACE times its target. Without targets nothing limits a step but the token budget, and plans are those of
+token. A sequence that would be late even alone on the worker is lost: it holds nothing back, as one without a target.
+Without targets that can be met nothing limits a step but the token budget, and decodes and chunks are those of
 `decode_first`.
 
 Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
 its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
 so long, it gets up to a block of tokens after STARVED_STEPS steps without prompts, whatever the slack.
 
-The first token of a prompt waits for the end of its step. So behind prompts that have a target and end in a step,
-another one joins it only if that saves those behind, which wait for a step less, at least the time that it costs those
-before.
+The first token of a prompt waits for the end of its step. So behind prompts that can still meet their TTFT target and
+end in a step, another one joins it only if that saves those behind, which wait for a step less, at least the time that
+it costs those before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from disagg.engine.core.policy import LazyHeap
 from disagg.proto.messages import SequenceSpec, StepSample
-from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
+from disagg.proto.step_times.pace import slack_ms, tokens_left
 from disagg.proto.step_times.step_model import StepModel
 
 OVERDUE = 2.0
@@ -148,9 +148,7 @@ class Slack(Generic[S]):
         base_ms, _, _, decode_ms, context_ms = self.model.coefficients
         alone_ms = base_ms + decode_ms + num_attended * context_ms
         longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms, paced_s * 1e3)
-        if longest_ms is None:
-            return math.inf if targets.tpot_s is None else LOST_PACE * targets.tpot_s * 1e3
-        return longest_ms
+        return math.inf if longest_ms is None else longest_ms
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
         """What prompt tokens [start, start + num_tokens) add to a step."""
@@ -171,8 +169,8 @@ class Slack(Generic[S]):
         return Fitting(budget if most >= budget else int(most), is_exact)
 
     def saves_time(self, start: int, num_tokens: int, num_ended: int, num_left: int, room: Room) -> bool:
-        """Whether a prompt of which so many tokens are left should join a step in which `num_ended` prompts with
-        targets end, of `num_left` behind them the first."""
+        """Whether a prompt of which so many tokens are left should join a step in which `num_ended` prompts end that
+        can still meet their targets, of `num_left` behind them the first."""
         return num_ended == 0 or num_ended * self.prompt_ms(start, num_tokens) <= num_left * room.step_ms
 
     # ------------------------------------------------------------ the order of prompts
@@ -204,6 +202,11 @@ class Slack(Generic[S]):
             else:
                 self._changes.discard(sequence)
             yield sequence
+
+
+def may_be_in_time(sequence: SlackSequence, now: float) -> bool:
+    """Whether a prompt has a TTFT target that it can still meet."""
+    return now < _first_due(sequence) < math.inf and not sequence.is_hopeless
 
 
 def _first_due(sequence: SlackSequence) -> float:

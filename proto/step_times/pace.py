@@ -22,8 +22,6 @@ not spent in advance is spent later."""
 RESERVE = 0.02
 """The share of its target that no sequence spends: steps take longer than predicted, and a client sees tokens later
 than the worker."""
-LOST_PACE = 2.0
-"""A sequence that would be late even alone holds nothing back, but its steps take at most so many times its target."""
 
 
 def tokens_left(num_done: int, num_most: int, expected: float) -> float:

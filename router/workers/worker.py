@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
-from disagg.proto.step_times.pace import LOST_PACE, slack_ms, tokens_left
+from disagg.proto.step_times.pace import slack_ms, tokens_left
 from disagg.proto.step_times.step_model import StepCoefficients, StepModel
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
@@ -251,7 +251,7 @@ class Worker:
         """(how many milliseconds all sequences that decode there can spare for prompts by their TPOT targets, and the
         least of these targets); infinite where none has one. `output_tokens`: the mean length of answers.
 
-        A sequence that would be late even alone on the worker spares any time; its target counts `LOST_PACE` times."""
+        A sequence that would be late even alone on the worker counts as one without a target."""
         if self._saved is None:
             self._saved = self._find_saved(now, output_tokens)
         until, pace_ms = self._saved
@@ -272,8 +272,8 @@ class Worker:
                 left_ms -= (now - assignment.first_at) * 1e3
             ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.context_ms, paced_ms)
             if ms is None:
-                tpot_ms *= LOST_PACE
-            elif ms < least_ms:
+                continue
+            if ms < least_ms:
                 least_ms = ms
             if tpot_ms < pace_ms:
                 pace_ms = tpot_ms

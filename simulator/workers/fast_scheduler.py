@@ -19,7 +19,7 @@ from typing import NamedTuple
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
-from disagg.engine.core.slack import UNLIMITED, Room
+from disagg.engine.core.slack import UNLIMITED, Room, may_be_in_time
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, WorkerInfo
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
@@ -247,7 +247,7 @@ class FastScheduler:
             budget -= num_tokens
             if slack is not None:
                 room = room.less(slack.slack.prompt_ms(start, num_tokens))
-                num_ended += num_tokens == num_left and sequence.spec.targets is not None
+                num_ended += num_tokens == num_left and may_be_in_time(sequence, self._loop.now)
             if tail_tokens and sequence.holds:
                 longest = tail_tokens + block_size - 1
                 is_tail = start > sequence.cached_tokens and num_tokens <= longest

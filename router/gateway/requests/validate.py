@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from disagg.proto.config import MAX_TARGET_MS, MIN_TPOT_MS
 from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidRequestError, ModelNotFoundError
 from disagg.proto.messages import Sampling
 from disagg.router.gateway.guardrails.verdicts import Decisions
@@ -36,7 +37,6 @@ TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
 TPOT_METADATA = "x-slo-tpot-ms"
 """A client's target for the mean time between output tokens, in milliseconds."""
-_MAX_TARGET_MS = 86_400_000.0
 MAX_ECHOED_CHARS = 64
 """Of a client's wrong value, as repeated in the message."""
 
@@ -160,11 +160,11 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
 
 def check_targets(metadata: Iterable[tuple[str, str | bytes]]) -> Targets:
     """The targets in a call's metadata; where a key comes twice the first one counts. Raises `InvalidRequestError` for
-    a value that is no positive number of milliseconds."""
+    a value that is no positive number of milliseconds, or a TPOT below `MIN_TPOT_MS`."""
     found: dict[str, float] = {}
     for key, value in metadata:
         if key in (TTFT_METADATA, TPOT_METADATA) and key not in found:
-            found[key] = check_millis(key, value) / 1000
+            found[key] = check_millis(key, value, MIN_TPOT_MS if key == TPOT_METADATA else None) / 1000
     return Targets(found.get(TTFT_METADATA), found.get(TPOT_METADATA))
 
 
@@ -235,15 +235,18 @@ def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
         )
 
 
-def check_millis(field: str, value: str | bytes) -> float:
-    """A time in milliseconds, above 0 and at most a day. Raises `InvalidRequestError` naming `field`."""
+def check_millis(field: str, value: str | bytes, least: float | None = None) -> float:
+    """A time in milliseconds, above 0, or at least `least`, and at most a day. Raises `InvalidRequestError` naming
+    `field`."""
     try:
         millis = float(value)
     except ValueError:
         millis = math.nan
-    if not 0 < millis <= _MAX_TARGET_MS:
-        given = str(value)[:MAX_ECHOED_CHARS]
-        raise InvalidRequestError(field, f"must be a number of milliseconds in (0, {_MAX_TARGET_MS:g}], not {given!r}")
+    if not (0 < millis <= MAX_TARGET_MS and (least is None or millis >= least)):
+        given, bound = str(value)[:MAX_ECHOED_CHARS], "(0" if least is None else f"[{least:g}"
+        raise InvalidRequestError(
+            field, f"must be a number of milliseconds in {bound}, {MAX_TARGET_MS:g}], not {given!r}"
+        )
     return millis
 
 

@@ -79,7 +79,7 @@ def test_a_sequence_that_is_late_whatever_happens_holds_no_prompt_back() -> None
     it = placing("spread", num_workers=1)
     decode_on(it, "w0", 1, tpot_ms=20.0)
     worker = it.fleet.worker(WorkerId("w0"))
-    assert worker.saved(60.0, 100.0) == (float("inf"), 40.0)
+    assert worker.saved(60.0, 100.0) == (float("inf"), float("inf"))
 
 
 def test_sequences_without_a_target_hold_no_prompt_back() -> None:

@@ -432,4 +432,12 @@ def test_a_wrong_target_is_named(key: str, value: str | bytes) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_targets([(key, value)])
     assert caught.value.field == key
-    assert caught.value.message.startswith(f"{key}: must be a number of milliseconds in (0, 8.64e+07], not ")
+    bound = "[0.1" if key == "x-slo-tpot-ms" else "(0"
+    assert caught.value.message.startswith(f"{key}: must be a number of milliseconds in {bound}, 8.64e+07], not ")
+
+
+def test_a_pace_that_no_model_has_is_refused() -> None:
+    assert check_targets([("x-slo-tpot-ms", "0.1"), ("x-slo-ttft-ms", "0.001")]) == Targets(1e-6, 1e-4)
+    for value in ("0.0999", "0.001", "1e-9"):
+        with pytest.raises(InvalidRequestError, match=r"x-slo-tpot-ms: must be .* in \[0.1, 8.64e\+07\], not"):
+            check_targets([("x-slo-tpot-ms", value)])
