@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,18 @@ ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_ANSWERS: Final = 128
 """To a line that can be run: prompts times `n`, or times `best_of`."""
+MAX_ID_BYTES: Final = 512
+"""Of a `custom_id`."""
 NO_MODEL: Final = (1 << 16) - 1
 """In place of a position: the model of a line that names none, or one that was never served."""
+_DIGEST_BYTES: Final = 16
+_EMPTY_ANSWER_BYTES: Final = 640
+"""Of the line of an answer without its text."""
+_TOKEN_BYTES: Final = 6
+_GUESSED_TOKENS: Final = 256
+"""Of an answer that may be of any length."""
+_MAX_EXPECTED_TOKENS: Final = 99_999
+"""An answer for which more are asked is expected to be as one that may be of any length."""
 _MAX_NAME_BYTES: Final = 4096
 """Of a model's name in JSON, where it may be one of the served ones."""
 
@@ -29,7 +40,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the input."""
 
     custom_id: str
-    """The client's name of it, once in a batch."""
+    """The client's name of it, once in a batch; at most `MAX_ID_BYTES`."""
     method: str
     url: str
     body: msgspec.Raw
@@ -44,25 +55,42 @@ class Index(NamedTuple):
     """Position of its model among those that `index` was given; else `NO_MODEL`."""
     num_answers: array[int]
     """How many it asks for: each takes a place. 1 where the line cannot be run."""
+    num_bytes: array[int]
+    expected_bytes: int = 0
+    """Of all answers, roughly: as long as they may be by `max_tokens`, where a line has it."""
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """Fields of a body that say where it runs and how many answers it asks for."""
+class Shape(NamedTuple):
+    """What a body says of where it runs and what it asks for."""
+
+    model: str
+    """Empty for none."""
+    num_answers: int
+    expected_bytes: int
+    """Of all answers, see `Index`."""
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """Of a body, those that say where it runs and what it asks for."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     n: msgspec.Raw = msgspec.Raw(b"null")
     best_of: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
+    max_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"null")
+    max_output_tokens: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _DECODER: Final = msgspec.json.Decoder(Line)
-_SHAPE: Final = msgspec.json.Decoder(_Shape)
+_FIELDS: Final = msgspec.json.Decoder(_Fields)
 _TEXTS: Final = msgspec.json.Decoder(list[str])
 _NAME: Final = msgspec.json.Decoder(str)
 
 
 def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
-    """What is known of each line, after all were checked; one line at a time is in memory. Blocks on the disk.
+    """What is known of each line, after all were checked. One line at a time is in memory, and of each before it what
+    is returned and a digest. Blocks on the disk.
 
     Args:
         path: of the input.
@@ -72,9 +100,9 @@ def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
     Raises:
         InputError: for an empty file, too many or too long lines, and lines that are no requests to `endpoint`.
     """
-    found = Index(array("Q"), array("H"), array("H"))
-    offsets, names, places = found.offsets, set[str](), {name: place for place, name in enumerate(models)}
-    at = 0
+    found = Index(array("Q"), array("H"), array("H"), array("I"))
+    offsets, names, places = found.offsets, set[bytes](), {name: place for place, name in enumerate(models)}
+    at = expected_bytes = 0
     with path.open("rb") as source:
         while raw := source.readline(MAX_LINE_BYTES + 1):
             offsets.append(at)
@@ -85,33 +113,41 @@ def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
             if len(offsets) > MAX_LINES:
                 raise InputError(f"{where}: a batch has at most {MAX_LINES} lines")
             line = _check(raw, endpoint, where)
-            if line.custom_id in names:
+            name = hashlib.blake2b(line.custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
+            if name in names:
                 raise InputError(f"{where}: custom_id: an earlier line has the same")
-            names.add(line.custom_id)
-            model, num_answers = shape_of(line.body)
-            found.models.append(places.get(model, NO_MODEL))
-            found.num_answers.append(num_answers)
+            names.add(name)
+            shape = shape_of(line.body)
+            found.models.append(places.get(shape.model, NO_MODEL))
+            found.num_answers.append(shape.num_answers)
+            expected_bytes += shape.expected_bytes
+            found.num_bytes.append(len(raw))
     if not offsets:
         raise InputError("the file has no line")
-    return found
+    return found._replace(expected_bytes=expected_bytes)
 
 
-def shape_of(body: msgspec.Raw) -> tuple[str, int]:
-    """The model that a body names, empty for none, and how many answers it asks for. Whatever is wrong with it is found
-    when it is run."""
+def shape_of(body: msgspec.Raw) -> Shape:
+    """The shape of a body. Whatever is wrong with it is found when it is run."""
     try:
-        shape = _SHAPE.decode(body)
-        model = bytes(shape.model)
+        fields = _FIELDS.decode(body)
+        model = bytes(fields.model)
         name = _NAME.decode(model) if model.startswith(b'"') and len(model) <= _MAX_NAME_BYTES else ""
-        num_answers = _num_prompts(bytes(shape.prompt)) * max(_count(shape.n), _count(shape.best_of))
+        most = max(_count(fields.n, MAX_ANSWERS), _count(fields.best_of, MAX_ANSWERS))
+        num_answers = _num_prompts(bytes(fields.prompt)) * most
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return "", 1
-    return name, num_answers if num_answers <= MAX_ANSWERS else 1
+        return Shape("", 1, _EMPTY_ANSWER_BYTES)
+    num_answers = num_answers if num_answers <= MAX_ANSWERS else 1
+    limits = (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
+    num_tokens = max(_count(limit, _MAX_EXPECTED_TOKENS) for limit in limits)
+    num_tokens = num_tokens if num_tokens > 1 else _GUESSED_TOKENS
+    return Shape(name, num_answers, _EMPTY_ANSWER_BYTES + num_answers * num_tokens * _TOKEN_BYTES)
 
 
-def _count(raw: msgspec.Raw) -> int:
+def _count(raw: msgspec.Raw, most: int) -> int:
+    """A number from 1 on; 1 for anything else, and for one with more digits than `most`."""
     text = bytes(raw)
-    return max(1, int(text)) if text.isdigit() and len(text) <= len(str(MAX_ANSWERS)) else 1
+    return max(1, int(text)) if text.isdigit() and len(text) <= len(str(most)) else 1
 
 
 def _num_prompts(raw: bytes) -> int:
@@ -129,6 +165,12 @@ def _check(raw: bytes, endpoint: str, where: str) -> Line:
         raise InputError(f"{where}: {error}") from None
     except RecursionError:
         raise InputError(f"{where}: is nested too deeply") from None
+    try:
+        num_bytes = len(line.custom_id.encode())
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: custom_id: is not Unicode") from None
+    if num_bytes > MAX_ID_BYTES:
+        raise InputError(f"{where}: custom_id: must have at most {MAX_ID_BYTES} bytes, not {num_bytes}")
     if line.method != "POST":
         raise InputError(f"{where}: method: must be POST")
     if line.url != endpoint:

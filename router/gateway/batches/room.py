@@ -4,7 +4,7 @@ the tenants. (pure)"""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from disagg.router.api import ClusterView, WorkerView
@@ -18,6 +18,9 @@ _GUESSED_TOKENS: Final = 256.0
 """Of a prompt or a sequence, where none is known."""
 
 
+NO_TENANTS: Final[Mapping[str, tuple[int, int]]] = {}
+
+
 class Room(NamedTuple):
     """What may start now at one model."""
 
@@ -25,10 +28,26 @@ class Room(NamedTuple):
     """Each takes a decode place."""
     num_prompts: int
     """Lines: the answers to one have its prompt in common."""
-    waiting: Collection[str] = ()
-    """Tenants whose own requests or lines wait for a worker: none of theirs starts."""
+    tenants: Mapping[str, tuple[int, int]] = NO_TENANTS
+    """Requests of each, lines among them, that wait for a worker, and that run. While one waits, no line of its tenant
+    starts."""
     is_paced: bool = False
     """There is more room soon: once prompts of lines that have started are computed."""
+
+    def num_for(self, tenant: str, most_running: int | None, num_lines: int) -> int:
+        """How many answers of a tenant may start.
+
+        Args:
+            tenant: whose.
+            most_running: how many may run at a time by its limits; None for any number.
+            num_lines: answers to its lines that have started. The router may not have all of them yet.
+        """
+        num_waiting, num_running = self.tenants.get(tenant, (0, 0))
+        if num_waiting:
+            return 0
+        if most_running is None:
+            return self.num_answers
+        return min(self.num_answers, most_running - max(num_running, num_lines))
 
 
 class StepBounds(NamedTuple):
@@ -85,22 +104,22 @@ def room_in(
         bounds: see there.
     """
     workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
-    waiting = frozenset(tenant for tenant, (num_waiting, _) in view.tenants.items() if num_waiting)
     if not workers:
-        return Room(int(wakes_workers and not num_running), 1, waiting)
+        return Room(int(wakes_workers and not num_running), 1, view.tenants)
     places = sum(worker.info.max_num_seqs for worker in workers)
     reported = sum(_num_sequences(worker) for worker in workers)
     num_used = max(reported, view.num_running)
     num_free = places - num_used
     num_interactive = view.num_queued - view.background.num_queued
-    most_now = num_admissible(num_free, num_interactive, math.ceil(places * reserved_share), num_running, most)
+    num_placed = num_running - min(num_running, view.background.num_queued)  # the others may be at a tenant's limit
+    most_now = num_admissible(num_free, num_interactive, math.ceil(places * reserved_share), num_placed, most)
     if bounds.decode_ms is not None and most_now:
         fitting = sum(_places_by_step(worker, bounds.decode_ms) for worker in workers)
         most_now = max(0, min(most_now, fitting - num_used))
     if bounds.prefill_ms is None or not most_now:
-        return Room(most_now, most_now, waiting)
+        return Room(most_now, most_now, view.tenants)
     by_prompts = _num_by_prompts(view, bounds.prefill_ms)
-    return Room(most_now, by_prompts, waiting, is_paced=by_prompts < most_now)
+    return Room(most_now, by_prompts, view.tenants, is_paced=by_prompts < most_now)
 
 
 def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequence[int]]) -> list[int]:
@@ -131,16 +150,18 @@ def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequenc
 
 
 def _num_by_prompts(view: ClusterView, prefill_ms: float) -> int:
-    """How many more prompts of lines may be under way: at least one, where there is none."""
+    """How many more prompts of lines may be under way: at least one, where no worker has one. Those that are queued
+    then wait for something else, such as a limit of their tenant."""
     workers = [worker for worker in view.workers if "prefill" in worker.info.roles and worker.takes_requests]
     known = [worker.steps.prefill_token_ms for worker in workers if worker.steps is not None]
     num_under_way = view.background.num_queued + view.background.num_prefill
+    least = int(not view.background.num_prefill)
     if not known:
-        return max(0, 1 - num_under_way)
+        return least
     tokens_each = view.background.prompt_tokens / num_under_way if num_under_way else _GUESSED_TOKENS
     each_ms = tokens_each * sum(known) / len(known)
     each_has = max(1, math.floor(prefill_ms / each_ms)) if each_ms > 0.0 else 1
-    return max(0, each_has * len(workers) - num_under_way)
+    return max(least, each_has * len(workers) - num_under_way)
 
 
 def _num_sequences(worker: WorkerView) -> int:

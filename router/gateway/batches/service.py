@@ -11,9 +11,10 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -33,14 +34,17 @@ T = TypeVar("T")
 _IDLE_S: Final = 1.0
 """Between two looks for a batch, where no call of this gateway made one."""
 _AFTER_FAULT_S: Final = 5.0
-_MAX_UPLOADS, _MAX_TENANT_UPLOADS = 8, 4
-"""At a time. Their contents are on the disk, and only whole ones count in `max_total_bytes`."""
-_STALE_UPLOAD_S: Final = 86_400.0
+_MAX_TENANT_UPLOADS: Final = 4
+"""At a time. There is no bound for all tenants: their bytes are bounded from the beginning of each, and its connection
+is one of `max_connections`."""
+UPLOAD_TIMEOUT_S: Final = 600.0
+"""For one file, however steadily it comes: its bytes are its tenant's meanwhile."""
+_EXPIRE_EVERY_S: Final = 600.0
 _RETRY_S: Final = 2.0
 
 
 class BatchService:
-    """Owner of the folder's connections, the runner's task and the places of uploads.
+    """Owner of the folder's connections, the tasks and the places of uploads.
 
     Args:
         options: see there.
@@ -77,21 +81,22 @@ class BatchService:
             self._store, self._runners_store = BatchStore(folder, options), BatchStore(folder, options)
             self.uploads = folder / "uploads"
             self.uploads.mkdir(mode=0o700, exist_ok=True)
-            _remove_stale(self.uploads)
+            _remove_stale(self.uploads, self._store.uploads(time.time()))
             if orphans := self._store.remove_orphans():
                 logger.warning("batches: removed %d contents that no file names, such as %s", len(orphans), orphans[0])
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"gateway.batches.folder: {folder} cannot be used: {error}") from error
         self._thread = ThreadPoolExecutor(1, "batch-store")
-        self._uploading: dict[str, int] = {}
+        self._uploading: Counter[str] = Counter()
         self._woken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
         """Run batches from now on, at first those that a former life of this gateway left. `kept`: see
         `BatchRunner`."""
         runner = BatchRunner(self._runners_store, self._owner, self.models, answer_line, self.room, time.time, kept)
-        self._task = asyncio.create_task(self._run(runner), name="batches")
+        running = asyncio.create_task(self._run(runner), name="batches")
+        self._tasks = [running, asyncio.create_task(self._expire(), name="batch-files")]
 
     def models(self) -> list[str]:
         """Names of the models that are served, or were, each at its place for good."""
@@ -121,10 +126,11 @@ class BatchService:
 
     async def stop_lines(self) -> None:
         """End the lines that run, and let another gateway, or this one's next life, go on at once."""
-        task, self._task = self._task, None
-        if task is not None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-            await asyncio.wait([task])
+        if tasks:
+            await asyncio.wait(tasks)
         with contextlib.suppress(sqlite3.Error):  # then the lease runs out
             await self.call(lambda store: store.release(self._owner))
 
@@ -142,19 +148,41 @@ class BatchService:
         """There is a new batch."""
         self._woken.set()
 
-    @contextmanager
-    def uploading(self, tenant: str) -> Iterator[None]:
-        """While inside, a file of `tenant` arrives. Raises `OverloadedError` where too many do."""
-        own = self._uploading.get(tenant, 0)
-        if own >= _MAX_TENANT_UPLOADS or sum(self._uploading.values()) >= _MAX_UPLOADS:
-            raise OverloadedError("too many files are uploaded now", _RETRY_S)
-        self._uploading[tenant] = own + 1
+    @asynccontextmanager
+    async def uploading(self, tenant: str, upload_id: str, num_bytes: int) -> AsyncGenerator[Path, None]:
+        """Inside, a file of at most `num_bytes` arrives at the path that this gives, which is gone at the end unless
+        the store took it.
+
+        Raises:
+            OverloadedError: where too many of the tenant arrive.
+            LimitError: if it has no room for this one.
+        """
+        if self._uploading[tenant] >= _MAX_TENANT_UPLOADS:
+            raise OverloadedError(f"{_MAX_TENANT_UPLOADS} files of tenant {tenant} arrive already", _RETRY_S)
+        self._uploading[tenant] += 1
+        path, now = self.uploads / upload_id, time.time()
         try:
-            yield
+            await self.call(
+                lambda store: store.begin_upload(upload_id, tenant, num_bytes, now, now + 2 * UPLOAD_TIMEOUT_S)
+            )
+            try:
+                yield path
+            finally:
+                path.unlink(missing_ok=True)
+                await self.call(lambda store: store.end_upload(upload_id))
         finally:
             self._uploading[tenant] -= 1
             if not self._uploading[tenant]:
                 del self._uploading[tenant]
+
+    async def _expire(self) -> None:
+        """Delete files that are too old, again and again."""
+        while True:
+            with contextlib.suppress(OSError, sqlite3.Error):  # The runner says what is wrong with the folder.
+                if num_files := await self.call(lambda store: store.expire(time.time())):
+                    days = self.options.file_days
+                    logger.info("batches: deleted %d files, older than %d days (file_days)", num_files, days)
+            await asyncio.sleep(_EXPIRE_EVERY_S)
 
     async def _run(self, runner: BatchRunner) -> None:
         is_first = True
@@ -195,8 +223,8 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def _remove_stale(uploads: Path) -> None:
-    """What arrived in part when its gateway was killed; another gateway may be receiving younger ones."""
+def _remove_stale(uploads: Path, arriving: Collection[str]) -> None:
+    """Remove what arrived in part when its gateway was killed. An earlier version does not note what arrives at it."""
     for path in uploads.iterdir():
-        if path.stat().st_mtime < time.time() - _STALE_UPLOAD_S:
+        if path.name not in arriving and path.stat().st_mtime < time.time() - UPLOAD_TIMEOUT_S:
             path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Files and batches in one SQLite database and a folder of contents.
 
-    add_file ──> create ──> claim (one owner, by a lease) ──> begin ──> answer* ──> finish
+    begin_upload ──> add_file ──> create ──> claim (one owner, by a lease) ──> begin ──> answer* ──> finish
                                └─ its lease ran out: another owner claims it, and goes on with the lines left
 
     validating ──> in_progress ──> finalizing ──> completed
@@ -12,6 +12,10 @@ often. The row is written only while its writer owns the batch. A killed process
 those lines are run again. The files of answers are written from the rows at the end, under names that follow from the
 batch, so that a finish that was cut off is made again.
 
+Bytes are a tenant's. Its files, uploads under way, and for each open batch its answers so far, or what is reserved for
+them where that is more, are at most as many as are left free of `max_total_bytes` after them (dynamic thresholds:
+Choudhury and Hahne, 1998). So one tenant has half of all, two a third each, and there is room for one that comes later.
+
 Calls block on the disk: they belong on a thread. Several processes of one machine may open the same folder (WAL).
 SQLite's locks do not work over network file systems, so gateways of several machines have a folder each.
 """
@@ -22,7 +26,7 @@ import os
 import sqlite3
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -31,7 +35,6 @@ from disagg.proto.errors import InvalidRequestError, LimitError
 from disagg.router.gateway.database import open_database, transaction
 
 _BUSY_TIMEOUT_S: Final = 10.0
-Kept = Literal["kept", "lost", "full"]
 RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
 """States with work left for an owner."""
 _SCHEMA: Final = """
@@ -43,24 +46,35 @@ CREATE TABLE IF NOT EXISTS batches(
     created REAL NOT NULL, expires REAL NOT NULL, ended REAL, total INTEGER NOT NULL DEFAULT 0,
     output_file TEXT, error_file TEXT, error TEXT, owner TEXT, lease_until REAL NOT NULL DEFAULT 0,
     num_completed INTEGER, num_failed INTEGER, metadata TEXT);
+CREATE TABLE IF NOT EXISTS uploads(
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, bytes INTEGER NOT NULL, until REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
 """
-_VERSION: Final = 1
+_VERSION: Final = 2
 """Of the database, in `PRAGMA user_version`; see `_migrate`."""
-_LATER_COLUMNS: Final = (("answer_bytes", "INTEGER NOT NULL DEFAULT 0"), ("credential", "TEXT"))
-"""Of batches. A database of version 0 has none of them, or the first."""
+_LATER_COLUMNS: Final = (
+    ("answer_bytes", "INTEGER NOT NULL DEFAULT 0"),
+    ("credential", "TEXT"),
+    ("reserved", "INTEGER NOT NULL DEFAULT 0"),
+)
+"""Of batches. A database of an earlier version has the first ones, or none."""
+_DAY_S: Final = 86_400.0
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what clients can store."""
 
     max_files: Count = 100
-    """Files of a tenant, those of answers among them; one more is refused."""
+    """Files of a tenant, those of answers among them; one more is refused, and so is one more batch."""
     max_total_bytes: Bytes = 4 << 30
-    """Contents of all files of all tenants, and answers of batches that run. An upload that exceeds it is refused, and
-    a batch whose next answer would exceed it fails, with the answers that it has."""
+    """Contents of all files of all tenants, and answers of batches that run. One tenant may have half of it, and as
+    much as is left free after it where others have some. An upload that exceeds this is refused when it begins. A batch
+    is refused without room for as many bytes as its input has, which are reserved for its answers; more are once its
+    lines were read. One whose answers need still more waits until there is room."""
+    file_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 30
+    """How many days after it was made a file is deleted, unless an open batch reads it."""
     max_batches: Count = 100
     """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
     lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
@@ -103,6 +117,14 @@ class Batch(NamedTuple):
     """The client's own notes, JSON."""
     credential: str | None = None
     """Of the caller who ordered it, see `Caller.credential`; None where an earlier version kept none."""
+
+
+class Held(NamedTuple):
+    """A batch, as its owner has it."""
+
+    batch: Batch
+    room: int
+    """Bytes that its further answers may have."""
 
 
 class Answer(NamedTuple):
@@ -149,18 +171,44 @@ class BatchStore:
         """Where the contents of a file are; `file_id` is one that the store knows or is about to add."""
         return self._contents / file_id
 
-    def add_file(self, file: File, uploaded: Path) -> None:
-        """Take over the contents at `uploaded`, on the same file system. Raises `LimitError`; then nothing changed."""
+    def begin_upload(self, upload_id: str, tenant: str, num_bytes: int, now: float, until: float) -> None:
+        """A file of at most so many bytes begins to arrive; they are its tenant's until `until`, `end_upload` or
+        `add_file`. Raises `LimitError`."""
         with transaction(self._db) as db:
-            (count,) = db.execute("SELECT count(*) FROM files WHERE tenant = ?", (file.tenant,)).fetchone()
-            total = self._num_bytes()
-            if count >= self._limits.max_files:
-                raise LimitError(file.tenant, "files", f"there are {count} already; delete some", None)
-            if total + file.num_bytes > self._limits.max_total_bytes:
-                limit = self._limits.max_total_bytes
-                raise LimitError(file.tenant, "stored bytes", f"all files together may have {limit}", None)
+            db.execute("DELETE FROM uploads WHERE until <= ?", (now,))
+            self._check_files(tenant)
+            self._check_bytes(tenant, num_bytes, "this file")
+            db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", (upload_id, tenant, num_bytes, until))
+
+    def end_upload(self, upload_id: str) -> None:
+        """It has arrived, or will not. Idempotent."""
+        self._db.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
+
+    def uploads(self, now: float) -> set[str]:
+        """Those that arrive now, at any gateway of the folder."""
+        return {name for (name,) in self._db.execute("SELECT id FROM uploads WHERE until > ?", (now,))}
+
+    def add_file(self, file: File, uploaded: Path) -> None:
+        """Take over the contents at `uploaded`, on the same file system; its name is that of the upload. Raises
+        `LimitError`; then nothing changed."""
+        with transaction(self._db) as db:
+            db.execute("DELETE FROM uploads WHERE id = ?", (uploaded.name,))
+            self._check_files(file.tenant)
+            self._check_bytes(file.tenant, file.num_bytes, "this file")
             uploaded.replace(self.path(file.id))
             db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", file)
+
+    def expire(self, now: float) -> int:
+        """Delete files that are too old, unless an open batch reads them; how many there were."""
+        with transaction(self._db) as db:
+            old = db.execute(
+                "DELETE FROM files WHERE created < ? AND id NOT IN "
+                f"(SELECT input_file FROM batches WHERE status IN {RUNNABLE}) RETURNING id",
+                (now - _DAY_S * self._limits.file_days,),
+            ).fetchall()
+        for (file_id,) in old:
+            self.path(file_id).unlink(missing_ok=True)
+        return len(old)
 
     def file(self, tenant: str, file_id: str) -> File | None:
         """A tenant's file."""
@@ -195,18 +243,21 @@ class BatchStore:
         metadata: str | None = None,
         credential: str = "",
     ) -> Batch:
-        """Add a batch, `validating`. Raises `InvalidRequestError` without such a file, `LimitError` for too many."""
+        """Add a batch, `validating`, with room for its answers. Raises `InvalidRequestError` without such a file,
+        `LimitError` for too many, and where there is no room."""
         with transaction(self._db) as db:
-            if self.file(tenant, input_file) is None:
+            if (file := self.file(tenant, input_file)) is None:
                 raise InvalidRequestError("input_file_id", "there is no such file")
             open_ones = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN {RUNNABLE}"
             (count,) = db.execute(open_ones, (tenant,)).fetchone()
             if count >= self._limits.max_batches:
                 raise LimitError(tenant, "batches", f"{count} have not ended", None)
+            self._check_files(tenant)
+            self._check_bytes(tenant, file.num_bytes, "answers to as many bytes as the input has")
             db.execute(
                 "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires, metadata, "
-                "credential) VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
-                (batch_id, tenant, endpoint, input_file, now, now + window_s, metadata, credential),
+                "credential, reserved) VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, ?)",
+                (batch_id, tenant, endpoint, input_file, now, now + window_s, metadata, credential, file.num_bytes),
             )
             db.execute(
                 "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE tenant = ? AND ended IS NOT NULL "
@@ -245,13 +296,17 @@ class BatchStore:
         ).fetchall()
         return self._get(row[0][0]) if row else None
 
-    def renew(self, batch_id: str, owner: str, now: float) -> Batch | None:
+    def renew(self, batch_id: str, owner: str, now: float) -> Held | None:
         """Keep a batch; None once another owner has it."""
         renewed = self._db.execute(
             "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?",
             (now + self._limits.lease_s, batch_id, owner),
         )
-        return self._get(batch_id) if renewed.rowcount else None
+        return Held(self._get(batch_id), self._room(batch_id)) if renewed.rowcount else None
+
+    def note(self, batch_id: str, owner: str, why: str | None) -> None:
+        """Why a batch waits, for its tenant to see; None once it does not."""
+        self._db.execute("UPDATE batches SET error = ? WHERE id = ? AND owner = ?", (why, batch_id, owner))
 
     def owners(self) -> list[str]:
         """Of batches with work left."""
@@ -264,6 +319,10 @@ class BatchStore:
         """Give up what an owner holds: on a graceful stop one's own batches, and at a start those of a process that is
         gone. They can be claimed at once."""
         self._db.execute("UPDATE batches SET lease_until = 0 WHERE owner = ?", (owner,))
+
+    def give_back(self, batch_id: str, owner: str) -> None:
+        """Let anybody claim a batch that one owns."""
+        self._db.execute("UPDATE batches SET lease_until = 0 WHERE id = ? AND owner = ?", (batch_id, owner))
 
     def remove_orphans(self) -> list[str]:
         """Remove contents that no row names: their process was killed before its commit. Returns their names. An upload
@@ -278,25 +337,28 @@ class BatchStore:
                 path.unlink(missing_ok=True)
         return [path.name for path in orphans]
 
-    def begin(self, batch_id: str, owner: str, total: int) -> None:
-        """The input is valid and has so many lines. A batch that is being cancelled stays so."""
-        self._db.execute(
-            "UPDATE batches SET total = ?, status = CASE status WHEN 'validating' THEN 'in_progress' ELSE status END "
-            "WHERE id = ? AND owner = ?",
-            (total, batch_id, owner),
-        )
+    def begin(self, batch_id: str, owner: str, total: int, expected_bytes: int = 0) -> None:
+        """The input is valid and has so many lines, whose answers may have so many bytes. These are reserved, as far as
+        half of what is left to the tenant goes. A batch that is being cancelled stays so."""
+        with transaction(self._db) as db:
+            db.execute(
+                "UPDATE batches SET total = ?, status = CASE status WHEN 'validating' THEN 'in_progress' ELSE status "
+                "END, reserved = max(reserved, min(?, max(reserved, answer_bytes) + ?)) WHERE id = ? AND owner = ?",
+                (total, expected_bytes, max(0, self._num_left(self._get(batch_id).tenant)) // 2, batch_id, owner),
+            )
 
     def answered(self, batch_id: str) -> set[int]:
         """The lines that need not run."""
         return {line for (line,) in self._db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
-    def answer(self, batch_id: str, owner: str, answers: Sequence[Answer]) -> Kept:
-        """Keep answers, in one transaction; lines that have one keep it. Nothing is kept where `owner` has lost the
-        batch or it has ended ("lost"), and where they exceed `max_total_bytes` ("full")."""
+    def answer(self, batch_id: str, owner: str, answers: Sequence[Answer]) -> int | None:
+        """Keep answers, in one transaction; lines that have one keep it. Returns how many bytes further answers may
+        have; None where `owner` has lost the batch or it has ended, and then nothing is kept. What was computed is kept
+        also where there was less room than it needs."""
         with transaction(self._db) as db:
             owned = f"SELECT 1 FROM batches WHERE id = ? AND owner = ? AND status IN {RUNNABLE}"
             if not db.execute(owned, (batch_id, owner)).fetchone():
-                return "lost"
+                return None
             lines = ", ".join("?" * len(answers))
             found = db.execute(
                 f"SELECT line FROM answers WHERE batch = ? AND line IN ({lines})",
@@ -305,17 +367,40 @@ class BatchStore:
             done = {line for (line,) in found}
             new = [answer for answer in answers if answer.line not in done]
             num_bytes = sum(len(answer.data) + 1 for answer in new)
-            if self._num_bytes() + num_bytes > self._limits.max_total_bytes:
-                return "full"
             db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", [(batch_id, *answer) for answer in new])
             db.execute("UPDATE batches SET answer_bytes = answer_bytes + ? WHERE id = ?", (num_bytes, batch_id))
-        return "kept"
+            return self._room(batch_id)
 
-    def _num_bytes(self) -> int:
-        """Of all files, and of the answers that are no file yet."""
-        (of_files,) = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-        open_ones = f"SELECT coalesce(sum(answer_bytes), 0) FROM batches WHERE status IN {RUNNABLE}"
-        return int(of_files) + int(self._db.execute(open_ones).fetchone()[0])
+    def _room(self, batch_id: str) -> int:
+        """Bytes that further answers may have: what is reserved for them, and what is left to the tenant."""
+        found = self._db.execute("SELECT tenant, reserved - answer_bytes FROM batches WHERE id = ?", (batch_id,))
+        row: tuple[str, int] = found.fetchone()
+        tenant, num_reserved = row
+        return max(0, num_reserved) + max(0, self._num_left(tenant))
+
+    def _num_left(self, tenant: str) -> int:
+        """How many bytes more a tenant may have."""
+        stored = (
+            "SELECT tenant, bytes FROM files UNION ALL SELECT tenant, bytes FROM uploads UNION ALL "
+            f"SELECT tenant, max(answer_bytes, reserved) FROM batches WHERE status IN {RUNNABLE}"
+        )
+        sums = f"SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE tenant = ?), 0) FROM ({stored})"
+        of_all, own = self._db.execute(sums, (tenant,)).fetchone()
+        left: int = (self._limits.max_total_bytes - of_all - own) // 2
+        return left
+
+    def _check_files(self, tenant: str) -> None:
+        counts = "SELECT (SELECT count(*) FROM files WHERE tenant = ?), (SELECT count(*) FROM uploads WHERE tenant = ?)"
+        num_files, num_uploads = self._db.execute(counts, (tenant, tenant)).fetchone()
+        if num_files + num_uploads >= self._limits.max_files:
+            found = f"there are {num_files}" + (f" and {num_uploads} arrive" if num_uploads else "")
+            raise LimitError(tenant, "files", f"{found}; at most {self._limits.max_files}: delete some", None)
+
+    def _check_bytes(self, tenant: str, num_bytes: int, what: str) -> None:
+        left = self._num_left(tenant)
+        if num_bytes > left:
+            why = f"there is room for {max(0, left)} bytes more of tenant {tenant}, and {what} may need {num_bytes}"
+            raise LimitError(tenant, "stored bytes", f"{why}; delete some files", None)
 
     def fail(self, batch_id: str, owner: str, reason: str, now: float) -> None:
         """The input cannot be run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.router.gateway.auth.auth import CALLER
-from disagg.router.gateway.batches.service import BatchService
+from disagg.router.gateway.batches.service import UPLOAD_TIMEOUT_S, BatchService
 from disagg.router.gateway.batches.store import File
 from disagg.router.gateway.http.batches.pages import page_of
 from disagg.router.gateway.http.batches.upload import FormWriter, receive_file
@@ -19,10 +18,10 @@ from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.transport.errors import SlowBodyError
 
 PURPOSE: Final = "batch"
-_UPLOAD_TIMEOUT_S: Final = 600.0
-"""For one file, however steadily it comes: its place is needed by others."""
 _SLICE_BYTES: Final = 256 << 10
 _MAX_LIMIT: Final = 10_000
+_MAX_LENGTH_CHARS: Final = 18
+_DAY_S: Final = 86_400.0
 
 
 class NotFoundError(DisaggError):
@@ -47,31 +46,29 @@ class Files:
 
     async def upload(self, exchange: Exchange, request_id: str) -> None:
         """`POST /v1/files`: a form with `file` and `purpose`, which must be `batch`."""
-        tenant = CALLER.get().tenant
-        form = FormWriter(exchange.headers.get("content-type"), self._batches.options.max_file_bytes)
-        path = self._batches.uploads / request_id
-        with self._batches.uploading(tenant), contextlib.ExitStack() as stack:
+        tenant, most = CALLER.get().tenant, self._batches.options.max_file_bytes
+        form = FormWriter(exchange.headers.get("content-type"), most)
+        async with self._batches.uploading(tenant, request_id, _num_coming(exchange, most)) as path:
             try:
-                async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+                async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                     name = await receive_file(form, exchange.body_parts(self._read_timeout_s), path)
             except TimeoutError:
-                raise SlowBodyError(f"the file did not arrive within {_UPLOAD_TIMEOUT_S:g} s") from None
-            stack.callback(path.unlink, missing_ok=True)
+                raise SlowBodyError(f"the file did not arrive within {UPLOAD_TIMEOUT_S:g} s") from None
             if form.fields.get("purpose") != PURPOSE.encode():
                 raise InvalidRequestError("purpose", f"must be {PURPOSE}")
             file = File(f"file-{uuid.uuid4().hex}", tenant, name, PURPOSE, form.num_bytes, time.time())
             await self._batches.call(lambda store: store.add_file(file, path))
-        await exchange.respond_json(_shown(file))
+        await exchange.respond_json(self._shown(file))
 
     async def list(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files`, the latest first: `limit`, `after`, `purpose`."""
         tenant = CALLER.get().tenant
         found: Sequence[File] = await self._batches.call(lambda store: store.files(tenant))
-        await exchange.respond_json(page_of(exchange, [_shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
+        await exchange.respond_json(page_of(exchange, [self._shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files/{file}`."""
-        await exchange.respond_json(_shown(await self._find(exchange)))
+        await exchange.respond_json(self._shown(await self._find(exchange)))
 
     async def content(self, exchange: Exchange, request_id: str) -> None:
         """`GET /v1/files/{file}/content`, read from the disk as the client reads it."""
@@ -100,14 +97,20 @@ class Files:
             raise NotFoundError("there is no such file")
         return file
 
+    def _shown(self, file: File) -> dict[str, Any]:
+        return {
+            "id": file.id,
+            "object": "file",
+            "bytes": file.num_bytes,
+            "created_at": int(file.created),
+            "expires_at": int(file.created + _DAY_S * self._batches.options.file_days),
+            "filename": file.name,
+            "purpose": file.purpose,
+            "status": "processed",
+        }
 
-def _shown(file: File) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.num_bytes,
-        "created_at": int(file.created),
-        "filename": file.name,
-        "purpose": file.purpose,
-        "status": "processed",
-    }
+
+def _num_coming(exchange: Exchange, most: int) -> int:
+    """How many bytes the file has at most: the form that it is in says how many it has, or nobody does."""
+    length = exchange.headers.get("content-length", "")
+    return min(int(length), most) if length.isdecimal() and len(length) <= _MAX_LENGTH_CHARS else most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -12,7 +11,7 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Authenticator
 from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.runner import LineResult
+from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult, Tries
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABLE
 from disagg.router.gateway.http.completions import Completions
@@ -31,7 +30,6 @@ _MAX_LOST: Final = 5
 _MAX_UNJUDGED: Final = 20
 """Attempts that ended without a guardrail's verdict, over some six minutes: an outage must not fail a whole batch, and
 a line that is why must end."""
-_MAX_RETRY_S: Final = 30.0
 
 
 class LineAnswers:
@@ -51,27 +49,27 @@ class LineAnswers:
         self._authenticator = authenticator
         self._mint_id = mint_id
 
-    async def __call__(self, batch: Batch, line: Line) -> LineResult:
-        """Status, body, and what the last try used."""
-        num_lost = num_unjudged = num_tries = 0
-        while True:
-            use = CallUse()
-            try:
-                return LineResult(200, await self._run(batch, line, use), use)
-            except DisaggError as error:
-                num_tries += 1
-                is_unjudged = error.code == GUARDRAIL_UNAVAILABLE
-                num_unjudged += is_unjudged
-                num_lost += isinstance(error, UnavailableError) and not error.code.startswith("no_") and not is_unjudged
-                wait_s = retry_after_s(error)
-                if wait_s is None or num_lost >= _MAX_LOST or num_unjudged >= _MAX_UNJUDGED:
-                    use.failed = True
-                    return LineResult(error.http_status, error_json(error), use)
-            except Exception:
-                logger.exception("batch %s: line %r failed by a bug", batch.id, line.custom_id)
-                use.failed = True
-                return LineResult(500, error_json(InternalError("the gateway failed; its log has the reason")), use)
-            await asyncio.sleep(min(_MAX_RETRY_S, max(wait_s, 0.05 * 2 ** min(num_tries, 10))))
+    async def __call__(self, batch: Batch, line: Line, tries: Tries) -> LineResult | Later:
+        """Status, body and use; or when to try again."""
+        use = CallUse()
+        try:
+            return LineResult(200, await self._run(batch, line, use), use)
+        except DisaggError as error:
+            if (later := _later(error, tries)) is not None:
+                return later
+            use.failed = True
+            return LineResult(error.http_status, error_json(error), use)
+        except Exception:
+            logger.exception("batch %s: line %r failed by a bug", batch.id, line.custom_id)
+            use.failed = True
+            return LineResult(500, error_json(InternalError("the gateway failed; its log has the reason")), use)
+
+    def most_running(self, batch: Batch) -> int | None:
+        """By the limits of the key that ordered the batch, as they are now."""
+        try:
+            return self._authenticator.find(batch.tenant, batch.credential).limits.running
+        except DisaggError:
+            return None  # the line's own try says what is wrong
 
     async def _run(self, batch: Batch, line: Line, use: CallUse) -> bytes:
         caller = self._authenticator.find(batch.tenant, batch.credential)
@@ -81,3 +79,17 @@ class LineAnswers:
         if batch.endpoint == RESPONSES:
             return await self._responses.line(bytes(line.body), call)
         return await self._completions.line(batch.endpoint, bytes(line.body), call)
+
+
+def _later(error: DisaggError, tries: Tries) -> Later | None:
+    """When a line is tried again that ended so; None where this is its answer. Notes the try."""
+    is_unjudged = error.code == GUARDRAIL_UNAVAILABLE
+    is_lost = isinstance(error, UnavailableError) and not error.code.startswith("no_") and not is_unjudged
+    tries.num += 1
+    tries.num_unjudged += is_unjudged
+    tries.num_lost += is_lost
+    wait_s = retry_after_s(error)
+    if wait_s is None or tries.num_lost >= _MAX_LOST or tries.num_unjudged >= _MAX_UNJUDGED:
+        return None
+    wait_s = min(MAX_WAIT_S, max(wait_s, 0.05 * 2 ** min(tries.num, 10)))
+    return Later(wait_s, holds_others=not is_lost and not is_unjudged)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from typing import Any
 
 import msgspec
 import pytest
 
-from disagg.proto.errors import DisaggError, InvalidRequestError, UnavailableError
+from disagg.proto.errors import DisaggError, InvalidRequestError, LimitError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.api import Completion
+from disagg.router.api import Completion, TenantLimits
 from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.batches.lines import Line
+from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult, Tries
 from disagg.router.gateway.batches.store import Batch
 from disagg.router.gateway.http.batches.line_answers import LineAnswers
 from disagg.router.gateway.text.tokenizer import ServedModel
@@ -50,26 +50,40 @@ class Completions:
         (LOST, 4, 200, 5),
         (LOST, 5, 503, 5),
         (UnavailableError("no worker", "no_decode_worker"), 100, 200, 101),
+        (LimitError("t", "tokens_per_minute", "too many", 90.0), 100, 200, 101),
+        (LimitError("t", "tokens_per_minute", "more than there can be", None), 1, 429, 1),
         (UNJUDGED, 19, 200, 20),
         (UNJUDGED, 20, 503, 20),
     ],
 )
-async def test_how_often_a_line_is_tried(
-    monkeypatch: pytest.MonkeyPatch, error: DisaggError, num_failures: int, status: int, num_tries: int
-) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+async def test_how_often_a_line_is_tried(error: DisaggError, num_failures: int, status: int, num_tries: int) -> None:
+    """Between two tries it has no place, and nothing waits here."""
     completions: Any = Completions(error, num_failures)
     ids = (RequestId(f"r{i}") for i in itertools.count())
     answers = LineAnswers(completions, AnonymousAccess(Caller("", False)), lambda: next(ids))
-    result = await answers(batch_of("", ""), LINE)
-    assert (result.status, completions.num_tries, len(waits)) == (status, num_tries, num_tries - 1)
+    tries = Tries()
+    found = [await answers(batch_of("", ""), LINE, tries)]
+    while isinstance(found[-1], Later):
+        found.append(await answers(batch_of("", ""), LINE, tries))
+    *waited, result = found
+    assert isinstance(result, LineResult)
+    assert (result.status, completions.num_tries) == (status, num_tries)
     assert result.use.failed is (status != 200)
-    assert max(waits, default=0.0) <= 30.0
+    assert all(isinstance(later, Later) and 0.1 <= later.wait_s <= MAX_WAIT_S for later in waited)
+    own_fault = error in (LOST, UNJUDGED)
+    assert all(isinstance(later, Later) and later.holds_others is not own_fault for later in waited)
+
+
+def test_a_line_waits_for_what_its_tenant_may_have_running() -> None:
+    now, key = 0.0, "first-key-0123456"
+    caller = Caller("t", False, TenantLimits(running=3), expires_at=9.0)
+    authenticator = ApiKeys([ApiKey(digest_of(key), caller)], wall_clock=lambda: now)
+    completions: Any = Completions(LOST, 0)
+    answers = LineAnswers(completions, authenticator, lambda: RequestId("r"))
+    batch = batch_of("t", authenticator.authenticate(f"Bearer {key}").credential)
+    assert answers.most_running(batch) == 3
+    now = 9.0
+    assert answers.most_running(batch) is None  # its lines end at once
 
 
 class Calls:
@@ -90,7 +104,8 @@ async def test_a_line_has_the_rights_of_the_key_that_ordered_its_batch() -> None
     batches = {key: batch_of("t", authenticator.authenticate(f"Bearer {key}").credential) for key in allowed}
 
     async def answer(key: str) -> tuple[int, Any]:
-        result = await answers(batches[key], LINE)
+        result = await answers(batches[key], LINE, Tries())
+        assert isinstance(result, LineResult)
         found = msgspec.json.decode(result.body)
         return result.status, found if result.status == 200 else (found["error"]["code"], found["error"]["message"])
 
@@ -123,14 +138,17 @@ async def test_a_line_gets_what_a_request_would(model: ServedModel, endpoint: st
         answers = LineAnswers(app.completions, AnonymousAccess(), lambda: RequestId("r0"))
         asked = await app.client.post(endpoint, json={**fields, **more})
         line = Line(custom_id="a", method="POST", url=endpoint, body=encoded({**fields, **more}))
-        result = await answers(batch_of("", "", endpoint), line)
+        result = await answers(batch_of("", "", endpoint), line, Tries())
+        assert isinstance(result, LineResult)
         assert result.status == asked.status_code == (404 if more == {"model": "other"} else status)
         assert msgspec.json.decode(result.body) == asked.json()
         assert result.use.failed is (status != 200)
     refused = await answers(
         batch_of("", "", endpoint),
         Line(custom_id="a", method="POST", url=endpoint, body=encoded({**fields, "stream": True})),
+        Tries(),
     )
+    assert isinstance(refused, LineResult)
     assert (refused.status, msgspec.json.decode(refused.body)["error"]["param"]) == (400, "stream")
 
 

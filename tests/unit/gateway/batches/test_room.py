@@ -34,11 +34,38 @@ def test_lines_start_only_in_room_that_nobody_waits_for() -> None:
 def test_lines_that_wait_hold_up_their_tenant_only() -> None:
     tenants = {"a": (3, 1), "b": (0, 4)}
     assert room_in(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == Room(
-        90, 90, {"a"}
+        90, 90, tenants
     )
     assert room_in(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == Room(
-        0, 0, {"a"}
+        0, 0, tenants
     )
+
+
+def test_lines_that_wait_for_a_limit_of_their_tenant_hold_no_place() -> None:
+    """Of eight places, seven answers wait; others have these places, and one prompt at a time where those are few."""
+    view = _view(num_running=1, num_queued=7, background=BackgroundView(7), tenants={"a": (7, 1)})
+    assert room_in(view, 8, 0.1, 8).num_answers == 7
+    bounds = StepBounds(prefill_ms=100.0)
+    assert room_in(view, 8, 0.1, 8, bounds=bounds).num_prompts == 1
+
+
+@pytest.mark.parametrize(
+    ("tenants", "most_running", "num_lines", "expected"),
+    [
+        ({}, None, 5, 9),
+        ({"a": (0, 5)}, None, 5, 9),
+        ({"a": (1, 5)}, None, 5, 0),
+        ({"b": (1, 5)}, None, 5, 9),
+        ({}, 4, 1, 3),
+        ({"a": (0, 3)}, 4, 1, 1),
+        ({"a": (0, 3)}, 20, 1, 9),
+        ({"a": (0, 9)}, 4, 1, -5),
+    ],
+)
+def test_how_many_answers_of_a_tenant_may_start(
+    tenants: dict[str, tuple[int, int]], most_running: int | None, num_lines: int, expected: int
+) -> None:
+    assert Room(9, 9, tenants).num_for("a", most_running, num_lines) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,12 +89,12 @@ def test_lines_start_as_far_as_steps_stay_short(
 @pytest.mark.parametrize(
     ("background", "prefill_ms", "expected"),
     [
-        (BackgroundView(), None, Room(90, 90, frozenset())),
-        (BackgroundView(), 500.0, Room(90, 4, frozenset(), is_paced=True)),  # prompts of 256 tokens take 102.4 ms
-        (BackgroundView(0, 2, 200), 100.0, Room(90, 0, frozenset(), is_paced=True)),  # 40 ms each
-        (BackgroundView(1, 2, 30), 20.0, Room(90, 2, frozenset(), is_paced=True)),  # 4 ms each
-        (BackgroundView(0, 1, 9999), 50.0, Room(90, 0, frozenset(), is_paced=True)),
-        (BackgroundView(), 1.0, Room(90, 1, frozenset(), is_paced=True)),
+        (BackgroundView(), None, Room(90, 90)),
+        (BackgroundView(), 500.0, Room(90, 4, is_paced=True)),  # prompts of 256 tokens take 102.4 ms
+        (BackgroundView(0, 2, 200), 100.0, Room(90, 0, is_paced=True)),  # 40 ms each
+        (BackgroundView(1, 2, 30), 20.0, Room(90, 2, is_paced=True)),  # 4 ms each
+        (BackgroundView(0, 1, 9999), 50.0, Room(90, 0, is_paced=True)),
+        (BackgroundView(), 1.0, Room(90, 1, is_paced=True)),
     ],
 )
 def test_prompts_of_lines_take_little_time_of_those_that_compute_prompts(

@@ -11,9 +11,10 @@ import pytest
 
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.room import Room, num_admissible
-from disagg.router.gateway.batches.runner import NO_ROOM, BatchRunner, LineResult
+from disagg.router.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult, Tries
 from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
 from disagg.router.gateway.usage.counts import CallUse
+from tests.support.waiting import eventually
 
 URL = "/v1/completions"
 LEASE_S = StoreLimits().lease_s
@@ -42,6 +43,17 @@ class _Bench:
         self.rooms: dict[int, int] = {}
         """Answers that may run at the model of that position until the line `last` has run, where it is not `most`."""
         self.last = ""
+        self.answer_bytes = 0
+        """Of each answer, at least."""
+        self.turn_s = 0.01
+        self.pace_s = 0.0
+        """What passes with each look at the clock."""
+        self.limited: dict[str, int] = {}
+        """How many answers a tenant may have running."""
+        self.refusals: dict[str, list[Later]] = {}
+        """What the first tries of a line come to."""
+        self.refused: list[tuple[str, float]] = []
+        """Those tries, with the time."""
         self.hang_from: int | None = None
         """After so many lines, the others hang."""
         self.held: tuple[str, str] | None = None
@@ -60,13 +72,23 @@ class _Bench:
 
     def runner(self, owner: str) -> BatchRunner:
         store = BatchStore(self.folder, self.limits)
-        return BatchRunner(store, owner, lambda: MODELS, self._answer, self._room, self._clock, self._kept, 0.01)
+        return BatchRunner(
+            store, owner, lambda: MODELS, self, self._room, self._clock, self._kept, self.turn_s, self._sleep
+        )
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def most_running(self, batch: Batch) -> int | None:
+        return self.limited.get(batch.tenant)
 
     def _room(self, model: int, num_running: int, num_all: int) -> Room:
         most = self.rooms.get(model, self.most)
-        return Room(num_admissible(9, 0, 0, num_running, most), 9, self.waiting)
+        return Room(num_admissible(9, 0, 0, num_running, most), 9, dict.fromkeys(self.waiting, (1, 0)))
 
     def _clock(self) -> float:
+        self.now += self.pace_s
         if self.batch().num_completed == self.hang_from:
             self.kept.set()
         return self.now
@@ -76,7 +98,11 @@ class _Bench:
         if self.held is not None and use.model == self.held[1]:
             self.released.set()
 
-    async def _answer(self, batch: Batch, line: Line) -> LineResult:
+    async def __call__(self, batch: Batch, line: Line, tries: Tries) -> LineResult | Later:
+        if later := self.refusals.get(line.custom_id, []):
+            tries.num += 1
+            self.refused.append((line.custom_id, self.now))
+            return later.pop(0)
         if self.hang_from is not None and len(self.ran) >= self.hang_from:
             await asyncio.Event().wait()
         if self.held is not None and line.custom_id == self.held[0]:
@@ -88,7 +114,14 @@ class _Bench:
         if line.custom_id == self.last:
             self.rooms = {}
         status = 400 if line.custom_id == "bad" else 200
-        return LineResult(status, b'{"text":"' + line.custom_id.encode() + b'"}', CallUse(line.custom_id))
+        text = line.custom_id.encode().ljust(self.answer_bytes, b".")
+        return LineResult(status, b'{"text":"' + text + b'"}', CallUse(line.custom_id))
+
+    def fill(self, tenant: str, num_bytes: int) -> None:
+        """Store a file."""
+        (self.folder / "upload").write_bytes(b"x")
+        file = File(f"file-{tenant}", tenant, "in", "batch", num_bytes, 0.0)
+        self.store.add_file(file, self.folder / "upload")
 
     @property
     def peak(self) -> int:
@@ -185,18 +218,113 @@ async def test_a_tenant_that_waits_holds_up_no_other(tmp_path: Path) -> None:
     assert bench.batch().status == bench.batch("c", "t").status == "completed"
 
 
-async def test_a_batch_without_room_for_its_answers_fails_with_those_it_has(tmp_path: Path) -> None:
-    content = b"".join(_line(str(number)) for number in range(9))
-    answer = len(b'{"id":"batch_req_b_0","custom_id":"0","response":{"status_code":200,"request_id":"b-0",')
-    answer += len(b'"body":{"text":"0"}},"error":null}\n')
-    limits = StoreLimits(max_total_bytes=len(content) + 4 * answer)
-    bench = _Bench(tmp_path, content, most=1, limits=limits)
-    assert await bench.runner("me").run()
+async def test_a_batch_without_room_for_its_answers_waits_and_loses_none(tmp_path: Path) -> None:
+    content = b"".join(_line(str(number)) for number in range(60))
+    limits = StoreLimits(max_total_bytes=5 * len(content))
+    bench = _Bench(tmp_path, content, most=4, limits=limits)
+    bench.fill("x", len(content))
+    running = asyncio.create_task(bench.runner("me").run())
+    await eventually(lambda: bench.batch().error is not None, every_s=0.0)
+    assert (bench.batch().status, bench.batch().error) == ("in_progress", NO_ROOM)
+    assert len(bench.ran) < 60
+    bench.store.delete_file("x", "file-x")
+    bench.pace_s = 0.01
+    assert await running
     batch = bench.batch()
-    assert (batch.status, batch.error, batch.num_completed) == ("failed", NO_ROOM, 4)
-    assert bench.names(batch.output_file) == ["0", "1", "2", "3"]
-    assert bench.store.path(batch.output_file or "").stat().st_size == 4 * answer
-    assert len(bench.used) == 4
+    assert (batch.status, batch.error, batch.num_completed) == ("completed", None, 60)
+    assert len(bench.ran) == len(bench.used) == 60
+
+
+async def test_a_batch_that_waits_for_room_expires_with_the_answers_that_it_has(tmp_path: Path) -> None:
+    content = b"".join(_line(str(number)) for number in range(60))
+    bench = _Bench(tmp_path, content, most=4, limits=StoreLimits(max_total_bytes=4 * len(content)))
+    running = asyncio.create_task(bench.runner("me").run())
+    await eventually(lambda: bench.batch().error is not None, every_s=0.0)
+    bench.now = 100.0
+    assert await running
+    batch = bench.batch()
+    assert (batch.status, batch.error) == ("expired", None)
+    assert 0 < len(bench.names(batch.output_file)) == len(bench.ran) < 60
+
+
+async def test_few_lines_run_where_little_room_is_left(tmp_path: Path) -> None:
+    """So that what they come to exceeds it by little: answers that are as large as any before them fit."""
+    content = b"".join(_line(str(number), fill="x" * 300) for number in range(40))
+    bench = _Bench(tmp_path, content, most=9, limits=StoreLimits(max_total_bytes=4 * len(content)))
+    bench.answer_bytes = len(content) // 8
+    running = asyncio.create_task(bench.runner("me").run())
+    await eventually(lambda: bench.batch().error is not None, every_s=0.0)
+    assert len(bench.ran) <= 8 + 9  # before the first one was answered, nine had started
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_line_that_comes_again_leaves_its_place_to_others(tmp_path: Path) -> None:
+    """Of two places, both were those of lines that wait for a limit of their tenant."""
+    bench = _Bench(tmp_path, b"".join(_line(f"a{number}") for number in range(6)), most=2)
+    bench.add("c", "t", b"".join(_line(f"t{number}") for number in range(6)))
+    bench.refusals = {f"a{number}": [Later(5.0, holds_others=True)] for number in range(6)}
+    running = asyncio.create_task(bench.runner("me").run())
+    await eventually(lambda: bench.batch("c", "t").status == "completed", every_s=0.0)
+    assert sorted(bench.ran) == [f"t{number}" for number in range(6)]
+    assert len(bench.refused) <= 2
+    bench.pace_s = 0.05
+    assert await running
+    assert bench.batch().status == "completed"
+    assert bench.names(bench.batch().output_file) == [f"a{number}" for number in range(6)]
+    times = [at for _, at in bench.refused]
+    assert len(times) == 6
+    assert times[-1] - times[0] >= 2 * 5.0  # while one waits for the limit, no further line of the batch is tried
+
+
+async def test_a_line_that_comes_again_for_a_reason_of_its_own_holds_up_no_other(tmp_path: Path) -> None:
+    bench = _Bench(tmp_path, _line("lost") + b"".join(_line(str(number)) for number in range(5)), most=1)
+    bench.refusals = {"lost": [Later(5.0, holds_others=False)] * 3}
+    bench.pace_s = 0.05
+    assert await bench.runner("me").run()
+    assert bench.ran == ["0", "1", "2", "3", "4", "lost"]
+    assert bench.names(bench.batch().output_file) == ["lost", "0", "1", "2", "3", "4"]
+
+
+async def test_no_more_lines_start_than_their_tenant_may_have_running(tmp_path: Path) -> None:
+    """They would wait in the router, and hold places here meanwhile. One with more answers than that runs alone."""
+    content = _line("four", n=4) + b"".join(_line(f"a{number}") for number in range(6))
+    bench = _Bench(tmp_path, content, most=9)
+    bench.add("c", "t", b"".join(_line(f"t{number}") for number in range(6)))
+    bench.limited = {"a": 2}
+    assert await bench.runner("me").run()
+    of_first = [sum(name.startswith("batch-b-") for name in each) for each in bench.together]
+    assert max(of_first) == 2
+    assert frozenset({"batch-b-0"}) in {each & {f"batch-b-{i}" for i in range(7)} for each in bench.together}
+    assert bench.peak > 2
+
+
+async def test_batches_that_wait_leave_their_turn_to_those_of_others(tmp_path: Path) -> None:
+    bench = _Bench(tmp_path, _line("first"), most=99)
+    for number in range(MAX_OPEN):
+        bench.add(f"c{number}", f"t{number}", _line(f"t{number}"))
+    names = ["first", *(f"t{number}" for number in range(MAX_OPEN))]
+    bench.refusals = {name: [Later(30.0, holds_others=True)] * 9 for name in names[:-1]}
+    bench.turn_s = 1.0
+    running = asyncio.create_task(bench.runner("me").run())
+    bench.pace_s = 0.01
+    await eventually(lambda: bench.ran == [names[-1]], every_s=0.0)
+    bench.refusals = {}
+    assert await running
+    assert sorted(bench.ran) == sorted(names)
+
+
+async def test_a_tenant_with_many_batches_has_one_turn_like_others(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each of its inputs is wrong, and all are older than that of the other."""
+    monkeypatch.setattr("disagg.router.gateway.batches.runner.MAX_OPEN", 1)
+    bench = _Bench(tmp_path, b"{\n", most=1)
+    for number in range(5):
+        bench.add(f"b{number}", "a", b"{\n")
+    bench.add("c", "t", _line("t"))
+    bench.pace_s = 0.01
+    assert await bench.runner("me").run()
+    ended = [batch.ended or 0.0 for batch in (*bench.store.batches("t", 9), *bench.store.batches("a", 9))]
+    assert sorted(ended).index(ended[0]) == 1
 
 
 async def test_each_answer_to_a_line_takes_a_place(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from disagg.proto.errors import LimitError, OverloadedError
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView
 from disagg.router.gateway.batches.lines import NO_MODEL
@@ -21,10 +24,16 @@ def _view(num_places: int) -> ClusterView:
     return ClusterView((WorkerView(info, Load()),), 0, 0)
 
 
+def _service(
+    folder: Path, views: Mapping[str, Callable[[], ClusterView]] | None = None, **options: int
+) -> BatchService:
+    given = BatchOptions(folder=str(folder), **options)
+    return BatchService(given, "gateway", "1", views or {}, wakes_workers=False, ttft_s=None, tpot_s=None)
+
+
 def test_models_that_come_have_room_of_their_own_and_lines_for_those_that_go_end_at_once(tmp_path: Path) -> None:
     views: dict[str, Callable[[], ClusterView]] = {"b": lambda: _view(20), "a": lambda: _view(30)}
-    options = BatchOptions(folder=str(tmp_path), max_running=100)
-    service = BatchService(options, "gateway", "1", views, wakes_workers=False, ttft_s=None, tpot_s=None)
+    service = _service(tmp_path, views, max_running=100)
     assert service.models() == ["b", "a"]
     assert [service.room(model, 0, 90).num_answers for model in (0, 1, NO_MODEL)] == [10, 10, 10]
     del views["b"]
@@ -36,4 +45,25 @@ def test_models_that_come_have_room_of_their_own_and_lines_for_those_that_go_end
     assert service.models() == ["b", "a", "new"]
     assert service.room(0, 0, 0).num_answers == 9
     assert service.room(NO_MODEL, 0, 101) == Room(0, 0)
+    service.close()
+
+
+async def test_uploads_of_some_tenants_take_no_place_of_another(tmp_path: Path) -> None:
+    """However slowly they come: each has four at a time, and its bytes from their beginning."""
+    service = _service(tmp_path, max_total_bytes=1000)
+    async with AsyncExitStack() as stack:
+        for tenant in "abc":
+            for number in range(4):
+                await stack.enter_async_context(service.uploading(tenant, f"{tenant}{number}", 10))
+        with pytest.raises(OverloadedError, match="4 files of tenant a arrive already"):
+            await stack.enter_async_context(service.uploading("a", "a4", 10))
+        with pytest.raises(LimitError, match="room for 440 bytes more of tenant d"):
+            await stack.enter_async_context(service.uploading("d", "d0", 441))
+        path = await stack.enter_async_context(service.uploading("d", "d1", 440))
+        path.write_bytes(b"x")
+        assert len(await service.call(lambda store: store.uploads(0.0))) == 13
+    assert await service.call(lambda store: store.uploads(0.0)) == set()
+    assert list(service.uploads.iterdir()) == []
+    async with service.uploading("a", "a5", 500):
+        pass
     service.close()
