@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -53,6 +53,15 @@ def _switch_to_wal(db: sqlite3.Connection, deadline: float) -> None:
             time.sleep(_OPEN_PAUSE_S)
         else:
             return
+
+
+def add_columns(db: sqlite3.Connection, table: str, columns: Iterable[tuple[str, str]]) -> None:
+    """Add those of `columns`, each a name and a type, that a table of an earlier version has not. Inside a transaction,
+    so that of two processes the second finds nothing to do."""
+    present = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    for name, kind in columns:
+        if name not in present:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
 
 
 @contextmanager

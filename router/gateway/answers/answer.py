@@ -7,6 +7,7 @@ submitted ──> delta* ──> finish
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -94,11 +95,22 @@ class Answer:
         self._end: Finish | None = None
         self._handle = router.submit(routed, arrival)
         self._trace = router.trace(routed.request_id)
+        self._noted: array[int] | None = None
+        """Where its tokens are noted."""
 
     def note_decisions(self, decisions: Mapping[tuple[str, str, str, str, str], int]) -> None:
         """What guardrails do to it, for `explain`; it may still grow."""
         if self._trace is not None:
             self._trace.guardrails = decisions
+
+    def note_tokens(self, token_ids: array[int]) -> None:
+        """Add its tokens to `token_ids` as they come."""
+        self._noted = token_ids
+
+    @property
+    def model_version(self) -> str:
+        """Of the model that makes it; empty while that is not known."""
+        return self._routed.model_version if self._trace is None else self._trace.model_version
 
     def cancel(self) -> None:
         """Give it up, unless it ended. Idempotent."""
@@ -167,6 +179,12 @@ class Answer:
 
     async def _read(self, tokens: AsyncIterator[TokenBatch]) -> TokenBatch | None:
         """The next batch, `None` at the end. Raises `DeadlineError` on time also where the router does not."""
+        batch = await self._next(tokens)
+        if self._noted is not None and batch is not None:
+            self._noted.extend(batch.token_ids)
+        return batch
+
+    async def _next(self, tokens: AsyncIterator[TokenBatch]) -> TokenBatch | None:
         deadline = self._routed.deadline
         if deadline is None:
             return await anext(tokens, None)

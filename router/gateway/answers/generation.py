@@ -144,12 +144,12 @@ class Generator:
             if self._guardrails is not None:
                 checked = await self.guarded(checked, call)
             routed = await self._route(checked, call, None if charge is None else least_tokens(given))
-            if checked.seed is not None and checked.num_answers == call.use.num_prompts == 1:
-                call.use.stream = stream_id(call.caller.tenant, routed)
             call.use.continues |= bool(checked.resumed)
             resumed, had_text = await self._resumed_text(checked, routed)
             if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
                 call.use.add(routed.num_prompt_tokens, 0, resumed.num_tokens)
+                call.use.token_ids.extend(checked.resumed)
+                _note_stream(call, checked, routed, checked.model_version)
                 guard = await self._answer_guard(checked, call, routed, had_text)
                 if guard is not None:
                     async for event in guarded_rest(guard, routed, resumed, reason):
@@ -168,6 +168,9 @@ class Generator:
                         yield event
                     return
                 answer = self._submit(checked, one, arrival, i, resumed, guard)
+                if _is_continuable(call, checked):
+                    call.use.token_ids.extend(checked.resumed)
+                    answer.note_tokens(call.use.token_ids)
                 answers.append(answer)  # one by one: the next may be refused
                 if charge is not None:
                     charge.submitted(least_tokens(given))
@@ -178,6 +181,7 @@ class Generator:
         finally:
             if routed is not None and answers:
                 _note_use(call, routed, [answer.used() for answer in answers])
+                _note_stream(call, checked, routed, answers[0].model_version)
             for answer in answers:
                 answer.cancel()
             if own is not None:
@@ -379,12 +383,28 @@ def _note_use(call: Call, routed: RoutedRequest, used: Sequence[tuple[int, int]]
     call.use.add(num_prompt, min(num_cached for num_cached, _ in used), num_output)
 
 
-def stream_id(tenant: str, routed: RoutedRequest) -> bytes:
-    """What an answer and its continuations by other calls have in common, as far as one can tell: tenant, prompt and
-    seed. 16 bytes."""
-    salt = prefix_salt(tenant, "") or b"-"
-    seed = struct.pack("<Q", routed.sampling.seed)
-    return hashlib.blake2b(salt + seed + routed.prompt_token_ids, digest_size=16).digest()
+def _is_continuable(call: Call, checked: CheckedRequest) -> bool:
+    """Whether another call could continue the answer: it is drawn again as it was."""
+    is_drawn_alike = checked.seed is not None or not checked.sampling.temperature
+    return is_drawn_alike and checked.num_answers == call.use.num_prompts == 1
+
+
+def _note_stream(call: Call, checked: CheckedRequest, routed: RoutedRequest, model_version: str) -> None:
+    """Say which answer it was, for a call that continues it; and how much of it the client says that it has."""
+    if _is_continuable(call, checked):
+        call.use.stream = stream_id(call.caller.tenant, call.use.model, model_version, checked, routed)
+    call.use.num_had = max(call.use.num_had, len(checked.resumed))
+
+
+def stream_id(tenant: str, model: str, model_version: str, checked: CheckedRequest, routed: RoutedRequest) -> bytes:
+    """What an answer and its continuations by other calls have in common: tenant, prompt, all settings, the seed where
+    it is drawn by one, and model and version that made it. 16 bytes."""
+    seed = routed.sampling.seed if routed.sampling.temperature else 0
+    sampling = msgspec.structs.replace(routed.sampling, seed=seed)
+    settings = msgspec.msgpack.encode((tenant, model, model_version, sampling, checked.stop, routed.root_hash))
+    digest = hashlib.blake2b(struct.pack("<Q", len(settings)) + settings, digest_size=16)
+    digest.update(routed.prompt_token_ids)
+    return digest.digest()
 
 
 def _end_of(checked: CheckedRequest, routed: RoutedRequest, text: TextStream) -> Literal["stop", "length"] | None:

@@ -32,7 +32,7 @@ import msgspec
 
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
-from disagg.router.gateway.database import open_database, transaction
+from disagg.router.gateway.database import add_columns, open_database, transaction
 
 _BUSY_TIMEOUT_S: Final = 10.0
 RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
@@ -455,8 +455,5 @@ def _migrate(db: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError(f"the database has version {version}, this program knows {_VERSION} at most")
         if version == _VERSION:
             return
-        present = {row[1] for row in db.execute("PRAGMA table_info(batches)")}
-        for name, kind in _LATER_COLUMNS:
-            if name not in present:
-                db.execute(f"ALTER TABLE batches ADD COLUMN {name} {kind}")
+        add_columns(db, "batches", _LATER_COLUMNS)
         db.execute(f"PRAGMA user_version = {_VERSION}")

@@ -191,7 +191,7 @@ class Completions:
                 run = self._run(generator, parsed, call, charge, checked)
                 if position is not None and (position.num_tokens or position.num_chars):
                     call.use.continues = True
-                    run = rest_after(run, replace(position))
+                    run = rest_after(run, replace(position), call.use.note_had)
                 async with exchange.until_disconnect(), aclosing(run) as events:
                     await self._write(generator, exchange, parsed, call, kind, events, position)
 

@@ -15,7 +15,7 @@ state. A client that has the token ids continues sooner, over gRPC (`Resume`).
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -69,11 +69,18 @@ def read_position(event_id: str, seed: int | None) -> Position:
     return position
 
 
-async def rest_after(events: Events, had: Position) -> Events:
+async def rest_after(events: Events, had: Position, note: Callable[[int], None]) -> Events:
     """The events of one answer without the tokens and characters that the client has. Raises `InvalidRequestError` if
-    the answer is shorter than that."""
+    the answer is shorter than that.
+
+    Args:
+        events: the answer, from its beginning on.
+        had: what the client says that it has.
+        note: called with how many tokens are left out. An event of which text goes out is delivered, whatever was said
+            of its tokens.
+    """
     num_tokens, num_chars = had.num_tokens, had.num_chars
-    seen_chars = 0
+    seen_chars, is_noted = 0, False
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Finish):
@@ -90,6 +97,10 @@ async def rest_after(events: Events, had: Position) -> Events:
             text = event.text[max(0, known_chars - len(event.reasoning)) :]
             token_ids = event.token_ids[known_tokens:]
             has_all = seen_chars >= num_chars  # else the id is none of this answer, which its end will show
+            if not is_noted:
+                is_delivered = bool(token_ids or text or reasoning)
+                is_noted = is_delivered
+                note(event.first_index + (0 if is_delivered and not known_chars else known_tokens))
             if has_all and (token_ids or text or reasoning):
                 first_index = event.first_index + known_tokens
                 yield replace(event, first_index=first_index, token_ids=token_ids, text=text, reasoning=reasoning)

@@ -9,6 +9,7 @@ Which calls count, and for what: ADR 62.
 from __future__ import annotations
 
 import datetime
+from array import array
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ OTHERS: Final = "*"
 """Stands for tenants beyond the bound of names; no tenant has this name."""
 MAX_PENDING_KEYS: Final = 20_000
 MAX_PENDING_PARTS: Final = 10_000
+MAX_PENDING_PART_BYTES: Final = 32 << 20
+"""Of the token ids of parts."""
 NO_USAGE: Final = "no_usage"
 """Code of the error where a gateway records none."""
 DEFAULT_DAYS: Final = 7
@@ -62,7 +65,11 @@ class CallUse:
     cached_tokens: int = 0
     completion_tokens: int = 0
     stream: bytes = b""
-    """Which answer it is, if it can be continued by another call: from tenant, prompt and seed."""
+    """Which answer it is, if it can be continued by another call; see `generation.stream_id`."""
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    """Of that answer, as far as the gateway has them."""
+    num_had: int = 0
+    """Tokens of it that were not delivered, because the client says that it has them."""
     num_prompts: int = 1
     """Of the call. What several used together is no part of one answer."""
     continues: bool = False
@@ -70,6 +77,10 @@ class CallUse:
     failed: bool = False
     """For a line of a batch, which is recorded later than it ends."""
     is_recorded: bool = False
+
+    def note_had(self, num_tokens: int) -> None:
+        """The first tokens of the answer are not delivered."""
+        self.num_had = num_tokens
 
     def add(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """One more prompt with its answers, which share it."""
@@ -96,6 +107,10 @@ class Part(NamedTuple):
     """It broke off: another call may continue it."""
     counts: Counts
     """Of the whole answer so far, what an earlier call brought included."""
+    token_ids: bytes = b""
+    """Of the answer, from its first token on: four bytes each."""
+    num_had: int = 0
+    """Tokens that this call did not deliver."""
 
 
 @dataclass(slots=True)
@@ -120,6 +135,8 @@ class Pending:
 
     def __init__(self) -> None:
         self._batch = Batch()
+        self._part_bytes = 0
+        """Of token ids in it."""
 
     @property
     def num_requests(self) -> int:
@@ -138,25 +155,34 @@ class Pending:
         """
         key = Key(tenant, day, use.model)
         counts = Counts(1, int(failed), use.prompt_tokens, use.cached_tokens, use.completion_tokens)
-        is_open = is_open and bool(use.stream) and use.completion_tokens > 0
+        is_open = is_open and bool(use.stream) and (use.continues or use.completion_tokens > 0)
         is_part = use.continues or is_open
-        if is_part and use.stream and len(self._batch.parts) < MAX_PENDING_PARTS:
-            self._batch.parts.append(Part(key, use.stream, use.continues, is_open, counts))
+        if is_part and use.stream:
+            token_ids = use.token_ids.tobytes()
+            self._add_part(Part(key, use.stream, use.continues, is_open, counts, token_ids, use.num_had))
         else:
             self._add(key, counts)
 
     def take(self) -> Batch:
         """All of it; it is the caller's from now on."""
-        batch, self._batch = self._batch, Batch()
+        batch, self._batch, self._part_bytes = self._batch, Batch(), 0
         return batch
 
     def put_back(self, batch: Batch) -> None:
         """What could not be written."""
         for key, counts in batch.sums.items():
             self._add(key, counts)
-        parts = [*batch.parts, *self._batch.parts]
-        self._batch.parts = parts[:MAX_PENDING_PARTS]
-        for part in parts[MAX_PENDING_PARTS:]:
+        parts, self._batch.parts, self._part_bytes = [*batch.parts, *self._batch.parts], [], 0
+        for part in parts:
+            self._add_part(part)
+
+    def _add_part(self, part: Part) -> None:
+        """Beyond the bounds it is a call of its own, which no other continues."""
+        num_bytes = self._part_bytes + len(part.token_ids)
+        if len(self._batch.parts) < MAX_PENDING_PARTS and num_bytes <= MAX_PENDING_PART_BYTES:
+            self._batch.parts.append(part)
+            self._part_bytes = num_bytes
+        else:
             self._add(part.key, part.counts)
 
     def _add(self, key: Key, counts: Counts) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from disagg.router.gateway.database import open_database, transaction
+from disagg.router.gateway.database import add_columns, open_database, transaction
 from disagg.router.gateway.usage.counts import OTHERS, Batch, Counts, Key, Page, Part, Row, day_of
+from disagg.router.gateway.usage.parts import Known, continued
 
 FILE: Final = "usage.sqlite"
 MAX_ROWS_A_DAY: Final = 20_000
@@ -18,6 +19,8 @@ MAX_ROWS_A_DAY: Final = 20_000
 PART_S: Final = 3600.0
 """How long it is remembered what a stream that broke off has used."""
 MAX_PARTS: Final = 10_000
+MAX_PART_BYTES: Final = 64 << 20
+"""Of the marks of all parts; the latest ones are kept."""
 _FIELDS: Final = Counts._fields
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage(
@@ -29,6 +32,13 @@ CREATE TABLE IF NOT EXISTS parts(
     failed INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS parts_by_stream ON parts(stream);
 """
+_LATER_COLUMNS: Final = (
+    ("marks", "BLOB NOT NULL DEFAULT x''"),
+    ("num_again", "INTEGER NOT NULL DEFAULT 0"),
+    ("num_continued", "INTEGER NOT NULL DEFAULT 0"),
+)
+"""Of parts. An earlier version writes none of them, and its parts are counted again but for what was made."""
+_KNOWN: Final = ", ".join(Known._fields)
 _WHERE: Final = " WHERE day = ? AND tenant = ? AND model = ?"
 _ADD: Final = f"UPDATE usage SET {', '.join(f'{name} = {name} + ?' for name in _FIELDS)}{_WHERE}"
 _INSERT: Final = (
@@ -51,6 +61,12 @@ class UsageStore:
 
     def __init__(self, folder: Path, retention_days: int, busy_timeout_s: float) -> None:
         self._db = open_database(folder / FILE, _SCHEMA, "NORMAL", busy_timeout_s)
+        try:
+            with transaction(self._db):
+                add_columns(self._db, "parts", _LATER_COLUMNS)
+        except BaseException:
+            self._db.close()
+            raise
         self._retention_days = retention_days
         self._cleaned_on: int | None = None
 
@@ -100,39 +116,27 @@ class UsageStore:
 
     def _uncounted(self, part: Part, now: float) -> Counts:
         """What of an answer no earlier call has recorded."""
-        counts, tenant, found = part.counts, part.key.tenant, None
+        tenant, found = part.key.tenant, []
         if part.continues:
             found = self._db.execute(
                 "DELETE FROM parts WHERE id = (SELECT id FROM parts WHERE stream = ? AND tenant = ? ORDER BY id DESC "
-                "LIMIT 1) RETURNING failed, prompt_tokens, completion_tokens",
+                f"LIMIT 1) RETURNING {_KNOWN}",
                 (part.stream, tenant),
             ).fetchall()
-        had_failed, had_prompt, had_completion = found[0] if found else (0, 0, 0)
+        counts, known = continued(part, Known(*found[0]) if found else None)
         if part.is_open:
             self._db.execute(
-                "INSERT INTO parts(tenant, stream, made, failed, prompt_tokens, completion_tokens) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    tenant,
-                    part.stream,
-                    now,
-                    max(had_failed, counts.failed),
-                    max(had_prompt, counts.prompt_tokens),
-                    max(had_completion, counts.completion_tokens),
-                ),
+                f"INSERT INTO parts(tenant, stream, made, {_KNOWN}) VALUES (?, ?, ?{', ?' * len(known)})",
+                (tenant, part.stream, now, *known),
             )
-        if not found:
-            return counts
-        return counts._replace(
-            requests=0,
-            failed=max(0, counts.failed - had_failed),
-            prompt_tokens=max(0, counts.prompt_tokens - had_prompt),
-            cached_tokens=0 if had_prompt else counts.cached_tokens,
-            completion_tokens=max(0, counts.completion_tokens - had_completion),
-        )
+        return counts
 
     def _forget(self, today: int, now: float) -> None:
         self._db.execute("DELETE FROM usage WHERE day <= ?", (today - self._retention_days,))
         self._db.execute(
             "DELETE FROM parts WHERE made < ? OR id <= (SELECT max(id) FROM parts) - ?", (now - PART_S, MAX_PARTS)
+        )
+        sums = "SELECT id, sum(length(marks)) OVER (ORDER BY id DESC) AS num_bytes FROM parts"
+        self._db.execute(
+            f"DELETE FROM parts WHERE id IN (SELECT id FROM ({sums}) WHERE num_bytes > ?)", (MAX_PART_BYTES,)
         )

@@ -23,6 +23,7 @@ from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import MODEL_NAME, FakeRouter, Wait
 from tests.support.http_app import NOW, AsgiCall, TestApp, error_of
+from tests.support.waiting import eventually
 from tests.unit.gateway.rpc.test_service import FakeContext, make
 
 IDS: dict[str, Any] = {"prompt": [75, 76, 77]}
@@ -129,6 +130,35 @@ async def test_what_several_prompts_used_is_no_part_of_one_answer(
     assert bool(use.stream) is (len(prompts) == 1)
 
 
+async def test_a_client_cannot_say_that_it_continues_what_it_did_not_get(
+    model: ServedModel, recorder: UsageRecorder
+) -> None:
+    """Each time it leaves one token before the end, and names an event of the first one, with other settings."""
+
+    async def leave_early(app: TestApp, event_id: str, **changes: Any) -> str:
+        num_before = len(app.router.handles)
+        fields = {"model": MODEL_NAME, "prompt": [75, 76, 77], "seed": 7, "stream": True, **changes}
+        headers = {"last-event-id": event_id}
+        call = AsgiCall(app.app, "/v1/completions", json.dumps(fields).encode(), headers)
+        await eventually(lambda: len(app.router.handles) > num_before, every_s=0.0)
+        await app.router.handles[-1].waiting.wait()
+        await eventually(lambda: call.body.count(b"id: ") >= 1, every_s=0.0)
+        call.leave()
+        await call.task
+        await eventually(lambda: not recorder.num_unwritten, every_s=0.0)
+        return call.body.decode()
+
+    script = [[75 + i % 3] for i in range(9)]
+    app = app_of(model, recorder, [*script, Wait()])
+    assert await leave_early(app, "0")
+    for i in range(4):
+        assert await leave_early(app, "7.0.1.", temperature=0.1 * i)
+    assert await counts(recorder) == Counts(5, 0, 15, 0, 45)
+    for _ in range(4):
+        assert await leave_early(app, "7.9.1.")  # all tokens, and nearly none of their text
+    assert (await counts(recorder)).completion_tokens == 45 + 7 + 8 + 8
+
+
 class Ordered(UsageRecorder):
     """Notes when an answer is recorded, beside what the context of the call has written."""
 
@@ -163,7 +193,7 @@ async def test_the_last_message_of_a_stream_comes_after_its_use_is_recorded(
 
 
 async def test_a_stream_has_the_same_identity_when_it_is_continued(model: ServedModel) -> None:
-    """By tenant, prompt and seed; only a continuation says that it is one."""
+    """By tenant, prompt and all settings; only a continuation says that it is one."""
 
     async def use_of(**changes: Any) -> Any:
         context: Any = FakeContext()
@@ -182,12 +212,24 @@ async def test_a_stream_has_the_same_identity_when_it_is_continued(model: Served
         await use_of(token_ids=pb.TokenIds(ids=[75, 76])),
         await use_of(sampling=pb.SamplingParams()),
         await use_of(n=2),
+        await use_of(sampling=pb.SamplingParams(seed=7, temperature=0.5)),
+        await use_of(sampling=pb.SamplingParams(seed=7, top_k=5)),
+        await use_of(stopping=pb.StopConditions(max_tokens=9)),
+        await use_of(stopping=pb.StopConditions(stop=["x"])),
+        await use_of(stopping=pb.StopConditions(ignore_eos=True)),
+        await use_of(cache_salt="x"),
+        await use_of(structured=pb.StructuredOutput(json_object=True)),
     ]
     assert first.stream == again.stream != b""
+    assert (list(first.token_ids), first.num_had) == ([75, 76, 77, 78], 0)
+    assert (list(again.token_ids), again.num_had) == ([80, 81, 75, 76, 77, 78], 2)
     assert (first.continues, again.continues) == (False, True)
     assert again.completion_tokens == 6  # those that it had, and four
     assert first.stream not in {other.stream for other in others}
-    assert [other.stream for other in others[2:]] == [b"", b""]
+    assert [other.stream for other in others[2:4]] == [b"", b""]
+    assert len({other.stream for other in others}) == len(others) - 1
+    greedy = [await use_of(sampling=pb.SamplingParams(temperature=0, seed=seed)) for seed in (1, 2)]
+    assert greedy[0].stream == greedy[1].stream == (await use_of(sampling=pb.SamplingParams(temperature=0))).stream
 
 
 def test_a_key_reads_its_own_use_and_an_admin_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -48,14 +49,17 @@ def test_several_prompts_of_a_call_are_added() -> None:
 
 def test_only_what_may_go_on_or_goes_on_is_a_part() -> None:
     pending = Pending()
-    pending.add("a", 3, _use(stream=b"s"), failed=False, is_open=True)
-    pending.add("a", 3, _use(stream=b"s", continues=True), failed=False, is_open=False)
+    pending.add("a", 3, _use(stream=b"s", token_ids=array("I", [1, 2])), failed=False, is_open=True)
+    pending.add("a", 3, _use(stream=b"s", continues=True, num_had=3), failed=False, is_open=False)
     pending.add("a", 3, _use(stream=b"s"), failed=False, is_open=False)
     pending.add("a", 3, _use(10, 0, 0, stream=b"s"), failed=False, is_open=True)
     pending.add("a", 3, _use(), failed=True, is_open=True)
-    one = Counts(1, 0, 10, 4, 6)
+    one, ids = Counts(1, 0, 10, 4, 6), array("I", [1, 2])
     batch = pending.take()
-    assert batch.parts == [Part(KEY, b"s", False, True, one), Part(KEY, b"s", True, False, one)]
+    assert batch.parts == [
+        Part(KEY, b"s", False, True, one, ids.tobytes()),
+        Part(KEY, b"s", True, False, one, num_had=3),
+    ]
     assert batch.sums == {KEY: Counts(3, 1, 30, 8, 12)}
     assert batch.num_requests == 5
 
@@ -75,3 +79,17 @@ def test_what_is_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pending.put_back(batch)
     again = pending.take()
     assert (len(again.parts), again.num_requests) == (1, 8)
+
+
+def test_tokens_of_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "MAX_PENDING_PART_BYTES", 40)
+    pending = Pending()
+    for num_tokens in (6, 5, 4):
+        ids = array("I", range(num_tokens))
+        pending.add("a", 3, _use(stream=b"s", token_ids=ids), failed=False, is_open=True)
+    batch = pending.take()
+    assert [len(part.token_ids) for part in batch.parts] == [24, 16]
+    assert batch.sums == {KEY: Counts(1, 0, 10, 4, 6)}
+    pending.add("a", 3, _use(stream=b"s", token_ids=array("I", range(5))), failed=False, is_open=True)
+    pending.put_back(batch)
+    assert [len(part.token_ids) for part in pending.take().parts] == [24, 16]

@@ -69,18 +69,20 @@ def test_names_beyond_the_bound_are_counted_together(tmp_path: Path, monkeypatch
     assert {row.key.tenant: row.counts.requests for row in _rows(store)} == {OTHERS: 3, "a": 2, "b": 1}
 
 
-def _part(prompt: int, completion: int, *, goes_on: bool, is_open: bool, failed: int = 0, tenant: str = "a") -> Batch:
-    counts = Counts(1, failed, prompt, 16, completion)
-    return Batch({}, [Part(Key(tenant, 10, "m"), b"stream", goes_on, is_open, counts)])
+def _part(
+    prompt: int, completion: int, *, goes_on: bool, is_open: bool, failed: int = 0, tenant: str = "a", had: int = 0
+) -> Batch:
+    counts, token_ids = Counts(1, failed, prompt, 16, completion), b"abcd" * completion
+    return Batch({}, [Part(Key(tenant, 10, "m"), b"stream", goes_on, is_open, counts, token_ids, had)])
 
 
 def test_a_stream_that_goes_on_counts_once(tmp_path: Path) -> None:
     store = _store(tmp_path)
     store.write(_part(40, 5, goes_on=False, is_open=True, failed=1), NOW)
     assert _rows(store) == [Row(KEY, Counts(1, 1, 40, 16, 5))]
-    store.write(_part(40, 9, goes_on=True, is_open=True, failed=1), NOW)
-    store.write(_part(40, 7, goes_on=True, is_open=True), NOW)  # broke off before it came so far
-    store.write(_part(40, 20, goes_on=True, is_open=False), NOW)
+    store.write(_part(40, 9, goes_on=True, is_open=True, failed=1, had=5), NOW)
+    store.write(_part(40, 7, goes_on=True, is_open=True, had=7), NOW)  # broke off before it came so far
+    store.write(_part(40, 20, goes_on=True, is_open=False, had=7), NOW)
     assert _rows(store) == [Row(KEY, Counts(1, 1, 40, 16, 20))]
     store.write(_part(40, 20, goes_on=True, is_open=False), NOW)  # of another one, whose gateway was killed
     assert _rows(store) == [Row(KEY, Counts(2, 1, 80, 32, 40))]
@@ -98,6 +100,31 @@ def test_a_part_is_of_its_tenant_and_is_forgotten(tmp_path: Path, monkeypatch: p
         store.write(_part(1, 1, goes_on=False, is_open=True), NOW)
     with closing(sqlite3.connect(tmp_path / FILE)) as database:
         assert database.execute("SELECT count(*) FROM parts").fetchone() == (2,)
+
+
+def test_marks_of_parts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PART_BYTES", 250)
+    store = _store(tmp_path)
+    for _ in range(5):
+        store.write(_part(1, 50, goes_on=False, is_open=True), NOW)
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        assert database.execute("SELECT count(*), sum(length(marks)) FROM parts").fetchone() == (2, 200)
+
+
+def test_a_file_of_an_earlier_version_is_completed_and_an_earlier_gateway_uses_it(tmp_path: Path) -> None:
+    _store(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        for column in ("marks", "num_again", "num_continued"):
+            database.execute(f"ALTER TABLE parts DROP COLUMN {column}")
+    store = _store(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as earlier:
+        earlier.execute(
+            "INSERT INTO parts(tenant, stream, made, failed, prompt_tokens, completion_tokens) VALUES "
+            "('a', CAST('stream' AS BLOB), ?, 0, 40, 5)",
+            (NOW,),
+        )
+    store.write(_part(40, 20, goes_on=True, is_open=False, had=5), NOW)
+    assert _rows(store) == [Row(KEY, Counts(0, 0, 0, 0, 15))]
 
 
 def test_nothing_of_a_write_that_fails_is_counted(tmp_path: Path) -> None:

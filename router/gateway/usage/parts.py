@@ -1,0 +1,102 @@
+"""What a call that continues an answer is counted for, from what earlier calls of it were. (pure)
+
+What the client says of the past is not believed. Two calls are of one answer if tenant, prompt, seed, all settings and
+the model's version are the same, and what was counted is what agrees, token by token, in both. A token that was counted
+may be delivered once more for nothing, because it may have been lost on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final, NamedTuple
+
+from disagg.router.gateway.usage.counts import Counts, Part
+
+MAX_CONTINUED: Final = 16
+"""How often an answer goes on; who continues it further is counted as for a new one."""
+_MARK_BYTES: Final = 2
+"""A wrong token passes for the right one once in 65,536 times, and each try costs what it is counted for."""
+_ID_BYTES: Final = 4
+
+
+class Known(NamedTuple):
+    """What is kept of an answer that broke off."""
+
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    """That were counted."""
+    marks: bytes
+    """See `marks_of`. There may be fewer than counted tokens: some had not come to the gateway, and were made."""
+    num_again: int
+    """How many counted tokens may be delivered once more."""
+    num_continued: int
+
+
+NOTHING: Final = Known(0, 0, 0, b"", 0, 0)
+
+
+class Continued(NamedTuple):
+    """What a call is counted for, and what is kept of its answer if it broke off."""
+
+    counts: Counts
+    known: Known
+
+
+def continued(part: Part, before: Known | None) -> Continued:
+    """What `part` is counted for, where `before` is known of its answer; None for nothing, and then all of it counts.
+
+    Args:
+        part: a call that has ended.
+        before: of earlier calls of the same answer.
+    """
+    counts, marks = part.counts, marks_of(part.token_ids)
+    if before is None or before.num_continued >= MAX_CONTINUED:
+        known = Known(counts.failed, counts.prompt_tokens, counts.completion_tokens, marks, counts.completion_tokens, 0)
+        return Continued(counts, known)
+    num_counted = _num_agreeing(before, marks)
+    delivered_again = max(0, min(num_counted, counts.completion_tokens) - part.num_had)
+    for_nothing = min(delivered_again, before.num_again)
+    num_new = max(0, counts.completion_tokens - num_counted)
+    num_more = num_new + delivered_again - for_nothing
+    known = Known(
+        max(before.failed, counts.failed),
+        max(before.prompt_tokens, counts.prompt_tokens),
+        max(num_counted, counts.completion_tokens),
+        max(marks, before.marks[: _MARK_BYTES * num_counted], key=len),
+        before.num_again - for_nothing + num_new,
+        before.num_continued + 1,
+    )
+    less = counts._replace(
+        requests=0,
+        failed=max(0, counts.failed - before.failed),
+        prompt_tokens=max(0, counts.prompt_tokens - before.prompt_tokens),
+        cached_tokens=0 if before.prompt_tokens else counts.cached_tokens,
+        completion_tokens=num_more,
+    )
+    return Continued(less, known)
+
+
+def marks_of(token_ids: bytes) -> bytes:
+    """For each token a mark of it and of all before it; from a mark nothing can be told about a token.
+
+    Args:
+        token_ids: four bytes each.
+    """
+    marks, state = bytearray(), b""
+    for begin in range(0, len(token_ids), _ID_BYTES):
+        state = hashlib.blake2b(state + token_ids[begin : begin + _ID_BYTES], digest_size=16).digest()
+        marks += state[:_MARK_BYTES]
+    return bytes(marks)
+
+
+def _num_agreeing(before: Known, marks: bytes) -> int:
+    """How many tokens that were counted are tokens of this answer, too. Where all that both have agree, the answer is
+    the same, also in what was made and never came here."""
+    both = min(len(before.marks), len(marks)) // _MARK_BYTES
+    form = f"{both}H"
+    first, second = (struct.unpack_from(form, given) for given in (before.marks, marks))
+    if first == second:
+        return before.completion_tokens
+    return next(i for i in range(both) if first[i] != second[i])
