@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+from disagg.router.gateway.private_files import make_folder, make_private
+
 _OPEN_PAUSE_S: Final = 0.05
+_BESIDE: Final = ("-wal", "-shm")
 
 
 def open_database(
@@ -21,16 +24,19 @@ def open_database(
     """A connection for one thread at a time, whose transactions begin and end as they are told to. Blocks.
 
     Args:
-        path: of the file; its folder is made where it is missing, for its owner alone.
+        path: of the file, which is for its owner alone; so is its folder where it is made here.
         schema: statements that change nothing where they ran before.
         synchronous: `FULL` keeps a commit over a loss of power, `NORMAL` over the death of the process.
         busy_timeout_s: how long a statement waits for other processes.
 
     Raises:
-        OSError: if the folder cannot be made.
+        OSError: if the folder cannot be made or used, or others could change the file.
         sqlite3.Error: if the file cannot be used.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
+    for each in (path, *(path.with_name(path.name + suffix) for suffix in _BESIDE)):
+        if each is path or each.exists():
+            make_private(each)
     db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
         _switch_to_wal(db, time.monotonic() + busy_timeout_s)

@@ -25,6 +25,7 @@ from disagg.router.gateway.batches.room import Room, bounds_for, room_in
 from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner
 from disagg.router.gateway.batches.store import BatchStore
 from disagg.router.gateway.config import BatchOptions
+from disagg.router.gateway.private_files import make_folder
 from disagg.router.gateway.usage.counts import CallUse
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class BatchService:
         try:
             self._store, self._runners_store = BatchStore(folder, options), BatchStore(folder, options)
             self.uploads = folder / "uploads"
-            self.uploads.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self.uploads)
             _remove_stale(self.uploads, self._store.uploads(time.time()))
             if orphans := self._store.remove_orphans():
                 logger.warning("batches: removed %d contents that no file names, such as %s", len(orphans), orphans[0])

@@ -33,6 +33,7 @@ import msgspec
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
 from disagg.router.gateway.database import add_columns, open_database, transaction
+from disagg.router.gateway.private_files import create_private, make_folder
 
 _BUSY_TIMEOUT_S: Final = 10.0
 RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
@@ -161,7 +162,7 @@ class BatchStore:
         except BaseException:
             self._db.close()
             raise
-        self._contents.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self._contents)
 
     def close(self) -> None:
         """Close the connection."""
@@ -431,7 +432,8 @@ class BatchStore:
         file_id = f"file-{batch_id}-{kind}"
         written, partial = 0, self._contents / f"{file_id}.{os.getpid()}"
         rows = self._db.execute("SELECT data FROM answers WHERE batch = ? AND ok = ? ORDER BY line", (batch_id, ok))
-        with partial.open("wb") as target:
+        partial.unlink(missing_ok=True)  # of an earlier process with this number, which was killed
+        with create_private(partial) as target:
             for (data,) in rows:
                 written += target.write(data + b"\n")
             target.flush()

@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.transport.errors import ContentTypeError
+from disagg.router.gateway.private_files import create_private
 
 _MAX_PARTS: Final = 8
 _MAX_FIELD_BYTES: Final = 256
@@ -127,7 +128,7 @@ class FormWriter:
 async def receive_file(form: FormWriter, parts: AsyncIterator[bytes], path: Path) -> str:
     """Write the file of the form to `path` as it comes; its name. Raises as `FormWriter` and `parts`, and then the file
     is gone."""
-    target: BinaryIO = await asyncio.to_thread(path.open, "xb")
+    target = await asyncio.to_thread(create_private, path)
     try:
         async for part in parts:
             for begin in range(0, len(part), _SLICE_BYTES):
