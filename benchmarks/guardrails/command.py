@@ -99,7 +99,7 @@ async def _read(model: ServedModel, token_ids: list[int], guardrails: Guardrails
     if guardrails is None:
         answer = Answer(router, routed, 0.0, text, time.monotonic)
     else:
-        guard = guardrails.on_answer(Call(request_id=RequestId("r")), RequestId("r"), "m", True, Decisions())
+        guard = guardrails.on_answer(Call(request_id=RequestId("r")), RequestId("r"), model, True, Decisions())
         assert guard is not None
         answer = GuardedAnswer(router, routed, 0.0, text, time.monotonic, 0, guard)
     began = time.process_time()

@@ -14,6 +14,7 @@ from disagg.proto.ids import RequestId
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.auth import AnonymousAccess, Authenticator
+from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.http.app import HttpApp
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.exchange import BodyLimits
@@ -55,6 +56,7 @@ class TestApp:
         sites: Sites | None = None,
         page: Page | None = None,
         usage: UsageRecorder | None = None,
+        guardrails: Guardrails | None = None,
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
@@ -76,7 +78,9 @@ class TestApp:
             clock=lambda: 1000.0,
             mint_seed=lambda: 7,
             mint_id=self._mint_id,
+            guardrails=guardrails,
         )
+        self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)
         models = Models([generator])
         self.completions = Completions(

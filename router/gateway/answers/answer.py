@@ -18,6 +18,7 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import PackedTokenIds
 from disagg.router.api import RoutedRequest, Router, TokenBatch
 from disagg.router.gateway.text.detokenizer import Piece, TextStream
+from disagg.router.gateway.text.segments import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Delta:
     """Of the model that makes the answer; with the first one only."""
     reasoning: str = ""
     """What became final of the text between think tags, where it is asked for; comes before `text`."""
+    calls: tuple[tuple[int, ToolCall], ...] = ()
+    """Of functions that the request offers, each with the number of characters of `text` before it."""
     num_reasoning_tokens: int = field(default=0, compare=False)
     """Of the answer so far."""
     prompt_token_ids: PackedTokenIds = field(default=PackedTokenIds(b""), compare=False)
@@ -152,6 +155,7 @@ class Answer:
                     num_prompt_tokens=num_prompt_tokens,
                     model_version=version,
                     reasoning=piece.reasoning,
+                    calls=piece.calls,
                     num_reasoning_tokens=text.num_reasoning_tokens,
                     prompt_token_ids=self._prompt_ids(first_index),
                 )
@@ -162,7 +166,7 @@ class Answer:
                     yield self._end
                     return
             tail = text.finish()
-            if tail.text or tail.reasoning:
+            if tail.text or tail.reasoning or tail.calls:
                 yield Delta(
                     first_index=text.num_tokens,
                     token_ids=(),
@@ -170,6 +174,7 @@ class Answer:
                     answer_index=self._index,
                     num_prompt_tokens=num_prompt_tokens,
                     reasoning=tail.reasoning,
+                    calls=tail.calls,
                     num_reasoning_tokens=text.num_reasoning_tokens,
                 )
             self._end = self._finish(tail.stopped)

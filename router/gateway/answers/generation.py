@@ -57,9 +57,11 @@ from disagg.router.gateway.requests.validate import (
     fit_prompt,
 )
 from disagg.router.gateway.requests.values import check_length
+from disagg.router.gateway.text.answer_splitter import AnswerSplitter, answer_splitter
 from disagg.router.gateway.text.detokenizer import TextStream
 from disagg.router.gateway.text.reasoning import Phase, first_phase
 from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
+from disagg.router.gateway.text.tool_calls import tool_parser
 
 __all__ = ["Delta", "Finish", "Generator"]
 
@@ -198,7 +200,11 @@ class Generator:
         if self._guardrails is None or checked.decisions is not None:
             return checked
         found = await self._guardrails.check_prompt(
-            checked.prompt, call, self.model, lambda num_bytes, work: self.offload(num_bytes, work, call.deadline)
+            checked.prompt,
+            call,
+            self.model,
+            lambda num_bytes, work: self.offload(num_bytes, work, call.deadline),
+            checked.resumed,
         )
         prompt = checked.prompt
         if found.prompt is not prompt:
@@ -332,10 +338,9 @@ class Generator:
         if self._guardrails is None or checked.decisions is None:
             return None
         has_form = bool(checked.sampling.grammar) or (isinstance(checked.prompt, ChatPrompt) and checked.prompt.tools)
-        name = self.model.info.name
-        guard = self._guardrails.on_answer(call, routed.request_id, name, not has_form, checked.decisions)
-        if guard is not None and (phase := _first_phase(checked, routed, self.model.tokenizer)) is not None:
-            guard.separate(phase)
+        guard = self._guardrails.on_answer(
+            call, routed.request_id, self.model, not has_form, checked.decisions, self._splitter(checked, routed)
+        )
         if guard is not None and checked.resumed:
             await guard.resume(had_text, len(checked.resumed))
         return guard
@@ -344,8 +349,13 @@ class Generator:
         sampling = routed.sampling
         tokenizer = self.model.tokenizer
         is_guarded = self._guardrails is not None and self._guardrails.looks_at_answers
-        phase = None if is_guarded else _first_phase(checked, routed, tokenizer)  # guardrails see the tags, too
-        return TextStream(tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens, phase)
+        splitter = None if is_guarded else self._splitter(checked, routed)  # then the guard has it
+        return TextStream(tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens, splitter)
+
+    def _splitter(self, checked: CheckedRequest, routed: RoutedRequest) -> AnswerSplitter | None:
+        tokenizer, functions = self.model.tokenizer, checked.functions
+        parser = tool_parser(tokenizer.tool_format, functions) if functions else None
+        return answer_splitter(_first_phase(checked, routed, tokenizer), parser)
 
     async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> tuple[TextStream | None, str]:
         """The text of an answer that is resumed, as it was after the tokens that the client has, and what the client
@@ -420,9 +430,15 @@ def _rest_of(routed: RoutedRequest, text: TextStream, reason: Literal["stop", "l
     if not text.stopped:
         tail = text.finish()
         reason = "stop" if tail.stopped else reason
-        if tail.text or tail.reasoning:
-            num_prompt_tokens = routed.num_prompt_tokens
-            yield Delta(text.num_tokens, (), tail.text, num_prompt_tokens=num_prompt_tokens, reasoning=tail.reasoning)
+        if tail.text or tail.reasoning or tail.calls:
+            yield Delta(
+                text.num_tokens,
+                (),
+                tail.text,
+                num_prompt_tokens=routed.num_prompt_tokens,
+                reasoning=tail.reasoning,
+                calls=tail.calls,
+            )
     yield Finish(
         request_id=routed.request_id,
         reason=reason,

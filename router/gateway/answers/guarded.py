@@ -15,11 +15,11 @@ import msgspec
 from typing_extensions import override
 
 from disagg.proto.messages import TokenLogprobs
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import RoutedRequest, Router, TokenBatch
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
 from disagg.router.gateway.guardrails.answers import AnswerGuard
 from disagg.router.gateway.text.detokenizer import TextStream
-from disagg.router.gateway.text.reasoning import Parts
 
 _TOKENS_A_TURN: Final = 128
 """That are looked at in one turn of the event loop, where a slow client lets many come together: about a millisecond.
@@ -83,7 +83,8 @@ class GuardedAnswer(Answer):
         here."""
         logprobs = self._logprobs(batch, len(batch.token_ids))
         if logprobs and not self._text.num_tokens:
-            self._prompt_logprobs = logprobs[0].prompt
+            ids = unpack_token_ids(self._prompt_ids(0))
+            self._prompt_logprobs = await self._guard.shown_prompt(ids, logprobs[0].prompt)
         for i, token_id in enumerate(batch.token_ids):
             if i % _TOKENS_A_TURN == _TOKENS_A_TURN - 1:
                 await asyncio.sleep(0)
@@ -114,30 +115,18 @@ class GuardedAnswer(Answer):
 
 def deltas(guard: AnswerGuard, answer_index: int, num_prompt_tokens: int, ended: bool) -> Iterator[Delta]:
     """What may go to the client now."""
-    next_index = guard.num_tokens
     for part in guard.take(ended):
-        reasoning, content = guard.split("".join(part.texts))
         yield Delta(
             first_index=part.first_index,
             token_ids=tuple(part.token_ids),
-            text=content,
+            text="".join(part.texts),
             logprobs=tuple(part.logprobs),
             answer_index=answer_index,
             num_prompt_tokens=num_prompt_tokens,
-            reasoning=reasoning,
+            reasoning="".join(part.reasoning),
+            calls=tuple(part.calls),
             num_reasoning_tokens=guard.num_reasoning_tokens,
             skipped=((0, part.skipped_chars),) if part.skipped_chars and part.token_ids else (),
-        )
-    reasoning, content = guard.split_rest() if ended else Parts("", "")
-    if reasoning or content:
-        yield Delta(
-            first_index=next_index,
-            token_ids=(),
-            text=content,
-            answer_index=answer_index,
-            num_prompt_tokens=num_prompt_tokens,
-            reasoning=reasoning,
-            num_reasoning_tokens=guard.num_reasoning_tokens,
         )
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import TokenLogprobs
+from disagg.router.gateway.guardrails.alternatives import Alternatives
+from disagg.router.gateway.guardrails.channels import GuardedChannels
 from disagg.router.gateway.guardrails.release import Part, TokenRelease
-from disagg.router.gateway.guardrails.stream import Chain, Run
+from disagg.router.gateway.guardrails.stream import Run
 from disagg.router.gateway.guardrails.verdicts import Decisions, Question, Stop, Verdict
-from disagg.router.gateway.text.reasoning import Parts, Phase, ReasoningSplitter
+from disagg.router.gateway.requests.validate import RESUMED
+
+_PROMPT_TOKENS_A_TURN: Final = 8
+"""Whose likeliest tokens are looked at in one turn of the event loop: about a millisecond."""
 
 Ask = Callable[[Question], Awaitable[Verdict]]
 
@@ -18,54 +25,73 @@ class AnswerGuard:
     """Owner of what is held back of one answer.
 
     Args:
-        chain: the stages of all guardrails.
+        channels: the stages of all guardrails.
         ask: answers their questions. Raises `UnavailableError`.
         decisions: to which the stages note theirs.
         ended: called once, when the answer has passed or was stopped.
+        alternatives: what may be shown beside its tokens.
     """
 
-    def __init__(self, chain: Chain, ask: Ask, decisions: Decisions, ended: Callable[[], None]) -> None:
-        self._chain = chain
+    def __init__(
+        self,
+        channels: GuardedChannels,
+        ask: Ask,
+        decisions: Decisions,
+        ended: Callable[[], None],
+        alternatives: Alternatives,
+    ) -> None:
+        self._channels = channels
         self._ask = ask
         self.decisions = decisions
         self._ended = ended
+        self._alternatives = alternatives
         self._release = TokenRelease()
         self._runs: list[Run] = []
-        self._splitter: ReasoningSplitter | None = None
-        """Of what goes out."""
-        self._counter: ReasoningSplitter | None = None
-        """Of what the model wrote, to count its tokens."""
         self.num_tokens = 0
         """Of the answer so far."""
-        self.num_reasoning_tokens = 0
-        """Tokens up to the one that completed the close tag, or so far."""
         self._num_known = 0
         """Characters at the beginning that the client has, as far as they have not come out."""
 
     @property
     def stopped(self) -> Stop | None:
         """Set when the answer is at its end because of a guardrail."""
-        return self._chain.stopped
+        return self._channels.stopped
 
-    def separate(self, phase: Phase) -> None:
-        """Separate reasoning from what follows, after the guardrails looked at both with the tags. To be called before
-        anything else."""
-        self._splitter, self._counter = ReasoningSplitter(phase), ReasoningSplitter(phase)
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the one that completed the close tag, or so far."""
+        return self._channels.num_reasoning_tokens
 
     async def resume(self, text: str, num_tokens: int) -> None:
         """The client has this beginning of the answer, of `num_tokens` tokens. Raises `InvalidRequestError` where some
         of it is not what a client would have."""
         self._release = TokenRelease(num_tokens)
         self._num_known = len(text)
-        if self._splitter is not None:
-            self._splitter.feed(text)
-        self._count(text, num_tokens)
+        self.num_tokens += num_tokens
         await self._feed(text)
+
+    async def shown_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those of a prompt's tokens but the first, without alternatives that would show something. Leaves turns of
+        the event loop to others."""
+        alternatives = self._alternatives.of_another_text()
+        shown: list[TokenLogprobs] = []
+        for i, token_id in enumerate(token_ids):
+            if i % _PROMPT_TOKENS_A_TURN == _PROMPT_TOKENS_A_TURN - 1:
+                await asyncio.sleep(0)
+            if i:
+                shown.append(alternatives.shown(token_id, logprobs[i - 1]))
+            else:
+                alternatives.go_on(token_id)
+        return tuple(shown)
 
     async def push(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
         """The next token, and the text that it brought. Not to be called when it has stopped."""
+        if logprobs is not None:
+            logprobs = self._alternatives.shown(token_id, logprobs)
         self._release.push(token_id, len(text), logprobs)
-        self._count(text, 1)
+        self.num_tokens += 1
         if text:
             await self._feed(text)
 
@@ -83,27 +109,13 @@ class AnswerGuard:
             self._ended()
         return self._release.take(runs, ended)
 
-    def split(self, text: str) -> Parts:
-        """Reasoning and content of the next text that goes out."""
-        return Parts("", text) if self._splitter is None else self._splitter.feed(text)
-
-    def split_rest(self) -> Parts:
-        """What is left of them at the end."""
-        return Parts("", "") if self._splitter is None else self._splitter.finish()
-
-    def _count(self, text: str, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        if self._counter is not None and self._counter.phase is not Phase.AFTER:
-            self._counter.feed(text)
-            if self._counter.has_reasoned:
-                self.num_reasoning_tokens = self.num_tokens
-
     async def _feed(self, text: str, ended: bool = False) -> None:
-        if not self._chain.asks:
-            runs = self._chain.scan(text, ended)
+        channels = self._channels
+        if not channels.asks:
+            runs = channels.scan(text, self.num_tokens, ended)
             self._runs += runs if not self._num_known else self._unknown(runs)
             return
-        work = self._chain.feed(text, ended)
+        work = channels.feed(text, self.num_tokens, ended)
         try:
             question = next(work)
             while True:
@@ -117,8 +129,8 @@ class AnswerGuard:
         for run in runs:
             known = min(run.num_chars, self._num_known)
             if known and not run.is_original:
-                raise InvalidRequestError("resume.token_ids", "have a text that a guardrail replaces")
+                raise InvalidRequestError(RESUMED, "have a text that a guardrail replaces")
             self._num_known -= known
-            if run.text[known:] or not run.is_original:
-                new.append(Run(run.text[known:], run.num_chars - known, run.is_original))
+            if run.num_chars > known or not run.is_original:
+                new.append(run._replace(text=run.text[known:], num_chars=run.num_chars - known))
         return new

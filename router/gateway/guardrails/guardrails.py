@@ -19,32 +19,25 @@ from typing import Final, TypeVar
 from disagg.proto.errors import ContentFilterError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
+from disagg.router.gateway.guardrails.alternatives import Alternatives
 from disagg.router.gateway.guardrails.answers import AnswerGuard
+from disagg.router.gateway.guardrails.channels import GuardedChannels
 from disagg.router.gateway.guardrails.config import GuardrailOptions
 from disagg.router.gateway.guardrails.judges import Asked, FunctionJudge, Judge, load_function
+from disagg.router.gateway.guardrails.prompts import NO_REPLACEMENT, GivenText, refusal, ruled, texts_of, with_texts
 from disagg.router.gateway.guardrails.rules import Rules
 from disagg.router.gateway.guardrails.service import ServiceJudge
 from disagg.router.gateway.guardrails.stream import Chain, PieceStage, Stage
 from disagg.router.gateway.guardrails.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
-from disagg.router.gateway.requests.request import Call, ChatPrompt, IdsPrompt, Prompt, TextPrompt
-from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.requests.request import BYTES_PER_ID, Call, Prompt
+from disagg.router.gateway.text.answer_splitter import AnswerSplitter
+from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
 
 T = TypeVar("T")
 Offloaded = Callable[[int, Callable[[], T]], Awaitable[T]]
 
 NUM_REFUSED: Final = 256
 """Refused prompts that are kept for `explain`."""
-_NO_REPLACEMENT: Final = "; it cannot be replaced there"
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A text of a prompt."""
-
-    field: str
-    role: str
-    text: str
-    may_replace: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,12 @@ class Guardrails:
     # ---------------------------------------------------------------- prompts
 
     async def check_prompt(
-        self, prompt: Prompt, call: Call, model: ServedModel, offload: Offloaded[list[_Text]]
+        self,
+        prompt: Prompt,
+        call: Call,
+        model: ServedModel,
+        offload: Offloaded[list[GivenText]],
+        resumed: Sequence[int] = (),
     ) -> CheckedPrompt:
         """The prompt, or what takes its place; its size is to be checked again then.
 
@@ -102,45 +100,46 @@ class Guardrails:
             call: of the request.
             model: that answers it.
             offload: does work on a text of some bytes, on a thread where it is large.
+            resumed: token ids of the beginning of the answer, from the client.
 
         Raises:
             ContentFilterError: if a guardrail stops it.
             UnavailableError: if one gives no verdict, and without one nothing may pass.
         """
-        decisions = Decisions()
+        decisions, num_bytes = Decisions(), prompt.num_bytes + BYTES_PER_ID * len(resumed)
         try:
-            texts = await offload(prompt.num_bytes, lambda: _texts(prompt, model))
+            texts = await offload(num_bytes, lambda: texts_of(prompt, resumed, model.tokenizer))
             before = texts
             for each in self._options:
                 if not self._is_for(each, "prompt"):
                     continue
                 if each.name in self._rules:
-                    texts = await self._by_rules(each.name, texts, decisions, partial(offload, prompt.num_bytes))
+                    texts = await self._by_rules(each.name, texts, decisions, partial(offload, num_bytes))
                 else:
                     texts = await self._by_verdict(each.name, texts, call, model.info.name, decisions)
         except (ContentFilterError, UnavailableError) as error:
             self._refuse(call, error.code, decisions)
             raise
-        return CheckedPrompt(prompt if texts == before else _with_texts(prompt, texts), decisions)
+        return CheckedPrompt(prompt if texts == before else with_texts(prompt, texts), decisions)
 
     async def _by_rules(
         self,
         name: str,
-        texts: list[_Text],
+        texts: list[GivenText],
         decisions: Decisions,
-        offload: Callable[[Callable[[], list[_Text]]], Awaitable[list[_Text]]],
-    ) -> list[_Text]:
+        offload: Callable[[Callable[[], list[GivenText]]], Awaitable[list[GivenText]]],
+    ) -> list[GivenText]:
         action = "stop"
         try:
-            found = await offload(lambda: _ruled(self._rules[name], name, texts, decisions))
+            found = await offload(lambda: ruled(self._rules[name], name, texts, decisions))
             action = "allow" if found == texts else "replace"
         finally:
             self.counts[name, "prompt", action] += 1
         return found
 
     async def _by_verdict(
-        self, name: str, texts: list[_Text], call: Call, model: str, decisions: Decisions
-    ) -> list[_Text]:
+        self, name: str, texts: list[GivenText], call: Call, model: str, decisions: Decisions
+    ) -> list[GivenText]:
         question = Question(
             subject="prompt",
             guardrail=name,
@@ -153,14 +152,14 @@ class Guardrails:
         verdict = await self._ask(question, call, decisions)
         if isinstance(verdict, Stop):
             decisions.add(Decision(name, "", "prompt", "stop", verdict.reason))
-            raise ContentFilterError(texts[0].field, _refusal(name, verdict.reason))
+            raise ContentFilterError(texts[0].field, refusal(name, verdict.reason))
         if not isinstance(verdict, Replace):
             return texts
         decisions.add(Decision(name, "", "prompt", "replace", verdict.reason))
         found = [replace(one, text=text) for one, text in zip(texts, verdict.texts, strict=True)]
         for one, before in zip(found, texts, strict=True):
             if one != before and not one.may_replace:
-                raise ContentFilterError(one.field, _refusal(name, verdict.reason + _NO_REPLACEMENT))
+                raise ContentFilterError(one.field, refusal(name, verdict.reason + NO_REPLACEMENT))
         return found
 
     def _refuse(self, call: Call, outcome: str, decisions: Decisions) -> None:
@@ -181,33 +180,54 @@ class Guardrails:
     # ---------------------------------------------------------------- answers
 
     def on_answer(
-        self, call: Call, request_id: RequestId, model: str, may_replace: bool, prompt: Decisions
+        self,
+        call: Call,
+        request_id: RequestId,
+        model: ServedModel,
+        may_replace: bool,
+        prompt: Decisions,
+        splitter: AnswerSplitter | None = None,
     ) -> AnswerGuard | None:
         """The guardrails of one answer; None where no one is for it.
 
         Args:
             call: of the request.
             request_id: of the answer.
-            model: its name.
+            model: that makes it.
             may_replace: whether the answer may be any text.
             prompt: what was decided on its prompt.
+            splitter: divides its text; `None` where all of it is content.
         """
         decisions = Decisions(Counter(prompt.counts))
         if not self.looks_at_answers:
             return None
-        stages: list[Stage] = []
-        for each in self._options:
-            if each.name in self._rules:
-                stages += self._rules[each.name].stages("answer", may_replace, decisions.add)
-            elif self._is_for(each, "answer"):
-                question = partial(_about, each.name, request_id, model, call.caller.tenant)
-                pieces = each.piece_chars if isinstance(each.piece_chars, int) else None
-                stages.append(PieceStage(each.name, question, pieces, each.context_chars, may_replace, decisions.add))
+        note = decisions.add
+        limits = [limit for rules in self._rules.values() for limit in rules.limits(note)]
+
+        def chain(is_call: bool) -> Chain:
+            stages: list[Stage] = []
+            can_replace = may_replace and not is_call
+            for each in self._options:
+                if each.name in self._rules:
+                    stages += self._rules[each.name].stages("answer", can_replace, note)
+                elif self._is_for(each, "answer"):
+                    question = partial(_about, each.name, request_id, model.info.name, call.caller.tenant)
+                    pieces = each.piece_chars if isinstance(each.piece_chars, int) else None
+                    stages.append(PieceStage(each.name, question, pieces, each.context_chars, can_replace, note))
+            return Chain(stages)
 
         async def ask(question: Question) -> Verdict:
             return await self._ask(question, call, decisions)
 
-        return AnswerGuard(Chain(stages), ask, decisions, partial(self._answer_ended, decisions))
+        channels = GuardedChannels(chain, Chain(limits) if limits else None, splitter)
+        alternatives = self._alternatives(model.tokenizer)
+        return AnswerGuard(channels, ask, decisions, partial(self._answer_ended, decisions), alternatives)
+
+    def _alternatives(self, tokenizer: Tokenizer) -> Alternatives:
+        """Those of one text. Nobody is asked about them: where there is somebody to ask, none are shown."""
+        is_asked = any(each.name in self._asked and self._is_for(each, "answer") for each in self._options)
+        scanners = [scanner for rules in self._rules.values() for scanner in rules.answer_scanners]
+        return Alternatives(None if is_asked else scanners, tokenizer.token_bytes)
 
     def _answer_ended(self, decisions: Decisions) -> None:
         """Count what rules did to an answer; what was asked about is counted by question."""
@@ -263,27 +283,6 @@ def _judge(options: GuardrailOptions, path: str) -> Judge | None:
     return None
 
 
-def _texts(prompt: Prompt, model: ServedModel) -> list[_Text]:
-    """What is looked at. May run on a thread."""
-    match prompt:
-        case TextPrompt(text):
-            return [_Text(prompt.field, "", text, True)]
-        case IdsPrompt(token_ids):
-            return [_Text(prompt.field, "", model.tokenizer.decode(token_ids), False)]
-        case ChatPrompt(turns, tools):
-            found = [
-                _Text(f"{prompt.field}[{i}].content", turn.role, turn.content, True) for i, turn in enumerate(turns)
-            ]
-            for i, turn in enumerate(turns):
-                if turn.extra:
-                    found.append(_Text(f"{prompt.field}[{i}].tool_calls", turn.role, turn.extra, False))
-            if tools:
-                found.append(_Text("tools", "tools", tools, False))
-            if prompt.options.variables:
-                found.append(_Text("chat_template_kwargs", "template", prompt.options.variables, False))
-            return found
-
-
 def _about(name: str, request_id: RequestId, model: str, tenant: str, piece: str, before: str, ended: bool) -> Question:
     return Question(
         subject="answer",
@@ -295,31 +294,3 @@ def _about(name: str, request_id: RequestId, model: str, tenant: str, piece: str
         model=model,
         tenant=tenant,
     )
-
-
-def _ruled(rules: Rules, name: str, texts: list[_Text], decisions: Decisions) -> list[_Text]:
-    """The texts after the rules. Raises `ContentFilterError`. May run on a thread."""
-    if (length := rules.max_chars["prompt"]) is not None:
-        rule, max_chars = length
-        if sum(len(one.text) for one in texts) > max_chars:
-            decisions.add(Decision(name, rule.name, "prompt", "stop", rule.reason))
-            raise ContentFilterError(texts[0].field, _refusal(name, rule.reason))
-    found: list[_Text] = []
-    for one in texts:
-        chain = Chain(rules.stages("prompt", one.may_replace, decisions.add))
-        text = "".join(run.text for run in chain.scan(one.text, ended=True))
-        if chain.stopped is not None:
-            raise ContentFilterError(one.field, _refusal(name, chain.stopped.reason))
-        found.append(one if text == one.text else replace(one, text=text))
-    return found
-
-
-def _refusal(name: str, reason: str) -> str:
-    return f"the guardrail {name} refuses it" + (f": {reason}" if reason else "")
-
-
-def _with_texts(prompt: Prompt, texts: Sequence[_Text]) -> Prompt:
-    if isinstance(prompt, ChatPrompt):
-        turns = tuple(turn._replace(content=one.text) for turn, one in zip(prompt.turns, texts, strict=False))
-        return replace(prompt, turns=turns)
-    return TextPrompt(texts[0].text)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.guardrails.stream import Run
+from disagg.router.gateway.text.segments import ToolCall
 
 
 class _Token(NamedTuple):
@@ -30,8 +31,7 @@ class _Piece(NamedTuple):
     start: int
     end: int
     """In characters of the original text."""
-    text: str
-    is_original: bool
+    run: Run
 
 
 @dataclass(slots=True)
@@ -44,6 +44,24 @@ class Part:
     texts: list[str] = field(default_factory=list)
     skipped_chars: int = 0
     """Of text before these tokens that has no token."""
+    reasoning: list[str] = field(default_factory=list)
+    """Comes before the texts."""
+    calls: list[tuple[int, ToolCall]] = field(default_factory=list)
+    """Each with the number of characters of `texts` before it."""
+
+    def add(self, run: Run) -> None:
+        """Add what a client gets of a run."""
+        if run.call is not None:
+            self.calls.append((sum(map(len, self.texts)), run.call))
+        elif run.channel == "content":
+            self.texts.append(run.text)
+        elif run.channel == "reasoning":
+            self.reasoning.append(run.text)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for a client."""
+        return not (self.token_ids or self.calls or any(self.texts) or any(self.reasoning))
 
 
 class TokenRelease:
@@ -75,7 +93,11 @@ class TokenRelease:
         """Tokens and text that are final now that `runs` are; with `ended`, text without its tokens too."""
         if len(runs) == 1 and len(self._tokens) == 1 and not self._pieces and runs[0].is_original and not ended:
             (token,), run = self._tokens, runs[0]
-            if token.end == self._num_final + run.num_chars and token.start == self._num_final:  # as nearly always
+            if (
+                run.channel == "content"
+                and token.end == self._num_final + run.num_chars
+                and token.start == self._num_final
+            ):  # as nearly always
                 self._tokens.popleft()
                 self._num_final = token.end
                 skipped, self._skipped = self._skipped, 0
@@ -83,56 +105,56 @@ class TokenRelease:
                 return [Part(token.number, [token.token_id], logprobs, [run.text], skipped)]
         for run in runs:
             end = self._num_final + run.num_chars
-            self._pieces.append(_Piece(self._num_final, end, run.text, run.is_original))
+            self._pieces.append(_Piece(self._num_final, end, run))
             self._num_final = end
         parts: list[Part] = []
         part: Part | None = None
         while self._tokens and self._tokens[0].end <= self._num_final:
             token = self._tokens.popleft()
-            texts, was_replaced = self._text_until(token)
-            if part is None:
+            before, was_replaced = self._runs_until(token)
+            if part is None or (was_replaced and part.token_ids):
                 part = Part(token.number)
                 parts.append(part)
+            for run in before:
+                part.add(run)
             if was_replaced:
-                if part.token_ids:
-                    part = Part(token.number)
-                    parts.append(part)
-                part.texts += texts
-                self._skipped += sum(map(len, texts))
+                self._skipped += sum(len(run.text) for run in before if run.channel == "content")
                 continue
             if not part.token_ids:
                 part.first_index = token.number
-            part.texts += texts
             part.skipped_chars += self._skipped
             self._skipped = 0
             part.token_ids.append(token.token_id)
             if token.logprobs is not None:
                 part.logprobs.append(token.logprobs)
-        if ended and (rest := [piece.text for piece in self._pieces if piece.text]):
+        if ended:
+            rest = Part(self._next_index if not self._tokens else self._tokens[0].number)
+            for piece in self._pieces:
+                rest.add(piece.run)
             self._pieces.clear()
-            parts.append(Part(self._next_index if not self._tokens else self._tokens[0].number, texts=rest))
-        return [part for part in parts if part.token_ids or any(part.texts)]
+            parts.append(rest)
+        return [part for part in parts if not part.is_empty]
 
-    def _text_until(self, token: _Token) -> tuple[list[str], bool]:
-        """The text up to the end of a token that is final, and whether some of its own was replaced."""
-        texts: list[str] = []
+    def _runs_until(self, token: _Token) -> tuple[list[Run], bool]:
+        """What comes up to the end of a token that is final, and whether some of its own text was replaced."""
+        runs: list[Run] = []
         was_replaced = token.start < self._replaced_until
         while self._pieces and self._pieces[0].start <= token.end:
-            piece = self._pieces[0]
-            if piece.start == token.end < piece.end:
+            start, end, run = self._pieces[0]
+            if start == token.end < end:
                 break
-            if not piece.is_original:
-                was_replaced = was_replaced or (piece.start < token.end and piece.end > token.start)
-                self._replaced_until = max(self._replaced_until, piece.end)
-                if piece.end > token.end:  # its text goes with the last token of it
-                    break
-                texts.append(piece.text)
-                self._pieces.popleft()
-                continue
+            if not run.is_original:
+                was_replaced = was_replaced or (start < token.end and end > token.start)
+                self._replaced_until = max(self._replaced_until, end)
+            if not (run.is_original and run.text) and end > token.end:  # it goes with the last token of it
+                break
             self._pieces.popleft()
-            num_chars = min(piece.end, token.end) - piece.start
-            texts.append(piece.text[:num_chars])
-            if piece.end > token.end:
-                self._pieces.appendleft(_Piece(token.end, piece.end, piece.text[num_chars:], True))
-                break
-        return texts, was_replaced
+            if end <= token.end:
+                runs.append(run)
+                continue
+            num_chars = token.end - start
+            runs.append(run._replace(text=run.text[:num_chars], num_chars=num_chars))
+            rest = run._replace(text=run.text[num_chars:], num_chars=end - token.end)
+            self._pieces.appendleft(_Piece(token.end, end, rest))
+            break
+        return runs, was_replaced

@@ -55,15 +55,22 @@ class Rules:
 
     def stages(self, subject: Subject, may_replace: bool, note: Note) -> list[Stage]:
         """For one text; none where no rule is for it."""
-        stages: list[Stage] = []
-        if subject == "answer" and (length := self.max_chars[subject]) is not None:
-            rule, max_chars = length
-            stages.append(LengthStage(self._guardrail, rule, max_chars, subject, note))
-        stages += [
+        return [
             PatternStage(self._guardrail, patterns.scanner, patterns.rules, subject, may_replace, note)
             for patterns in self._patterns[subject]
         ]
-        return stages
+
+    @property
+    def answer_scanners(self) -> list[Scanner]:
+        """Of all patterns for answers."""
+        return [patterns.scanner for patterns in self._patterns["answer"]]
+
+    def limits(self, note: Note) -> list[Stage]:
+        """What ends an answer at a length: for all that the model wrote, before it is divided into texts."""
+        if (length := self.max_chars["answer"]) is None:
+            return []
+        rule, max_chars = length
+        return [LengthStage(self._guardrail, rule, max_chars, "answer", note)]
 
 
 def _name(rule: RuleOptions, index: int) -> str:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from disagg.router.gateway.guardrails.patterns import Scanner
 from disagg.router.gateway.guardrails.verdicts import Allow, Decision, Question, Replace, Stop, Subject, Verdict
+from disagg.router.gateway.text.segments import Channel, ToolCall
 
 MAX_REPLACED: Final = 1000
 """Matches in one text; a further one stops it."""
@@ -32,6 +33,9 @@ class Run(NamedTuple):
     """Of the original text."""
     is_original: bool
     """Whether the text is the original one."""
+    channel: Channel = "content"
+    call: ToolCall | None = None
+    """In the channel `call`: takes the place of the text."""
 
 
 Work = Generator[Question, Verdict, list[Run]]

@@ -25,6 +25,7 @@ from disagg.router.gateway.http.logprobs import (
     prompt_logprobs,
 )
 from disagg.router.gateway.http.resume import Position
+from disagg.router.gateway.text.segments import ToolCall
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -135,15 +136,32 @@ class Choices(Protocol):
     chunk_kind: str
     answer_kind: str
 
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
-        """A choice of a chunk. `logprobs` and `reason` are JSON; `reasoning` comes before `text`."""
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
+        """A choice of a chunk. `logprobs` and `reason` are JSON; `reasoning` comes before `text`. `calls` are only in
+        answers to requests that offer functions."""
         ...
 
     def last_chunk(self, index: int, reason: bytes) -> bytes:
         """A choice that brings nothing but the end."""
         ...
 
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+    def answer(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
         """A choice of a complete answer."""
         ...
 
@@ -163,7 +181,15 @@ class ChatChoices(Choices):
         self._begun: set[int] = set()
 
     @override
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
         role = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -187,7 +213,15 @@ class ChatChoices(Choices):
         return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (index, reason)
 
     @override
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+    def answer(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
         content = encode_text(text) if text or not reasoning else _NULL
         return (
             b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null%b},"logprobs":%b,"finish_reason":%b}'
@@ -210,7 +244,15 @@ class TextChoices(Choices):
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     @override
-    def chunk(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, encode_text(text), logprobs, reason)
 
     @override
@@ -218,7 +260,15 @@ class TextChoices(Choices):
         return self.chunk(index, "", _NULL, reason)
 
     @override
-    def answer(self, index: int, text: str, logprobs: bytes, reason: bytes, reasoning: str = "") -> bytes:
+    def answer(
+        self,
+        index: int,
+        text: str,
+        logprobs: bytes,
+        reason: bytes,
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
         return self.chunk(index, text, logprobs, reason)
 
     @override
@@ -309,7 +359,9 @@ class StreamWriter:
         if self._count_always:
             self._usage.add(delta)
         reasoning = delta.reasoning if self._style.shows_reasoning else ""
-        chunk = self._head + self._choices.chunk(delta.answer_index, text, logprobs, reason, reasoning) + self._end()
+        calls = [call for _, call in delta.calls]
+        choice = self._choices.chunk(delta.answer_index, text, logprobs, reason, reasoning, calls)
+        chunk = self._head + choice + self._end()
         return chunk if self._position is None else self._position.add(delta) + chunk
 
     def _echo(self, delta: Delta) -> str:
@@ -323,6 +375,7 @@ class StreamWriter:
 class _Whole:
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     prompt_token_ids: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -357,6 +410,7 @@ class AnswerWriter:
             return
         answer.texts.append(event.text)
         answer.reasoning.append(event.reasoning)
+        answer.calls.extend(call for _, call in event.calls)
         answer.prompt_token_ids = answer.prompt_token_ids or event.prompt_token_ids
         answer.skipped.extend((len(answer.token_ids) + index, num_chars) for index, num_chars in event.skipped)
         answer.token_ids.extend(event.token_ids)
@@ -402,7 +456,7 @@ class AnswerWriter:
             else:
                 logprobs = self._choices.logprobs(whole)
         reasoning = "".join(answer.reasoning) if self._style.shows_reasoning else ""
-        return self._choices.answer(index, text, logprobs, answer.reason, reasoning)
+        return self._choices.answer(index, text, logprobs, answer.reason, reasoning, answer.calls)
 
     def _shown(self) -> list[_Whole]:
         """Of the answers to each prompt those of the largest mean logprob, where not all are shown."""

@@ -212,14 +212,16 @@ class Completions:
         return generator, parsed
 
     def _accepted(self, parsed: P, call: Call) -> tuple[Generator, P]:
-        """The generator of the model, and the call of somebody who may use it; with the grammar of tool calls where
-        there must be some: the model's format is known here. Raises as `Models.find`."""
+        """The generator of the model, and the call of somebody who may use it; with the functions that may be called,
+        and the grammar of calls where there must be some: the model's format is known here. Raises as `Models.find`."""
         generator = self.models.find(call.caller, parsed.inputs[0].model)
-        tokenizer = generator.model.tokenizer
-        structure = None if parsed.tools is None else parsed.tools.structure(tokenizer.tool_format)
-        if structure is None:
+        tools = parsed.tools
+        if tools is None:
             return generator, parsed
-        inputs = tuple(replace(given, structured=structure) for given in parsed.inputs)
+        structure = tools.structure(generator.model.tokenizer.tool_format)
+        inputs = tuple(
+            replace(given, functions=tools.names, structured=structure or given.structured) for given in parsed.inputs
+        )
         return generator, replace(parsed, inputs=inputs)
 
     async def _write(
@@ -271,7 +273,7 @@ class Completions:
         )
         choices = kind.choices(tokenizer)
         if parsed.tools is not None:
-            choices = ToolChoices(tokenizer, parsed.tools, call.request_id)
+            choices = ToolChoices(tokenizer, parsed.tools.parallel, call.request_id)
         usage = UsageCount(max(1, parsed.answers_each))
         if given.split_reasoning and tokenizer.reasoning_format != "none":
             usage.reasoning_tokens = {}

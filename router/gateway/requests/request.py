@@ -117,6 +117,8 @@ class GenerationInput:
     """Of a chat, separate the text between think tags from the answer, where the model has such tags."""
     structured: StructuredOutput | None = None
     """What the answer must be; `None` for any text."""
+    functions: frozenset[str] = frozenset()
+    """Names of those whose calls are told from the answer's text."""
     resumed: tuple[int, ...] | None = None
     """Token ids of the answer that the client has already, from index 0 on: it continues an answer of which the
     connection broke. `None` for a new answer."""

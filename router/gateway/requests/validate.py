@@ -67,6 +67,8 @@ class CheckedRequest:
     """What an error of the grammar names."""
     cache_salt: str
     splits_reasoning: bool = False
+    functions: frozenset[str] = frozenset()
+    """Whose calls are told from the answer's text."""
     max_prompt_tokens: int | None = None
     """The prompt loses what it has more at its beginning; `None` for one that must fit as it is."""
     resumed: tuple[int, ...] = ()
@@ -105,6 +107,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
         splits_reasoning=given.split_reasoning,
+        functions=given.functions,
         max_prompt_tokens=max_prompt_tokens,
         model_version=_check_version(given.model_version),
         resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),

@@ -1,7 +1,7 @@
 """Output ids to output text, piece by piece: incremental detokenizing, then stop strings.
 
     ids ──> IncrementalDecoder ──> text of complete characters ──> StopMatcher ──> text that is final
-                                                                     (ReasoningSplitter ──> reasoning, text)
+                                                                     (AnswerSplitter ──> reasoning, text, calls)
 
 Each stage holds back what the next token may still change: a character that is cut between tokens, the beginning of a
 stop string or of a tag. The held parts are bounded, but for white space next to tags, and `finish` lets them go. What
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
 
-from disagg.router.gateway.text.reasoning import Parts, Phase, ReasoningSplitter
+from disagg.router.gateway.text.answer_splitter import AnswerSplitter
+from disagg.router.gateway.text.segments import Segment, ToolCall, parts_of
 from disagg.router.gateway.text.tokenizer import Tokenizer
 
 MAX_PENDING_TOKENS = 16
@@ -131,6 +132,8 @@ class Piece:
     """A stop string ended the text."""
     reasoning: str = ""
     """Of a text with think tags what is between them, and comes before `text`."""
+    calls: tuple[tuple[int, ToolCall], ...] = ()
+    """Each with the number of characters of `text` before it."""
 
 
 class TextStream:
@@ -141,7 +144,7 @@ class TextStream:
         stop: strings that end the text and are not part of it.
         stop_token_ids: ids that end the output; they have no text.
         min_tokens: no stop string ends the text before this many ids.
-        phase: where a text with think tags begins; `None` for one that is not separated.
+        splitter: divides a text that is not content only.
     """
 
     def __init__(
@@ -150,11 +153,9 @@ class TextStream:
         stop: Sequence[str],
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
-        phase: Phase | None = None,
+        splitter: AnswerSplitter | None = None,
     ) -> None:
-        self._splitter = None if phase is None else ReasoningSplitter(phase)
-        self.num_reasoning_tokens = 0
-        """Ids up to the one that completed the close tag, or so far."""
+        self._splitter = splitter
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -164,42 +165,48 @@ class TextStream:
         self.stopped = False
         """Whether a stop string ended it."""
 
-    def push(self, token_ids: Sequence[int]) -> Piece:
-        """Take the next ids, at most up to the one that completes a stop string."""
-        texts: list[str] = []
-        reasoning: list[str] = []
-        for i, token_id in enumerate(token_ids):
-            text, stopped = self._push_one(token_id)
-            if self._splitter is not None:
-                thought, text = self._split(self._splitter, text, stopped)
-                reasoning.append(thought)
-            texts.append(text)
-            if stopped:
-                self.stopped = True
-                return Piece(tuple(token_ids[: i + 1]), "".join(texts), True, "".join(reasoning))
-        return Piece(tuple(token_ids), "".join(texts), False, "".join(reasoning))
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Ids up to the one that completed the close tag, or so far."""
+        return 0 if self._splitter is None else self._splitter.num_reasoning_tokens
 
     @property
     def stop_string(self) -> str:
         """What ended it, where that was a stop string; else empty."""
         return self._matcher.matched
 
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        """Take the next ids, at most up to the one that completes a stop string."""
+        texts: list[str] = []
+        segments: list[Segment] = []
+        num_taken = 0
+        for token_id in token_ids:
+            num_taken += 1
+            text, self.stopped = self._push_one(token_id)
+            if self._splitter is None:
+                texts.append(text)
+            else:
+                segments += self._split(self._splitter, text, self.stopped)
+            if self.stopped:
+                break
+        taken = tuple(token_ids[:num_taken])
+        if self._splitter is None:
+            return Piece(taken, "".join(texts), self.stopped)
+        reasoning, content, calls = parts_of(segments)
+        return Piece(taken, content, self.stopped, reasoning, calls)
+
     def finish(self) -> Piece:
         """No more ids come: the text that was held back, which may still end at a stop string."""
         text, stopped = self._matcher.push(self._decoder.finish(), self._may_stop)
         text = text if stopped else text + self._matcher.finish()
-        parts = Parts("", text) if self._splitter is None else self._split(self._splitter, text, ended=True)
-        return Piece((), parts.content, stopped, parts.reasoning)
+        if self._splitter is None:
+            return Piece((), text, stopped)
+        reasoning, text, calls = parts_of(self._split(self._splitter, text, ended=True))
+        return Piece((), text, stopped, reasoning, calls)
 
-    def _split(self, splitter: ReasoningSplitter, text: str, ended: bool) -> Parts:
-        was_after = splitter.phase is Phase.AFTER
-        parts = splitter.feed(text)
-        if splitter.has_reasoned and not was_after:
-            self.num_reasoning_tokens = self.num_tokens
-        if not ended:
-            return parts
-        rest = splitter.finish()
-        return Parts(parts.reasoning + rest.reasoning, parts.content + rest.content)
+    def _split(self, splitter: AnswerSplitter, text: str, ended: bool) -> list[Segment]:
+        found = splitter.feed(text, self.num_tokens)
+        return found + splitter.finish() if ended else found
 
     @property
     def _may_stop(self) -> bool:

@@ -10,7 +10,9 @@ Held back are white space that may turn out to be around a tag, and as much of a
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
+
+from disagg.router.gateway.text.segments import Segment
 
 ReasoningFormat = Literal["none", "think"]
 """`think`: `<think>` ... `</think>` at the beginning of an answer; a prompt may end with the open tag."""
@@ -27,13 +29,6 @@ class Phase(Enum):
     UNDECIDED = auto()
     INSIDE = auto()
     AFTER = auto()
-
-
-class Parts(NamedTuple):
-    """What became certain."""
-
-    reasoning: str
-    content: str
 
 
 def reasoning_format_of(template_source: str) -> ReasoningFormat:
@@ -72,28 +67,32 @@ class ReasoningSplitter:
         """Where the answer is."""
         return self._phase
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> list[Segment]:
         """What is certain after the next piece of text."""
+        found: list[Segment] = []
         text, self._tail = self._tail + text, ""
-        reasoning = ""
         if self._phase is Phase.UNDECIDED:
-            text = self._decide(text)
+            text = self._decide(text, found)
         if self._phase is Phase.INSIDE:
-            reasoning, text = self._inside(text)
-        return Parts(reasoning, self._content(text))
+            text = self._inside(text, found)
+        if self._phase is Phase.AFTER:
+            self._content(text, found)
+        return found
 
-    def finish(self) -> Parts:
+    def finish(self) -> list[Segment]:
         """The rest, at the end of the answer."""
         rest, self._tail = self._spaced(self._tail), ""
-        return Parts(rest, "") if self._phase is Phase.INSIDE else Parts("", rest)
+        if not rest:
+            return []
+        return [Segment("reasoning" if self._phase is Phase.INSIDE else "content", rest)]
 
-    def _decide(self, text: str) -> str:
+    def _decide(self, text: str, found: list[Segment]) -> str:
         """What is behind the open tag, or is content."""
         start = text.lstrip(_SPACE)
         self._space.append(text[: len(text) - len(start)])
         if start.startswith(OPEN):
             self._phase, self.has_reasoned = Phase.INSIDE, True
-            self._space.clear()
+            found.append(Segment("none", self._spaced(OPEN)))
             return start[len(OPEN) :]
         if OPEN.startswith(start):
             self._tail = start
@@ -101,28 +100,37 @@ class ReasoningSplitter:
         self._phase, self._begun = Phase.AFTER, True
         return self._spaced(start)
 
-    def _inside(self, text: str) -> tuple[str, str]:
-        """The reasoning that is certain, and the text behind its end."""
+    def _inside(self, text: str, found: list[Segment]) -> str:
+        """Find the reasoning that is certain; the text behind its end."""
         if not self._begun:
-            text = text.lstrip(_SPACE)
-        found = text.find(CLOSE)
-        end = found if found >= 0 else len(text) - _overlap(text, CLOSE)
+            text = self._without_space(text, found)
+        closed = text.find(CLOSE)
+        end = closed if closed >= 0 else len(text) - _overlap(text, CLOSE)
         sure = text[:end].rstrip(_SPACE)
-        reasoning = self._spaced(sure) if sure else ""
-        self._begun = self._begun or bool(sure)
-        if found < 0:
+        if sure:
+            found.append(Segment("reasoning", self._spaced(sure)))
+            self._begun = True
+        if closed < 0:
             self._space.append(text[len(sure) : end])
             self._tail = text[end:]
-            return reasoning, ""
+            return ""
         self._phase, self._begun = Phase.AFTER, False
-        self._space.clear()
-        return reasoning, text[found + len(CLOSE) :]
+        found.append(Segment("none", self._spaced(text[len(sure) : end] + CLOSE)))
+        return text[closed + len(CLOSE) :]
 
-    def _content(self, text: str) -> str:
-        if not self._begun and self._phase is Phase.AFTER:
-            text = text.lstrip(_SPACE)
+    def _content(self, text: str, found: list[Segment]) -> None:
+        if not self._begun:
+            text = self._without_space(text, found)
             self._begun = bool(text)
-        return text
+        if text:
+            found.append(Segment("content", text))
+
+    def _without_space(self, text: str, found: list[Segment]) -> str:
+        """What is behind the white space at its beginning."""
+        rest = text.lstrip(_SPACE)
+        if len(rest) < len(text):
+            found.append(Segment("none", text[: len(text) - len(rest)]))
+        return rest
 
     def _spaced(self, text: str) -> str:
         """`text` behind the white space before it."""

@@ -7,10 +7,13 @@ A call counts only where its name is that of an offered tool and its arguments a
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 from typing_extensions import override
+
+from disagg.router.gateway.text.json_prefix import JsonPrefix
+from disagg.router.gateway.text.segments import Segment, ToolCall, joined
 
 ToolFormat = Literal["hermes", "json"]
 """How a model writes calls. `hermes`: `<tool_call>{...}</tool_call>` anywhere in the text (Hermes, Qwen). `json`: the
@@ -23,25 +26,14 @@ _MARKS: Final = ("<|python_tag|>", "[TOOL_CALLS]")
 _SPACE: Final = " \t\r\n"
 
 
-class ToolCall(NamedTuple):
-    """A complete call."""
-
-    name: str
-    arguments: str
-    """A JSON object."""
-
-
-Part = str | ToolCall
-
-
 class ToolParser(Protocol):
     """Reads one answer."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[Segment]:
         """What is certain after the next piece of text."""
         ...
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[Segment]:
         """The rest, at the end of the answer."""
         ...
 
@@ -59,13 +51,14 @@ def tool_parser(tool_format: ToolFormat, names: Collection[str]) -> ToolParser:
 
 
 class _HermesParser(ToolParser):
-    """Calls between tags."""
+    """Calls between tags. A close tag inside a string of the call's JSON is a part of that."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._inside = False
-        self._pieces: list[str] = []
-        """Of the call that is read, but for `_tail`."""
+        self._json: JsonPrefix | None = None
+        """Of the call that is read; `None` outside of one."""
+        self._body: list[str] = []
+        """Its text, but for `_tail`."""
         self._tail = ""
         """Shorter than a tag, and may begin one."""
         self._after_call = False
@@ -73,55 +66,64 @@ class _HermesParser(ToolParser):
         self._space: list[str] = []
 
     @override
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        text = self._tail + text
-        start = 0
-        while True:
-            tag = _CLOSE if self._inside else _OPEN
-            found = text.find(tag, start)
-            if found < 0:
-                break
-            self._take(text[start:found], parts)
-            if self._inside:
-                self._end_call(parts, _CLOSE)
-            self._inside = not self._inside
-            start = found + len(tag)
-        cut = max(start, len(text) - _overlap(text[start:], tag))
-        self._take(text[start:cut], parts)
-        self._tail = text[cut:]
-        return _joined(parts)
+    def feed(self, text: str) -> list[Segment]:
+        return self._read(text, ended=False)
 
     @override
-    def finish(self) -> list[Part]:
-        parts: list[Part] = []
-        self._take(self._tail, parts)
-        self._tail = ""
-        if self._inside:
-            self._end_call(parts, "")
-            self._inside = False
-        return _joined(parts)
+    def finish(self) -> list[Segment]:
+        found = self._read("", ended=True)
+        return joined([*found, Segment("none", "".join(self._space))])
 
-    def _take(self, text: str, parts: list[Part]) -> None:
-        if self._inside:
-            self._pieces.append(text)
-        elif self._after_call and not text.strip(_SPACE):
+    def _read(self, text: str, ended: bool) -> list[Segment]:
+        found: list[Segment] = []
+        text, self._tail = self._tail + text, ""
+        place = 0
+        while True:
+            if self._json is None:
+                tag = text.find(_OPEN, place)
+                if tag < 0:
+                    end = len(text) if ended else len(text) - _overlap(text[place:], _OPEN)
+                    self._give_text(text[place:end], found)
+                    self._tail = text[end:]
+                    return joined(found)
+                self._give_text(text[place:tag], found)
+                self._json, place = JsonPrefix(), tag + len(_OPEN)
+            begin, place = place, self._json.read(text, place)
+            rest = text[place : place + len(_CLOSE)]
+            if not ended and (not rest or (not self._json.in_string and rest != _CLOSE and _CLOSE.startswith(rest))):
+                self._body.append(text[begin:place])
+                self._tail = rest
+                return joined(found)
+            before = "".join(self._body)
+            self._body.clear()
+            is_closed = rest == _CLOSE and not self._json.in_string
+            self._json = None
+            body = before + text[begin:place]
+            call = _call_of(_loaded(body), self._names) if is_closed or not rest else None
+            if call is not None:
+                place += len(_CLOSE) if is_closed else 0
+                self._give_call(call, _OPEN + body + (_CLOSE if is_closed else ""), found)
+            elif (closed := body.find(_CLOSE)) >= 0:  # it was no string that the tag seemed to be in
+                self._give_text(_OPEN + body[: closed + len(_CLOSE)], found)
+                if before:
+                    text, begin = body + text[place:], 0
+                place = begin + closed + len(_CLOSE)
+            else:
+                self._give_text(_OPEN + body + (_CLOSE if is_closed else ""), found)
+                place += len(_CLOSE) if is_closed else 0
+
+    def _give_text(self, text: str, found: list[Segment]) -> None:
+        if self._after_call and not text.strip(_SPACE):
             self._space.append(text)
-        else:
-            self._give(text, parts)
-
-    def _give(self, part: Part, parts: list[Part]) -> None:
-        if isinstance(part, str):
-            parts.extend(self._space)
+            return
+        found.append(Segment("content", "".join(self._space) + text))
         self._space.clear()
-        self._after_call = isinstance(part, ToolCall)
-        parts.append(part)
+        self._after_call = False
 
-    def _end_call(self, parts: list[Part], close: str) -> None:
-        body = "".join(self._pieces)
-        self._pieces.clear()
-        call = _call_of(_loaded(body), self._names)
-        self._give(_OPEN + body + close if call is None else call, parts)
+    def _give_call(self, call: ToolCall, text: str, found: list[Segment]) -> None:
+        found += [Segment("none", "".join(self._space)), Segment("call", text, call)]
+        self._space.clear()
+        self._after_call = True
 
 
 class _JsonParser(ToolParser):
@@ -135,9 +137,9 @@ class _JsonParser(ToolParser):
         self._is_text = False
 
     @override
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[Segment]:
         if self._is_text:
-            return [text] if text else []
+            return [Segment("content", text)] if text else []
         self._held.append(text)
         needed = max(map(len, _MARKS)) - len(self._start)
         if needed > 0:
@@ -150,46 +152,30 @@ class _JsonParser(ToolParser):
         return self._flush()
 
     @override
-    def finish(self) -> list[Part]:
-        body = "".join(self._held).strip(_SPACE)
+    def finish(self) -> list[Segment]:
+        text = "".join(self._held)
+        body = text.strip(_SPACE)
         for mark in _MARKS:
             body = body.removeprefix(mark)
         calls = [] if self._is_text else self._calls(_loaded(body))
         if calls:
             self._held.clear()
-            return list(calls)
+            return [Segment("call", "" if i else text, call) for i, call in enumerate(calls)]
         return self._flush()
 
     def _calls(self, value: Any) -> list[ToolCall]:
         calls = [_call_of(item, self._names) for item in (value if isinstance(value, list) else [value])]
         return [call for call in calls if call is not None] if None not in calls else []
 
-    def _flush(self) -> list[Part]:
+    def _flush(self) -> list[Segment]:
         text = "".join(self._held)
         self._held.clear()
-        return [text] if text else []
+        return [Segment("content", text)] if text else []
 
 
 def _overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that begins `tag`."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Without empty texts, and neighbouring texts as one."""
-    joined: list[Part] = []
-    texts: list[str] = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if text := "".join(texts):
-            joined.append(text)
-        texts.clear()
-        joined.append(part)
-    if text := "".join(texts):
-        joined.append(text)
-    return joined
 
 
 def _loaded(body: str) -> Any:

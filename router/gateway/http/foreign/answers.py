@@ -1,4 +1,4 @@
-"""Answers as other APIs send them: typed server-sent events, or one object, from text in which calls are found."""
+"""Answers as other APIs send them: typed server-sent events, or one object."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.exchange import Exchange
-from disagg.router.gateway.http.tools import OfferedTools
-from disagg.router.gateway.text.tokenizer import Tokenizer
-from disagg.router.gateway.text.tool_calls import Part, ToolCall, tool_parser
+from disagg.router.gateway.text.segments import ToolCall
+
+Part = str | ToolCall
 
 _LINE_ENDS: Final = (("\u0085".encode(), b"\\u0085"), ("\u2028".encode(), b"\\u2028"), ("\u2029".encode(), b"\\u2029"))
 """JSON lets these stand, but clients that split lines of text, not of bytes, would take them for ends of lines."""
@@ -33,38 +33,28 @@ def typed_event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 class PartReader:
-    """Finds the calls in the text of one answer.
+    """Reads the deltas of one answer: its texts and calls in their order.
 
     Args:
-        tokenizer: of the model, whose format of calls it knows.
-        tools: what may be called; `None` for an answer that is text only.
+        is_parallel: whether there may be several calls; else those after the first one are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tools: OfferedTools | None) -> None:
-        self._parser = None if tools is None else tool_parser(tokenizer.tool_format, tools.names)
-        self._is_parallel = tools is not None and tools.parallel
+    def __init__(self, is_parallel: bool = True) -> None:
+        self._is_parallel = is_parallel
         self.num_calls = 0
 
-    def feed(self, text: str) -> list[Part]:
-        """What is certain after the next piece of text."""
-        if self._parser is None:
-            return [text] if text else []
-        return self._counted(self._parser.feed(text))
-
-    def finish(self) -> list[Part]:
-        """The rest, at the end of the answer."""
-        return [] if self._parser is None else self._counted(self._parser.finish())
-
-    def _counted(self, parts: list[Part]) -> list[Part]:
-        """Without the calls after the first one, where there may be one only."""
-        kept: list[Part] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                if self.num_calls and not self._is_parallel:
-                    continue
+    def read(self, delta: Delta) -> list[Part]:
+        """What a delta brings beside reasoning."""
+        parts: list[Part] = []
+        start = 0
+        for place, call in delta.calls:
+            parts.append(delta.text[start:place])
+            start = place
+            if self._is_parallel or not self.num_calls:
                 self.num_calls += 1
-            kept.append(part)
-        return kept
+                parts.append(call)
+        parts.append(delta.text[start:])
+        return [part for part in parts if part]
 
 
 class AnswerWriter(Protocol):

@@ -19,8 +19,8 @@ from typing_extensions import override
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.chunks import encode_text
-from disagg.router.gateway.http.foreign.answers import AnswerWriter, PartReader, one_line, typed_event
-from disagg.router.gateway.text.tool_calls import Part, ToolCall
+from disagg.router.gateway.http.foreign.answers import AnswerWriter, Part, PartReader, one_line, typed_event
+from disagg.router.gateway.text.segments import ToolCall
 
 _PING: Final = typed_event("ping", {})
 _STOP: Final = typed_event("message_stop", {})
@@ -33,7 +33,7 @@ class MessageWriter(AnswerWriter):
     Args:
         model: that answers.
         request_id: ids begin with it.
-        reader: finds the calls.
+        reader: of its deltas.
         error_event: writes an error.
         shows_reasoning: whether reasoning is written, as blocks before the text.
     """
@@ -70,11 +70,11 @@ class MessageWriter(AnswerWriter):
     @override
     def delta(self, delta: Delta) -> bytes:
         shown = self._text(delta.reasoning, "thinking") if delta.reasoning and self._shows_reasoning else b""
-        return shown + b"".join(map(self._part, self._reader.feed(delta.text)))
+        return shown + b"".join(map(self._part, self._reader.read(delta)))
 
     @override
     def finish(self, finish: Finish) -> bytes:
-        rest = b"".join(map(self._part, self._reader.finish())) + self._close_text()
+        rest = self._close_text()
         stop = {"stop_reason": self._reason(finish), "stop_sequence": finish.stop_string or None}
         usage = _usage(finish.num_prompt_tokens, finish.num_cached_tokens, finish.num_output_tokens)
         if finish.num_reasoning_tokens:

@@ -60,7 +60,7 @@ class Messages:
         call: Call,
         events: AsyncGenerator[Delta | Finish, None],
     ) -> None:
-        reader = PartReader(generator.model.tokenizer, parsed.tools)
+        reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
         model, shows_reasoning = parsed.inputs[0].model, parsed.shows_reasoning
         writer = MessageWriter(model, call.request_id, reader, exchange.error_event, shows_reasoning)
         await write_answer(exchange, events, writer, parsed.stream)

@@ -22,10 +22,10 @@ from typing_extensions import override
 from disagg.proto.errors import DisaggError
 from disagg.router.gateway.answers.generation import Delta, Finish
 from disagg.router.gateway.http.chunks import encode_text
-from disagg.router.gateway.http.foreign.answers import AnswerWriter, PartReader, one_line, typed_event
+from disagg.router.gateway.http.foreign.answers import AnswerWriter, Part, PartReader, one_line, typed_event
 from disagg.router.gateway.http.responses.to_input import ParsedResponse
 from disagg.router.gateway.http.transport.errors import short_message
-from disagg.router.gateway.text.tool_calls import Part, ToolCall
+from disagg.router.gateway.text.segments import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ResponseWriter(AnswerWriter):
         parsed: the call.
         request_id: ids begin with it.
         created: seconds since 1970.
-        reader: finds the calls.
+        reader: of its deltas.
     """
 
     def __init__(self, parsed: ParsedResponse, request_id: str, created: int, reader: PartReader) -> None:
@@ -91,14 +91,12 @@ class ResponseWriter(AnswerWriter):
     @override
     def delta(self, delta: Delta) -> bytes:
         reasoning = self._text(delta.reasoning, _REASONING) if delta.reasoning else b""
-        return reasoning + b"".join(map(self._part, self._reader.feed(delta.text)))
+        return reasoning + b"".join(map(self._part, self._reader.read(delta)))
 
     @override
     def finish(self, finish: Finish) -> bytes:
-        rest = b"".join(map(self._part, self._reader.finish()))
         is_whole = finish.reason == "stop"
-        if not self._output:
-            rest += self._open(_MESSAGE)
+        rest = b"" if self._output else self._open(_MESSAGE)
         rest += self._close("completed" if is_whole else "incomplete")
         self._ending = {"status": "completed", "usage": _usage(finish)}
         if not is_whole:

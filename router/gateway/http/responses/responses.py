@@ -57,7 +57,7 @@ class Responses:
         return await whole_answer(events, self._writer(generator, parsed, call))
 
     def _writer(self, generator: Generator, parsed: ParsedResponse, call: Call) -> ResponseWriter:
-        reader = PartReader(generator.model.tokenizer, parsed.tools)
+        reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
         return ResponseWriter(parsed, call.request_id, int(self._completions.wall_clock()), reader)
 
 

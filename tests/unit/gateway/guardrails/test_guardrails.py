@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.proto.errors import ContentFilterError, DeadlineError, InvalidRequestError, UnavailableError
@@ -24,10 +25,22 @@ from disagg.router.gateway.guardrails.judges import Asked, Judge, JudgeError
 from disagg.router.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
 from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.router.gateway.text.answer_splitter import answer_splitter
+from disagg.router.gateway.text.chat_template import ChatTurn, TemplateOptions
 from disagg.router.gateway.text.reasoning import Phase
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
+
+asked: list[Question] = []
+
+
+def note(question: Question) -> None:
+    asked.append(question)
+
+
+def encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
 
 ID = RequestId("r1")
 CALL = Call(request_id=ID)
@@ -126,6 +139,25 @@ class TestPrompts:
         setup = Setup(model, FakeRouter(), rules(NUMBERS))
         with pytest.raises(ContentFilterError, match=r"prompt\.token_ids: the guardrail g refuses it: a number"):
             await setup.run(ids)
+
+    @pytest.mark.parametrize("where", ["reasoning", "arguments", "tools", "variables"])
+    @pytest.mark.parametrize("text", ["its\nAKIAABCDEFGHIJKLMNOP", "a\ncat", 'say "no"', "1\n2"])
+    async def test_json_is_looked_at_as_what_it_says(self, model: ServedModel, where: str, text: str) -> None:
+        given = {
+            "reasoning": ChatPrompt((ChatTurn("assistant", "", encode({"reasoning_content": text})),)),
+            "arguments": ChatPrompt((ChatTurn("assistant", "", encode({"tool_calls": [{"arguments": {"a": text}}]})),)),
+            "tools": ChatPrompt((ChatTurn("user", "u"),), encode([{"description": text}])),
+            "variables": ChatPrompt((ChatTurn("user", "u"),), options=TemplateOptions(encode({"v": [text]}))),
+        }[where]
+        quoted = RuleOptions(pattern='say "no"')
+        setup = Setup(model, FakeRouter(), rules(CATS, quoted, RuleOptions(pattern=r"1\s2"), RuleOptions(secrets=True)))
+        with pytest.raises(ContentFilterError):
+            await setup.run(given)
+        assert setup.router.submitted == []
+
+    async def test_what_json_says_does_not_count_twice(self, model: ServedModel) -> None:
+        given = ChatPrompt((ChatTurn("assistant", "", encode({"reasoning_content": "a\nb"})),))
+        await Setup(model, FakeRouter(), rules(RuleOptions(max_chars=len(given.turns[0].extra)))).run(given)
 
     async def test_the_length_is_that_of_all_texts(self, model: ServedModel) -> None:
         limit = rules(RuleOptions(max_chars=10))
@@ -239,6 +271,25 @@ class TestAnswers:
 
 
 class TestResumed:
+    async def test_it_is_a_text_of_the_prompt_too(self, model: ServedModel) -> None:
+        """Whoever resumes an answer says what it was."""
+        ids = tuple(model.tokenizer.encode_text("a cat and", special=False))
+        only_prompts = RuleOptions(name="cats", pattern=r"\bcat\b", applies_to="prompts")
+        setup = Setup(model, FakeRouter(), rules(only_prompts))
+        with pytest.raises(ContentFilterError, match=r"resume\.token_ids: the guardrail g refuses it"):
+            await setup.run(resumed=ids, temperature=0.0)
+        assert setup.router.submitted == []
+        word = tuple(model.tokenizer.encode_text("a cat", special=False))  # which may go on as "cats"
+        await Setup(model, FakeRouter(), rules(only_prompts)).run(resumed=word, temperature=0.0)
+        long = Setup(model, FakeRouter(), rules(RuleOptions(max_chars=5, applies_to="prompts")))
+        assert end_of(await long.run(resumed=ids, temperature=0.0)).num_output_tokens == len(ids)
+
+    async def test_whoever_is_asked_gets_it_as_the_assistant_text(self, model: ServedModel) -> None:
+        asked.clear()
+        ids = tuple(model.tokenizer.encode_text("so far", special=False))
+        await Setup(model, FakeRouter(), function("note", applies_to="prompts")).run(resumed=ids, temperature=0.0)
+        assert [(one.texts, one.roles) for one in asked] == [(("hello", "so far"), ("", "assistant"))]
+
     @pytest.mark.parametrize("had", range(1, 12))
     async def test_it_goes_on_with_the_same_text_and_the_same_end(self, model: ServedModel, had: int) -> None:
         """After any number of tokens that a client may have: those that went out with their text."""
@@ -254,7 +305,8 @@ class TestResumed:
 
     async def test_tokens_of_a_text_that_would_be_replaced_are_no_client_s(self, model: ServedModel) -> None:
         (tokens,) = script(model, "a 1234 b")
-        setup = Setup(model, FakeRouter(), rules(NUMBERS))
+        numbers = RuleOptions(pattern="[0-9]{4}", action="replace", applies_to="answers")
+        setup = Setup(model, FakeRouter(), rules(numbers))
         with pytest.raises(InvalidRequestError, match=r"resume\.token_ids: have a text that a guardrail replaces"):
             await setup.run(temperature=0.0, resumed=tuple(tokens))
         assert setup.router.submitted == []
@@ -511,17 +563,17 @@ class TestJudges:
     ("pieces", "reasoning", "text", "reason", "num_reasoning"),
     [
         (["<thi", "nk>", "so 1234", " it", "</think>", " is", " 5678."], "so # it", "is #.", None, 5),
-        (["<think>", "a", " cat ", "</think>", "yes"], "a ", "", "no cats", 3),
+        (["<think>", "a", " cat ", "</think>", "yes"], "a ", "", "no cats", 4),
         (["<think>", "a", "</think>", " a ", "cat", "."], "a", "a ", "no cats", 3),
     ],
 )
 async def test_reasoning_is_looked_at_like_the_rest(
-    pieces: list[str], reasoning: str, text: str, reason: str | None, num_reasoning: int
+    model: ServedModel, pieces: list[str], reasoning: str, text: str, reason: str | None, num_reasoning: int
 ) -> None:
     guardrails = Guardrails([rules(NUMBERS, CATS)], clock=lambda: 0.0)
-    guard = guardrails.on_answer(CALL, ID, MODEL_NAME, True, Decisions())
+    splitter = answer_splitter(Phase.UNDECIDED, None)
+    guard = guardrails.on_answer(CALL, ID, model, True, Decisions(), splitter)
     assert guard is not None
-    guard.separate(Phase.UNDECIDED)
     found: list[Delta] = []
     for i, piece in enumerate(pieces):
         await guard.push(i, piece, None)

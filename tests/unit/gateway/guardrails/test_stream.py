@@ -39,8 +39,8 @@ def run(chain: Chain, pieces: Sequence[str], answer: Answer = allow) -> tuple[li
 
 
 def chain_of(*rules: RuleOptions, may_replace: bool = True, decisions: Decisions | None = None) -> Chain:
-    note = (decisions or Decisions()).add
-    return Chain(Rules("g", rules).stages("answer", may_replace, note))
+    note, made = (decisions or Decisions()).add, Rules("g", rules)
+    return Chain([*made.limits(note), *made.stages("answer", may_replace, note)])
 
 
 def cuts(text: str, seed: int) -> list[str]:

@@ -307,7 +307,7 @@ async def test_a_complete_answer() -> None:
 
 
 def test_an_answer_that_a_guardrail_ended_is_refused() -> None:
-    reader = PartReader(fake_model("m", 64).tokenizer, None)
+    reader = PartReader()
     writer = MessageWriter("m", "r", reader, lambda _: b"")
     end = json.loads(
         writer.finish(Finish(RequestId("r"), "content_filter", 3, 0, 2)).splitlines()[1].removeprefix(b"data: ")

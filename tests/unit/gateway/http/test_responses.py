@@ -333,7 +333,7 @@ async def test_what_is_repeated_of_the_request() -> None:
     named = {"type": "function", "name": "add"}
     more = {"parallel_tool_calls": False, "tool_choice": named}
     parsed = await read(**shown, **more, text={"format": FORMAT}, tools=[ADD])
-    reader = PartReader(fake_model(MODEL, 64).tokenizer, parsed.tools)
+    reader = PartReader()
     assert json.loads(ResponseWriter(parsed, "r0", int(NOW), reader).whole()) == {
         **BASE,
         **shown,

@@ -13,16 +13,17 @@ from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
 from disagg.router.gateway.http.to_input import read_chat
 from disagg.router.gateway.http.tool_choices import ToolChoices
-from disagg.router.gateway.http.tools import OfferedTools, read_extra, read_tools
+from disagg.router.gateway.http.tools import read_extra, read_tools
 from disagg.router.gateway.requests.request import Call
 from disagg.router.gateway.requests.shape import MAX_JSON_PARTS
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
+from disagg.router.gateway.text.segments import ToolCall
 from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
 from disagg.router.gateway.text.tool_grammar import call_grammar
 from tests.support.gateway import FakeRouter
 from tests.support.http_app import CHAT, TestApp
 
-CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+ADD = ToolCall("add", '{"a":1}')
 SHOWN = {"id": "call_r_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 
 
@@ -39,7 +40,7 @@ def raw(value: Any) -> msgspec.Raw:
 
 
 def choices(parallel: bool = True) -> ToolChoices:
-    return ToolChoices(fake_model("m", 64).tokenizer, OfferedTools(frozenset({"add"}), "[]", parallel), "r")
+    return ToolChoices(fake_model("m", 64).tokenizer, parallel, "r")
 
 
 @pytest.mark.parametrize(
@@ -158,16 +159,16 @@ def test_a_template_with_tools_gets_them_and_one_without_gets_text() -> None:
 
 def test_a_call_in_a_stream() -> None:
     it = choices()
-    first = json.loads(it.chunk(0, "so" + CALL[:5], b"null", b"null"))
+    first = json.loads(it.chunk(0, "so", b"null", b"null"))
     assert first["delta"] == {"role": "assistant", "content": "so"}
-    second = json.loads(it.chunk(0, CALL[5:], b"null", b"null"))
+    second = json.loads(it.chunk(0, "", b"null", b"null", "", [ADD]))
     assert second["delta"] == {"tool_calls": [{"index": 0, **SHOWN}]}
     last = json.loads(it.last_chunk(0, b'"stop"'))
     assert last["finish_reason"] == "tool_calls"
 
 
 def test_a_call_in_a_complete_answer() -> None:
-    answer = json.loads(choices(parallel=False).answer(0, CALL + CALL, b"null", b'"stop"'))
+    answer = json.loads(choices(parallel=False).answer(0, "", b"null", b'"stop"', "", [ADD, ADD]))
     assert answer["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [SHOWN]}
     assert answer["finish_reason"] == "tool_calls"
     answer = json.loads(choices().answer(0, "no", b"null", b'"stop"'))

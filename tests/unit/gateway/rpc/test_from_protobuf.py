@@ -90,7 +90,8 @@ def test_every_field_is_read() -> None:
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == [
-        "prompt_logprobs"
+        "prompt_logprobs",
+        "functions",
     ]
 
 
@@ -98,7 +99,7 @@ def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
     names |= {"truncate_prompt_tokens", "split_reasoning"}
-    names |= {"prompt_logprobs"}  # over HTTP only
+    names |= {"prompt_logprobs", "functions"}  # over HTTP only
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from disagg.proto.errors import ConfigError
+from disagg.router.gateway.text.answer_splitter import answer_splitter
 from disagg.router.gateway.text.detokenizer import TextStream
 from disagg.router.gateway.text.reasoning import Phase, ReasoningSplitter, first_phase, reasoning_format_of
+from disagg.router.gateway.text.segments import parts_of
 from disagg.router.gateway.text.tokenizer import ServedModel, fake_model, load_model
 from tests.support.gateway import MODEL_NAME, TOKENIZER_CONFIG, tokenizer_json, write_checkpoint
 
@@ -33,9 +35,9 @@ CASES = [
 
 def split(pieces: list[str], phase: Phase = Phase.UNDECIDED) -> tuple[str, str]:
     splitter = ReasoningSplitter(phase)
-    parts = [splitter.feed(piece) for piece in pieces]
-    parts.append(splitter.finish())
-    return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+    segments = [one for piece in pieces for one in splitter.feed(piece)] + splitter.finish()
+    assert "".join(one.text for one in segments) == "".join(pieces)
+    return parts_of(segments)[:2]
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), CASES)
@@ -71,13 +73,11 @@ def test_where_an_answer_begins(prompt_end: str, continued: str | None, phase: P
 
 def test_text_comes_at_once_where_no_tag_can_begin() -> None:
     splitter = ReasoningSplitter(Phase.UNDECIDED)
-    assert splitter.feed("\n<th") == ("", "")
-    assert splitter.feed("ink> a") == ("a", "")
-    assert splitter.feed(" <b </") == (" <b", "")
-    assert splitter.feed("p> ") == (" </p>", "")
-    assert splitter.feed("</think> ") == ("", "")
-    assert splitter.feed(" b <think>") == ("", "b <think>")
-    assert ReasoningSplitter(Phase.UNDECIDED).feed("<think!") == ("", "<think!")
+    found = [
+        parts_of(splitter.feed(text))[:2] for text in ("\n<th", "ink> a", " <b </", "p> ", "</think> ", " b <think>")
+    ]
+    assert found == [("", ""), ("a", ""), (" <b", ""), (" </p>", ""), ("", ""), ("", "b <think>")]
+    assert parts_of(ReasoningSplitter(Phase.UNDECIDED).feed("<think!")).content == "<think!"
 
 
 @pytest.mark.parametrize("begin", ["", "<think>a"])
@@ -86,8 +86,8 @@ def test_white_space_that_is_held_is_not_looked_at_again(begin: str) -> None:
     splitter = ReasoningSplitter(Phase.UNDECIDED)
     splitter.feed(begin)
     for _ in range(300_000):
-        assert splitter.feed("\n") == ("", "")
-    rest = splitter.finish()
+        assert splitter.feed("\n") == []
+    rest = parts_of(splitter.finish())
     assert len(rest.reasoning) + len(rest.content) == 300_000
 
 
@@ -108,7 +108,7 @@ def encode(model: ServedModel, text: str) -> list[int]:
 def test_tokens_are_counted_up_to_the_close_tag(phase: Phase, text: str, num_tokens: int) -> None:
     model = fake_model("m", 64)  # a token is a byte
     for size in (1, 2, 7, 64):
-        stream = TextStream(model.tokenizer, [], phase=phase)
+        stream = TextStream(model.tokenizer, [], splitter=answer_splitter(phase, None))
         ids = encode(model, text)
         for begin in range(0, len(ids), size):
             stream.push(ids[begin : begin + size])
@@ -118,7 +118,7 @@ def test_tokens_are_counted_up_to_the_close_tag(phase: Phase, text: str, num_tok
 
 def test_a_stop_string_ends_the_reasoning_too_and_lets_what_is_held_go() -> None:
     model = fake_model("m", 64)
-    stream = TextStream(model.tokenizer, ["STOP"], phase=Phase.UNDECIDED)
+    stream = TextStream(model.tokenizer, ["STOP"], splitter=answer_splitter(Phase.UNDECIDED, None))
     piece = stream.push(encode(model, "<think>a </STOP b"))
     assert (piece.reasoning, piece.text, piece.stopped) == ("a </", "", True)
     assert stream.num_reasoning_tokens == len("<think>a </STOP")

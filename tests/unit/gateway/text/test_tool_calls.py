@@ -1,12 +1,29 @@
 """Tool calls found in text do not depend on how the text was cut."""
 
+import json
+
+import msgspec
 import pytest
 
-from disagg.router.gateway.text.tool_calls import Part, ToolCall, ToolFormat, format_of, tool_parser
+from disagg.router.gateway.text.segments import Segment, ToolCall, joined
+from disagg.router.gateway.text.tool_calls import ToolFormat, format_of, tool_parser
+
+Part = str | ToolCall
 
 NAMES = {"add", "now"}
 ADD, NOW = ToolCall("add", '{"a":1}'), ToolCall("now", "{}")
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+ADDED = HERMES_ADD.replace("\n", "")
+
+
+def echo(text: str) -> str:
+    return "<tool_call>" + json.dumps({"name": "now", "arguments": {"text": text}}) + "</tool_call>"
+
+
+def echoed(text: str) -> ToolCall:
+    return ToolCall("now", msgspec.json.encode({"text": text}).decode())
+
 
 CASES: list[tuple[ToolFormat, str, list[Part]]] = [
     ("hermes", "a < b <tool", ["a < b <tool"]),
@@ -21,6 +38,13 @@ CASES: list[tuple[ToolFormat, str, list[Part]]] = [
     ("hermes", '<tool_call>{"name":["add"]}</tool_call>', ['<tool_call>{"name":["add"]}</tool_call>']),
     ("hermes", "<<tool_call>" + '{"name":"now","arguments":[]}', ['<<tool_call>{"name":"now","arguments":[]}']),
     ("hermes", "<tool_call></tool_cal", ["<tool_call></tool_cal"]),
+    ("hermes", "a" + echo("x</tool_call>y") + "b", ["a", echoed("x</tool_call>y"), "b"]),
+    ("hermes", echo('\\"</tool_call>') + ADDED, [echoed('\\"</tool_call>'), ADD]),
+    ("hermes", echo(echo("")), [echoed(echo(""))]),
+    ("hermes", '<tool_call>{"name": "a</tool_call>' + ADDED, ['<tool_call>{"name": "a</tool_call>', ADD]),
+    ("hermes", '<tool_call>{"name": "a</tool_call>\n' + ADDED, ['<tool_call>{"name": "a</tool_call>\n', ADD]),
+    ("hermes", "<tool_call> is a tag; " + ADDED, ["<tool_call> is a tag; ", ADD]),
+    ("hermes", "<tool_call>{}}</tool_call>" + ADDED, ["<tool_call>{}}</tool_call>", ADD]),
     ("json", ' {"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("json", '[TOOL_CALLS] [{"name":"add","arguments":{"a":1}},{"name":"now","arguments":{}}]', [ADD, NOW]),
@@ -32,20 +56,15 @@ CASES: list[tuple[ToolFormat, str, list[Part]]] = [
 ]
 
 
-def joined(parts: list[Part]) -> list[Part]:
-    whole: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and whole and isinstance(whole[-1], str):
-            whole[-1] += part
-        else:
-            whole.append(part)
-    return whole
+def shown(segments: list[Segment]) -> list[Part]:
+    return [one.call or one.text for one in joined(segments) if one.channel != "none"]
 
 
 def parsed(tool_format: ToolFormat, pieces: list[str]) -> list[Part]:
     parser = tool_parser(tool_format, NAMES)
-    parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish())
+    segments = [one for piece in pieces for one in parser.feed(piece)] + parser.finish()
+    assert "".join(one.text for one in segments) == "".join(pieces)
+    return shown(segments)
 
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)
@@ -58,16 +77,20 @@ def test_every_split_gives_the_same(tool_format: ToolFormat, text: str, expected
 
 def test_text_that_cannot_be_a_call_comes_at_once() -> None:
     parser = tool_parser("hermes", NAMES)
-    assert parser.feed("a<tool") == ["a"]
-    assert parser.feed("s>b") == ["<tools>b"]
+    assert shown(parser.feed("a<tool")) == ["a"]
+    assert shown(parser.feed("s>b")) == ["<tools>b"]
+    assert shown(parser.feed("<tool_call>x")) == ["<tool_call>x"]
     parser = tool_parser("json", NAMES)
     assert parser.feed(" ") == []
     assert parser.feed("<|p") == []
-    assert parser.feed("x") == [" <|px"]
-    assert parser.feed("{") == ["{"]
+    assert shown(parser.feed("x")) == [" <|px"]
+    assert shown(parser.feed("{")) == ["{"]
 
 
-@pytest.mark.parametrize("text", ["<tool_call>", "<tool_call", "<tool_call>{</tool_call>"])
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>", "<tool_call", "<tool_call>{</tool_call>", '<tool_call>{"</tool_call>', "</tool_call><tool_call>{"],
+)
 def test_a_flood_of_tags_is_given_back_as_it_came(text: str) -> None:
     flood = text * ((10 << 20) // len(text))
     pieces = [flood[i : i + 4096] for i in range(0, len(flood), 4096)]
