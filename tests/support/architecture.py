@@ -53,7 +53,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "starlette": ("router/gateway/http/*",),
     "uvicorn": ("router/gateway/http/*",),
     "httptools": ("router/gateway/http/*", "router/gateway/guardrails/service.py"),
-    "re2": ("router/gateway/guardrails/patterns.py",),
+    "re2": ("router/gateway/guardrails/patterns/scanner.py",),
     "python_multipart": ("router/gateway/http/*",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),

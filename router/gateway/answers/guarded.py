@@ -7,7 +7,7 @@ tokens ──> text ──> AnswerGuard ──> deltas of what is final ──> 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -24,6 +24,9 @@ from disagg.router.gateway.text.detokenizer import TextStream
 _TOKENS_A_TURN: Final = 128
 """That are looked at in one turn of the event loop, where a slow client lets many come together: about a millisecond.
 """
+
+_PROMPT_TOKENS_A_TURN: Final = 8
+"""Whose likeliest tokens are looked at in one turn of the event loop: about a millisecond."""
 
 
 class GuardedAnswer(Answer):
@@ -83,8 +86,7 @@ class GuardedAnswer(Answer):
         here."""
         logprobs = self._logprobs(batch, len(batch.token_ids))
         if logprobs and not self._text.num_tokens:
-            ids = unpack_token_ids(self._prompt_ids(0))
-            self._prompt_logprobs = await self._guard.shown_prompt(ids, logprobs[0].prompt)
+            self._prompt_logprobs = await self._shown_prompt(logprobs[0].prompt)
         for i, token_id in enumerate(batch.token_ids):
             if i % _TOKENS_A_TURN == _TOKENS_A_TURN - 1:
                 await asyncio.sleep(0)
@@ -96,6 +98,18 @@ class GuardedAnswer(Answer):
                 await self._guard.finish("")
                 return True
         return False
+
+    async def _shown_prompt(self, logprobs: Sequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens but the first, those that may be shown."""
+        alternatives, shown = self._guard.alternatives(), list[TokenLogprobs]()
+        for i, token_id in enumerate(unpack_token_ids(self._prompt_ids(0))):
+            if i % _PROMPT_TOKENS_A_TURN == _PROMPT_TOKENS_A_TURN - 1:
+                await asyncio.sleep(0)
+            if i:
+                shown.append(alternatives.shown(token_id, logprobs[i - 1]))
+            else:
+                alternatives.go_on(token_id)
+        return tuple(shown)
 
     def _with_prompt(self, delta: Delta) -> Delta:
         """The first delta with tokens, with what is known of the prompt: the first token may have been replaced."""

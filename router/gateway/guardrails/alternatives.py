@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.guardrails.patterns import Scanner
+from disagg.router.gateway.guardrails.patterns.scanner import Scanner
 
 _BEFORE: Final = (b"", b" ", b"a")
 """What may stand before a token, as far as the borders of words are concerned."""
@@ -40,8 +40,8 @@ class Alternatives:
         self._starts = [0] * len(self._before)
         """Where it begins."""
 
-    def of_another_text(self) -> Alternatives:
-        """Those of another text."""
+    def begin(self) -> Alternatives:
+        """The same at the beginning of a text of its own."""
         return Alternatives(self._scanners, self._token_bytes)
 
     def shown(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprobs:

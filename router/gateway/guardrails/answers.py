@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import TokenLogprobs
@@ -14,9 +12,6 @@ from disagg.router.gateway.guardrails.release import Part, TokenRelease
 from disagg.router.gateway.guardrails.stream import Run
 from disagg.router.gateway.guardrails.verdicts import Decisions, Question, Stop, Verdict
 from disagg.router.gateway.requests.validate import RESUMED
-
-_PROMPT_TOKENS_A_TURN: Final = 8
-"""Whose likeliest tokens are looked at in one turn of the event loop: about a millisecond."""
 
 Ask = Callable[[Question], Awaitable[Verdict]]
 
@@ -70,21 +65,9 @@ class AnswerGuard:
         self.num_tokens += num_tokens
         await self._feed(text)
 
-    async def shown_prompt(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> tuple[TokenLogprobs, ...]:
-        """Those of a prompt's tokens but the first, without alternatives that would show something. Leaves turns of
-        the event loop to others."""
-        alternatives = self._alternatives.of_another_text()
-        shown: list[TokenLogprobs] = []
-        for i, token_id in enumerate(token_ids):
-            if i % _PROMPT_TOKENS_A_TURN == _PROMPT_TOKENS_A_TURN - 1:
-                await asyncio.sleep(0)
-            if i:
-                shown.append(alternatives.shown(token_id, logprobs[i - 1]))
-            else:
-                alternatives.go_on(token_id)
-        return tuple(shown)
+    def alternatives(self) -> Alternatives:
+        """What may be shown beside the tokens of another text than this answer."""
+        return self._alternatives.begin()
 
     async def push(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
         """The next token, and the text that it brought. Not to be called when it has stopped."""

@@ -11,8 +11,8 @@ import msgspec
 
 from disagg.proto.config import Count, Name, NonNegativeInt, Seconds, check_bounds
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.guardrails.pattern_syntax import PatternError
-from disagg.router.gateway.guardrails.patterns import check_pattern
+from disagg.router.gateway.guardrails.patterns.scanner import check_pattern
+from disagg.router.gateway.guardrails.patterns.syntax import PatternError
 
 MAX_GUARDRAILS: Final = 16
 MAX_RULES: Final = 64
@@ -84,9 +84,9 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Questions at a time: connections of a service, threads of Python. Where there are several tenants, a quarter of
     them is never one tenant's, nor of those that wait."""
     max_waiting: NonNegativeInt = 256
-    """Further questions, that wait; beyond that they fail."""
+    """Further questions, that wait; beyond that requests are refused."""
     on_failure: Literal["stop", "allow"] = "stop"
-    """What becomes of a request where there is no verdict: it fails with code `guardrail_unavailable`, or goes on."""
+    """What becomes of a request where the guardrail is down: it fails with code `guardrail_unavailable`, or goes on."""
 
 
 def check_guardrails(guardrails: Sequence[GuardrailOptions], path: str) -> None:

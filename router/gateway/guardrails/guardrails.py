@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from disagg.proto.errors import ContentFilterError, UnavailableError
+from disagg.proto.errors import ContentFilterError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 from disagg.router.gateway.guardrails.alternatives import Alternatives
@@ -105,6 +105,7 @@ class Guardrails:
         Raises:
             ContentFilterError: if a guardrail stops it.
             UnavailableError: if one gives no verdict, and without one nothing may pass.
+            OverloadedError: if one has no place for the question.
         """
         decisions, num_bytes = Decisions(), prompt.num_bytes + BYTES_PER_ID * len(resumed)
         try:
@@ -117,7 +118,7 @@ class Guardrails:
                     texts = await self._by_rules(each.name, texts, decisions, partial(offload, num_bytes))
                 else:
                     texts = await self._by_verdict(each.name, texts, call, model.info.name, decisions)
-        except (ContentFilterError, UnavailableError) as error:
+        except (ContentFilterError, OverloadedError, UnavailableError) as error:
             self._refuse(call, error.code, decisions)
             raise
         return CheckedPrompt(prompt if texts == before else with_texts(prompt, texts), decisions)

@@ -1,11 +1,13 @@
 """Guardrails that are asked: a service or a function. Bounded in time and number; a failure has a configured outcome.
 
-ask ──circuit open, too many wait──> failed
+ask ──circuit open──> failed
  └──> waits for its place ──> the judge ──verdict──> checked
-            └──timeout          └──timeout, error, no valid verdict──> failed ──on_failure──> allowed, or
-                                                                                        `UnavailableError`
-What the judge does counts for the circuit; that there was no place, that a client's deadline passed, and that a
-question was refused for what it is, does not.
+            │                   ├──refuses the question──> stopped
+            │                   └──timeout, error, no valid verdict──> failed ──on_failure──> allowed, or
+            └──too many wait, timeout──> `OverloadedError`                              `UnavailableError`
+
+What is configured for failures is for a guardrail that is down. A tenant that asks much, and a text that the judge
+refuses, must not have the text pass unseen. Only what the judge does counts for the circuit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +24,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from typing_extensions import override
 
-from disagg.proto.errors import ConfigError, DeadlineError, UnavailableError
+from disagg.proto.errors import ConfigError, DeadlineError, OverloadedError, UnavailableError
 from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuits
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions
 from disagg.router.gateway.guardrails.places import Places, PlacesError, Ticket
@@ -41,6 +44,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUP: Final = "disagg.guardrails"
+REFUSED: Final = "it cannot be judged"
+"""Reason of a stop where the judge refuses the question."""
+_RETRY_S: Final = 1.0
+_REFUSALS_LOGGED_S: Final = 60.0
+"""Between two lines of the log about refused questions."""
 UNAVAILABLE: Final = "guardrail_unavailable"
 """Code of the error where a guardrail gave no verdict and nothing may pass without one."""
 MAX_REPLACEMENT_CHARS: Final = 1 << 20
@@ -141,6 +149,7 @@ class Asked:
         self._places = Places(options.max_running, options.max_waiting)
         self._waiting: dict[Ticket, asyncio.Event] = {}
         """Set when its turn has come."""
+        self._next_refusal_logged = -math.inf
         self.seconds = 0.0
         """Sum of the times that questions took."""
 
@@ -168,6 +177,7 @@ class Asked:
 
         Raises:
             UnavailableError: if there is no verdict, and without one nothing may pass.
+            OverloadedError: if there is no place for the question.
             DeadlineError: if the deadline passed before there was one. That says nothing about the guardrail: else
                 clients with short deadlines could have it asked no more.
         """
@@ -175,6 +185,10 @@ class Asked:
         try:
             verdict = await self._verdict(question, began, deadline, is_sole)
         except JudgeError as error:
+            if error.is_refusal:
+                count("stop")
+                self._note_refusal(error)
+                return Stop(REFUSED)
             count("failed")
             options = self.options
             note(Decision(options.name, "", question.subject, "failed", f"{error}"[:MAX_REASON_CHARS]))
@@ -217,22 +231,38 @@ class Asked:
         return verdict
 
     async def _enter(self, ticket: Ticket, deadline: float | None) -> None:
-        """Wait for a place. Raises `JudgeError`, or `DeadlineError`; then it has none."""
+        """Wait for a place. Raises `OverloadedError`, or `DeadlineError`; then it has none."""
         try:
             if self._places.enter(ticket):
                 return
         except PlacesError as error:
-            raise JudgeError(str(error)) from None
+            raise self._busy(str(error)) from None
         turn = self._waiting[ticket] = asyncio.Event()
         try:
             await self._within(deadline, turn.wait())
         except BaseException as error:
             self._leave(ticket)
             if isinstance(error, TimeoutError):
-                raise JudgeError(f"no place in {self.options.timeout_s:g} s") from None
+                raise self._busy(f"no place for a question in {self.options.timeout_s:g} s") from None
             raise
         finally:
             del self._waiting[ticket]
+
+    def _busy(self, why: str) -> OverloadedError:
+        return OverloadedError(f"the guardrail {self.options.name} is busy: {why}", _RETRY_S)
+
+    def _note_refusal(self, error: JudgeError) -> None:
+        """For operators: a service that refuses all questions stops all requests."""
+        now = self._clock()
+        if now >= self._next_refusal_logged:
+            self._next_refusal_logged = now + _REFUSALS_LOGGED_S
+            logger.warning(
+                "guardrail %s: a question was refused, so its request is stopped: %s. The next line about that comes "
+                "in %g s at the earliest; disagg_guardrail_decisions_total counts all",
+                self.options.name,
+                error,
+                _REFUSALS_LOGGED_S,
+            )
 
     def _leave(self, ticket: Ticket) -> None:
         following = self._places.leave(ticket)

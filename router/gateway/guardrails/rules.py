@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from disagg.router.gateway.guardrails.config import RuleOptions
-from disagg.router.gateway.guardrails.patterns import Scanner
-from disagg.router.gateway.guardrails.secrets import SECRETS
+from disagg.router.gateway.guardrails.patterns.scanner import Scanner
+from disagg.router.gateway.guardrails.patterns.secrets import SECRETS
 from disagg.router.gateway.guardrails.stream import LengthStage, Note, PatternStage, Rule, Stage
 from disagg.router.gateway.guardrails.verdicts import Subject
 

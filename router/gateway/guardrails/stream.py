@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from typing_extensions import override
 
-from disagg.router.gateway.guardrails.patterns import Scanner
+from disagg.router.gateway.guardrails.patterns.scanner import Scanner
 from disagg.router.gateway.guardrails.verdicts import Allow, Decision, Question, Replace, Stop, Subject, Verdict
 from disagg.router.gateway.text.segments import Channel, ToolCall
 

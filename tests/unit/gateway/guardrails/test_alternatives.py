@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.gateway.guardrails.alternatives import Alternatives
-from disagg.router.gateway.guardrails.patterns import Scanner
+from disagg.router.gateway.guardrails.patterns.scanner import Scanner
 
 TEXTS = [" the", " cat", "cat", "con", "s", " se", "cret", "secret", "c", "ecret", "\xe9"]
 

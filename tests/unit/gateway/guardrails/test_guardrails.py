@@ -6,12 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
-from disagg.proto.errors import ContentFilterError, DeadlineError, InvalidRequestError, UnavailableError
+from disagg.proto.errors import (
+    ContentFilterError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
@@ -229,6 +235,15 @@ class TestAnswers:
             len(model.tokenizer.decode([token])) for delta in deltas for token in delta.token_ids
         )
         assert offset > 0
+
+    async def test_the_likeliest_tokens_show_nothing_that_is_stopped(self, model: ServedModel) -> None:
+        the, cat = (model.tokenizer.encode_text(text, special=False)[0] for text in (" the", " cat"))
+        top = TokenLogprobs(-1.0, (the, cat, the + 1), (-0.1, -0.2, -0.3))
+        first = msgspec.structs.replace(top, prompt=(top, top))
+        router = FakeRouter([TokenBatch([the, the], [first, top]), Completion("length", 2, 0)])
+        events = await Setup(model, router, rules(CATS)).run(IdsPrompt((the, the, the)), logprobs=3, prompt_logprobs=3)
+        shown = [one for event in events if isinstance(event, Delta) for one in event.logprobs]
+        assert [one.top_ids for one in (*shown, *shown[0].prompt)] == [(the,)] * 4
 
     @pytest.mark.parametrize("structured", [True, False])
     async def test_an_answer_with_a_form_is_stopped_where_it_would_be_replaced(
@@ -491,13 +506,22 @@ class TestJudges:
             "every 5 s"
         ]
 
-    async def test_what_a_service_refuses_is_no_failure_of_it(self) -> None:
-        options = GuardrailOptions(name="s", on_failure="allow")
+    @pytest.mark.parametrize("on_failure", ["allow", "stop"])
+    async def test_what_a_service_refuses_is_stopped_and_no_failure_of_it(
+        self, caplog: pytest.LogCaptureFixture, on_failure: Literal["allow", "stop"]
+    ) -> None:
+        options = GuardrailOptions(name="s", on_failure=on_failure)
         judge = ScriptedJudge([*[JudgeError("status 413", is_refusal=True)] * 2 * FAILURES, ALLOW])
-        asked, counts = Asked(options, judge, lambda: 5.0), list[str]()
+        asked, counts, verdicts = Asked(options, judge, lambda: 5.0), list[str](), list[Verdict]()
         for _ in range(2 * FAILURES + 1):
-            await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, counts.append)
-        assert (counts, asked.is_open) == (["failed"] * 2 * FAILURES + ["allow"], False)
+            question = Question(subject="prompt", texts=("a",))
+            verdicts.append(await asked.ask(question, None, lambda _: None, counts.append))
+        assert verdicts == [*[Stop("it cannot be judged")] * 2 * FAILURES, ALLOW]
+        assert (counts, asked.is_open) == (["stop"] * 2 * FAILURES + ["allow"], False)
+        assert [record.message for record in caplog.records] == [
+            "guardrail s: a question was refused, so its request is stopped: status 413. The next line about that "
+            "comes in 60 s at the earliest; disagg_guardrail_decisions_total counts all"
+        ]
 
     async def test_waiting_for_a_place_is_bounded_and_no_failure_of_the_service(self) -> None:
         options = GuardrailOptions(name="s", on_failure="allow", max_running=1, timeout_s=0.001)
@@ -510,9 +534,11 @@ class TestJudges:
         first = asyncio.create_task(ask())
         await judge.begun.wait()
         others = [asyncio.create_task(ask()) for _ in range(2 * FAILURES)]
-        await asyncio.gather(*others)
-        assert [one.reason for one in noted] == ["no place in 0.001 s"] * 2 * FAILURES
-        assert not asked.is_open
+        errors = await asyncio.gather(*others, return_exceptions=True)
+        assert {(type(error), str(error)) for error in errors} == {
+            (OverloadedError, "the guardrail s is busy: no place for a question in 0.001 s")
+        }
+        assert (noted, asked.is_open) == ([], False)
         judge.ends.set()
         await first
 
@@ -524,8 +550,9 @@ class TestJudges:
         running = [asyncio.create_task(asked.ask(question, None, noted.append, lambda _: None)) for _ in range(2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await asked.ask(question, None, noted.append, lambda _: None)
-        assert [one.reason for one in noted] == ["2 questions run or wait"]
+        with pytest.raises(OverloadedError, match="the guardrail s is busy: 2 questions run or wait") as caught:
+            await asked.ask(question, None, noted.append, lambda _: None)
+        assert (caught.value.http_status, caught.value.retry_after_s, noted) == (429, 1.0, [])
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from disagg.router.gateway.guardrails.pattern_syntax import PatternError, read_pattern
+from disagg.router.gateway.guardrails.patterns.syntax import PatternError, read_pattern
 
 if TYPE_CHECKING:
     from re2 import _Regexp as Regexp
@@ -37,7 +37,7 @@ class Scanner:
     """Where patterns match: leftmost, and of what begins there the longest.
 
     Args:
-        patterns: see `pattern_syntax`; each with whether upper and lower case are the same.
+        patterns: see `syntax`; each with whether upper and lower case are the same.
 
     Raises:
         PatternError: if a pattern cannot be used.

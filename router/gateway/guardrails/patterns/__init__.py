@@ -1,0 +1,1 @@
+"""Patterns that have a longest match, and how they are found."""
