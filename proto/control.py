@@ -208,7 +208,14 @@ class GatewaySettings(Message, frozen=True, kw_only=True, tag=True):
     """Between two reports to an autoscaler; None without one."""
 
 
-ControllerToGateway = Membership | MembershipChange | AutoscalerState | GatewaySettings
+class ExpectedWorkers(Message, frozen=True, kw_only=True, tag=True):
+    """The workers that are starting, or are about to; replaces what was known of them."""
+
+    in_s: dict[WorkerId, float]
+    """Seconds until each is expected to be ready, as the message is sent."""
+
+
+ControllerToGateway = Membership | MembershipChange | ExpectedWorkers | AutoscalerState | GatewaySettings
 
 
 # ---------------------------------------------------------------- operator -> controller

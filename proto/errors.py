@@ -159,7 +159,7 @@ class UnavailableError(DisaggError):
 
 
 NO_WORKER_YET = "no_worker_yet"
-"""Code of an `UnavailableError`: the pool was empty because nothing came, and the request makes a worker start."""
+"""Code of an `UnavailableError`: a worker is coming, because one died, or because the request makes one start."""
 
 
 class InternalError(DisaggError):

@@ -148,6 +148,8 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     """Longest of those pauses."""
     no_worker_grace_s: Positive = 2.5
     """How long a queued request waits for a worker that could take it at all to come (back)."""
+    expected_worker_grace_s: Positive = 15.0
+    """The same where the controller says that one is coming, and when."""
     silent_after_s: Seconds | None = _TIMEOUTS.suspect_after_s
     """`recovery.suspect_after_s` of the YAML: a worker that sent nothing for so many seconds is suspected, its requests
     are requeued, and it gets nothing new until it sends a message again. None for never."""

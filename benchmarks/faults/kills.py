@@ -24,6 +24,8 @@ GAP_S = 3.0
 MOVING_S = 0.15
 """From the beginning of a move to the kill."""
 RESTART_S = 90.0
+AWAITED_S = 15.0
+"""How long requests wait for a worker that is known to be coming."""
 LEFT_S = 5.0
 """How long anything may be held after the load."""
 
@@ -169,12 +171,17 @@ async def only_decode(up: Up, model: Model) -> Row:
         restart_s = await restart
         await asyncio.sleep(AFTER_S)
     seen = await afterwards(up, streams)
-    late = [stream for stream in streams if stream.error and stream.ended - max(stream.sent, struck) > 3.0]
-    figures = {"restart_s": restart_s, "back_s": back_s, "late_errors": float(len(late))}
+    # Requests wait for a worker that is known to be coming; else they end with an error soon after.
+    late = [
+        stream
+        for stream in streams
+        if stream.error and (back_s <= AWAITED_S or stream.ended - max(stream.sent, struck) > AWAITED_S + 3.0)
+    ]
+    figures = {"restart_s": restart_s, "back_s": back_s, "wrong_errors": float(len(late))}
     after = [stream for stream in streams if stream.sent > struck + back_s]
     met = not (late or seen["wrong"] or seen["left"]) and back_s <= restart_s + 2.0
     met = met and all(stream.is_whole for stream in after) and bool(after)
-    promise = "an error within 3 s, or the whole answer; service back <= restart + 2 s"
+    promise = "every answer is whole where the worker is back in 15 s; service back <= restart + 2 s"
     return Row(name="only_decode", promise=promise, met=met, recovery_s=restart_s, figures=figures, **seen)
 
 

@@ -32,6 +32,7 @@ from disagg.cluster.control.events import Command, Event
 from disagg.cluster.control.gateways import Follower, Gateways
 from disagg.cluster.control.refusals import refusal
 from disagg.cluster.control.workers import (
+    USUAL_START_S,
     Worker,
     in_order,
     misfit,
@@ -103,6 +104,8 @@ class ControlCore:
         self._adopting_until: float | None = None
         self._probes = Probes()
         self._published = MembershipLog(controller_id)
+        self._expected: dict[WorkerId, float] = {}
+        """When workers that are coming are expected to be ready, as it was published last."""
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
         """Processes that gateways reported as draining, and that have not registered here."""
         self._out: list[Command] = []
@@ -183,7 +186,7 @@ class ControlCore:
         self._roll(now)
         self._reconcile(now)
         self._reconcile_gateways(now)
-        self._publish()
+        self._publish(now)
         if self._to_stop:  # after they left the membership
             self._out.append(events.StopWorkers(tuple(self._to_stop)))
         out, self._out, self._to_stop = self._out, [], []
@@ -483,7 +486,7 @@ class ControlCore:
         ready = tuple(w.info for w in self._workers.values() if w.phase == "ready" and w.info is not None)
         self._out += [events.StartGateway(ready, address, http_address, name) for name, address, http_address in starts]
 
-    def _publish(self) -> None:
+    def _publish(self, now: float) -> None:
         if self._adopting_until is not None:
             return
         change = self._published.update(
@@ -496,3 +499,20 @@ class ControlCore:
         behind = self._gateways.behind()
         if change is not None or behind:
             self._out.append(events.Publish(change, behind))
+        self._expect(now, is_anew=bool(behind))
+
+    def _expect(self, now: float, *, is_anew: bool) -> None:
+        """Have gateways wait for the workers that are coming, where these are others than before."""
+        longest: dict[PoolName, float] = {}
+        for worker in self._workers.values():
+            if worker.start_s is not None:
+                longest[worker.pool] = max(worker.start_s, longest.get(worker.pool, 0.0))
+        for worker in self._workers.values():
+            is_desired = worker.index < self.sizes.get(worker.pool, 0)
+            worker.expect(longest.get(worker.pool, USUAL_START_S), now, is_desired=is_desired)
+        before, self._expected = (
+            self._expected,
+            {name: worker.expected_at for name, worker in self._workers.items() if worker.expected_at is not None},
+        )
+        if self._expected != before or (is_anew and before):
+            self._out.append(events.Expect({name: max(0.0, at - now) for name, at in self._expected.items()}))

@@ -279,6 +279,14 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Expect:
+    """Send all gateways the workers that are coming, after the membership."""
+
+    in_s: Mapping[WorkerId, float]
+    """Seconds until each is expected to be ready."""
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Keep `ControlCore.saved()` for the next controller."""
 
@@ -302,4 +310,5 @@ Command = (
     | Proven
     | Reject
     | Publish
+    | Expect
 )

@@ -48,6 +48,7 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
+    ExpectedWorkers,
     GatewaySettings,
     PoolName,
     ScaleRequest,
@@ -354,6 +355,8 @@ class Controller:
                 self._prober.start(probe)
             case events.Publish(change=change, snapshot_for=snapshot_for):
                 self._service.publish(change, snapshot_for, core.membership, self._settings_frame)
+            case events.Expect(in_s=in_s):
+                self._service.send(encode(ExpectedWorkers(in_s=dict(in_s))))
             case _:
                 assert self._launcher_thread is not None, "the controller has not started"
                 self._launcher_thread.put(command)

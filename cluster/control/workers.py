@@ -23,6 +23,13 @@ from disagg.proto.control import PoolKind, PoolName, WorkerPhase, WorkerRecord
 from disagg.proto.ids import Incarnation, WorkerId, kind_of, model_of
 from disagg.proto.messages import WorkerInfo
 
+USUAL_START_S = 10.0
+"""How long a start takes, before one of a worker of its pool was measured."""
+MORE_S = 0.5
+"""What a start takes beside its phases: the process, registering, the probe."""
+MOST_FAULTS = 2
+"""A worker with more faults in a row is not expected to come."""
+
 TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
     "starting": frozenset({"starting", "ready", "failed", "lost", "stopping"}),
     "ready": frozenset({"starting", "ready", "draining", "lost", "failed"}),
@@ -70,6 +77,10 @@ class Worker:
     """Why it was lost or failed, the last time."""
     pending: str = ""
     """What its start waits for."""
+    start_s: float | None = None
+    """How long its latest start took."""
+    expected_at: float | None = None
+    """When it is expected to be ready; None where it is, or is not expected."""
     due: float | None = None
     """When `lost` or `failed` is started anew, or `draining` is stopped, if nothing happens before."""
     ready_since: float = 0.0
@@ -99,6 +110,8 @@ class Worker:
         self.enter("ready")
         self.info, self.ready_since, self.was_killed, self.is_proven = info, now, False, True
         self.start_id, self.config_hash, self.unready_since = info.start_id, info.config_hash, None
+        if info.start_phases:
+            self.start_s = sum(phase.seconds for phase in info.start_phases) + MORE_S
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
         """Its process failed; it is started again after a pause."""
@@ -106,6 +119,16 @@ class Worker:
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)
         self.num_faults, self.detail, self.info, self.is_proven = num_faults, why, None, False
+        self.expected_at = None
+
+    def expect(self, usual_s: float, now: float, *, is_desired: bool) -> None:
+        """Estimate when it is ready, unless that is known. `usual_s`: of a start that was not measured."""
+        is_coming = self.phase in ("starting", "lost", "failed") or (self.phase == "stopping" and is_desired)
+        if not is_coming or self.num_faults > MOST_FAULTS:
+            self.expected_at = None
+        elif self.expected_at is None:
+            begins_at = now if self.due is None or self.info is not None else self.due
+            self.expected_at = begins_at + (usual_s if self.start_s is None else self.start_s)
 
     @property
     def model(self) -> str:

@@ -4,6 +4,7 @@
           <── WorkerDrained, when this gateway has nothing left on a draining worker; a heartbeat twice a second
           <── MembershipRequest, when a change is missing
     GatewaySettings ──> routers, models ──> SettingsFollowed
+    ExpectedWorkers ──> routers, whose requests wait for those that are coming
 
 While the controller is away the gateway goes on serving with its present workers. Each stream begins with all of the
 membership, which replaces the earlier one, so that missed changes do not matter.
@@ -28,6 +29,7 @@ from disagg.proto.control import (
     ControllerToGateway,
     ControlReply,
     ControlRequest,
+    ExpectedWorkers,
     GatewayCounts,
     GatewayFailed,
     GatewayHeartbeat,
@@ -97,6 +99,10 @@ class Workers(Protocol):
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Use a worker again that was drained; does nothing for any other."""
+        ...
+
+    def expect_workers(self, in_s: Mapping[WorkerId, float]) -> None:
+        """These are coming, in so many seconds, and no others."""
         ...
 
 
@@ -268,6 +274,9 @@ class ControllerLink:
         """Apply a message of the controller; after a gap, request all of the membership."""
         if isinstance(message, AutoscalerState):
             self.autoscaler = message
+            return
+        if isinstance(message, ExpectedWorkers):
+            self._workers.expect_workers(message.in_s)
             return
         if isinstance(message, GatewaySettings):
             self._load_every_s = message.load_every_s

@@ -35,6 +35,7 @@ from disagg.router.workers.circuit_breakers import (
     find_usable,
 )
 from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.expected import ExpectedWorkers
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.prefix_index import PrefixIndex, PrefixMatch
 from disagg.router.workers.worker import Worker, decodes_only
@@ -90,6 +91,7 @@ class Fleet:
         self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest result of the prefix index, until the index changes: chain, time, match."""
+        self.expected = ExpectedWorkers()
         self._usable: tuple[int, UsableWorkers] | None = None
         """Version of the circuit breakers, and the usable workers as of then."""
 
@@ -114,6 +116,7 @@ class Fleet:
     def up(self, info: WorkerInfo, now: float) -> None:
         """A worker is up. An earlier incarnation of it must have been removed by `lost` first; the same incarnation
         keeps its state."""
+        self.expected.came(info.worker_id)
         worker = self._workers.get(info.worker_id)
         if worker is None:
             self.index.add_worker(info.worker_id, info.incarnation)

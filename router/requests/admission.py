@@ -12,6 +12,7 @@ place opens is predicted by `placement/forecast.py`; admission takes the later o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 from disagg.proto.ids import BlockHash
+from disagg.proto.messages import RoleName
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
@@ -49,15 +51,26 @@ def refusal(
     if num_prompt_tokens >= limit:
         role = fleet.missing_role()
         if role is not None:
-            return missing_worker(role, f"there is no {role} worker", config)
+            if not _may_wait(request, fleet.expected.next_in_s(role, now), config):
+                return missing_worker(role, f"there is no {role} worker", fleet, config, now)
+            return queue_refusal(num_waiting, config)
         return ContextLengthError(
             "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
         )
     return queue_refusal(num_waiting, config)
 
 
-def missing_worker(role: str, message: str, config: RouterConfig) -> UnavailableError:
+def _may_wait(request: RoutedRequest, in_s: float | None, config: RouterConfig) -> bool:
+    """Whether a new request is queued for a worker that is coming in `in_s` seconds."""
+    target_s = config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+    return in_s is not None and in_s < min(config.expected_worker_grace_s, target_s or math.inf) and not request.pair
+
+
+def missing_worker(role: RoleName, message: str, fleet: Fleet, config: RouterConfig, now: float) -> UnavailableError:
     """The error for a request for which there is no worker of a role."""
+    in_s = fleet.expected.next_in_s(role, now)
+    if in_s is not None:
+        return UnavailableError(f"{message}; the next one is expected in {in_s:.0f} s", NO_WORKER_YET)
     if config.starts_workers:
         return UnavailableError(f"{message}; one is started for the requests that come", NO_WORKER_YET)
     return UnavailableError(message, f"no_{role}_capacity")

@@ -177,19 +177,21 @@ class Endings:
                 error: DisaggError = DeadlineError(f"the deadline passed while {record.state.value}")
                 commands += self.fail(record, error, now)
             elif record.state is RequestState.QUEUED and self._waiting.wake(record, now):
-                commands += self.fail(record, self._no_capacity(record), now)
+                commands += self.fail(record, self._no_capacity(record, now), now)
         return commands
 
-    def _no_capacity(self, record: RequestRecord) -> UnavailableError:
-        grace_s = self._config.no_worker_grace_s
-        if record.version is not None and not self._fleet.has_only(record.version):
-            message = f"for {grace_s:g} s there was no worker with the version of the model with which its answer began"
-            return UnavailableError(message, "no_version_capacity")
+    def _no_capacity(self, record: RequestRecord, now: float) -> UnavailableError:
+        assert record.unservable_since is not None, "it waits for no worker"
+        waited = f"for {now - record.unservable_since:.3g} s there was no"
         missing = self._fleet.missing_role()
-        message = f"for {grace_s:g} s there was no {missing or 'decode'} worker that could take it"
         if missing is not None:
-            return missing_worker(missing, message, self._config)
-        return UnavailableError(message, "no_decode_capacity")
+            return missing_worker(
+                missing, f"{waited} {missing} worker that could take it", self._fleet, self._config, now
+            )
+        if record.version is not None and not self._fleet.has_only(record.version):
+            message = f"{waited} worker with the version of the model with which its answer began"
+            return UnavailableError(message, "no_version_capacity")
+        return UnavailableError(f"{waited} decode worker that could take it", "no_decode_capacity")
 
     def _end_attempt(self, record: RequestRecord, now: float) -> list[Command]:
         self._migrations.attempt_ends(record.running, now)

@@ -105,6 +105,13 @@ class LimitsChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
     """By tenant, of all in the file."""
 
 
+class WorkersExpected(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """These workers are coming; replaces what was known of them."""
+
+    in_s: dict[WorkerId, float]
+    """Seconds from now until each is expected to be ready."""
+
+
 class SetDecodes(msgspec.Struct, frozen=True, gc=False, tag=True):
     """From now on answers are placed so (policy `elastic`; others ignore it). What runs stays where it is."""
 
@@ -132,6 +139,7 @@ Event = (
     | DrainWorker
     | LimitsChanged
     | ResumeWorker
+    | WorkersExpected
     | SetDecodes
     | ConfigChanged
     | WorkerReported

@@ -145,6 +145,9 @@ class RouterCore:
             case events.LimitsChanged(limits=limits):
                 self._tenants.set_limits(limits, now)
                 self._waiting.limits_changed()
+            case events.WorkersExpected(in_s=in_s):
+                self._fleet.expected.expect(in_s, now)
+                self._waiting.expectations_changed(now)
             case events.SetDecodes(decodes=decodes):
                 self._on_set_decodes(decodes)
             case events.ConfigChanged(config=config):

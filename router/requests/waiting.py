@@ -183,7 +183,25 @@ class Waiting:
         if record.request_id in self.queue and self._hopeless_in_s(record, now) == 0.0:
             self._take_out(record)
             self._push(record, now)
-        return since is not None and now >= since + self._config.no_worker_grace_s
+        return since is not None and self._is_grace_over(record, since, now)
+
+    def expectations_changed(self, now: float) -> None:
+        """Others are coming than it was known: look again at what waits for a worker."""
+        for record in self._unschedulable.values():
+            self._timers.add(now, record.request_id)
+
+    def _is_grace_over(self, record: RequestRecord, since: float, now: float) -> bool:
+        """Whether a request has waited for long enough for a worker that could hold it; sets a timer for that."""
+        config, expected = self._config, self._fleet.expected
+        end, last = since + config.no_worker_grace_s, since + config.expected_worker_grace_s
+        missing = self._fleet.missing_role()
+        in_s = None if missing is None else expected.next_in_s(missing, now)
+        if in_s is not None and now + in_s < last:
+            end = min(max(end, last), max(end, expected.known_until(now)))
+        if now >= end:
+            return True
+        self._timers.add(end, record.request_id)
+        return False
 
     def place(self, now: float) -> list[Dispatch]:
         """Make one pass: place the requests that there is room for."""
@@ -343,7 +361,7 @@ class Waiting:
             return False
         self._unschedulable[record.request_id] = record
         record.unservable_since = now
-        self._timers.add(now + self._config.no_worker_grace_s, record.request_id)
+        self._is_grace_over(record, now, now)
         return True
 
     def _could_fit(self, record: RequestRecord) -> bool:

@@ -129,6 +129,11 @@ class RouterServers:
         if (router := self._of(worker_id)) is not None:
             router.resume_worker(worker_id, incarnation)
 
+    def expect_workers(self, in_s: Mapping[WorkerId, float]) -> None:
+        """These workers are coming, in so many seconds, and no others."""
+        for key, router in self._routers.items():
+            router.expect_workers({name: seconds for name, seconds in in_s.items() if model_of(name) == key})
+
     def configure(self, configs: Mapping[str, RouterConfig]) -> None:
         """Follow other configurations, each router that of its key."""
         for key, router in self._routers.items():

@@ -61,6 +61,7 @@ from disagg.router.requests.events import (
     WorkerLost,
     WorkerRecovered,
     WorkerReported,
+    WorkersExpected,
     WorkerSuspected,
     WorkerUp,
 )
@@ -182,6 +183,10 @@ class RouterServer(Router):
             del self._links[worker_id]
             self._draining.pop(worker_id, None)
             await link.stop(flush_s=0)
+
+    def expect_workers(self, in_s: dict[WorkerId, float]) -> None:
+        """These workers are coming, in so many seconds, and no others."""
+        self._handle_event(WorkersExpected(in_s))
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """Place nothing on that incarnation of a worker any more; `on_drained` is called when nothing is left there."""

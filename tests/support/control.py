@@ -176,6 +176,8 @@ class Driver:
                 return f"{name} {' '.join(info.worker_id for info in workers)}" + (f" at {address}" if address else "")
             case events.StopGateway(name=name):
                 return f"stop {name}"
+            case events.Expect():
+                return ""
             case events.Publish(change=change, snapshot_for=snapshot_for):
                 members = self.core.membership().members
                 shown = [m.info.worker_id + ("" if m.state == "ready" else f"({m.state})") for m in members]

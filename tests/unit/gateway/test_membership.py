@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from disagg.proto.control import (
+    ExpectedWorkers,
     GatewayHello,
     GatewayToController,
     Member,
@@ -54,6 +55,9 @@ class Workers:
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self.told.append(f"resume {incarnation}")
+
+    def expect_workers(self, in_s: Mapping[WorkerId, float]) -> None:
+        self.told.append(f"expect {dict(in_s)}")
 
     def configure(self, configs: Mapping[str, RouterConfig]) -> None:
         self.told += [f"configure {config.policy}" for config in configs.values()]
@@ -125,6 +129,12 @@ async def test_a_worker_that_is_not_to_drain_any_more_is_used_again() -> None:
     assert workers.take() == ["connect", "drain a.1", "resume a.1"]
     await link.take(membership(a1="draining", b1="ready"))
     assert workers.take() == ["connect", "drain a.1"]
+
+
+async def test_workers_that_are_coming_are_told_to_the_routers() -> None:
+    workers = Workers()
+    await make_link(workers).take(ExpectedWorkers(in_s={WorkerId("decode-0"): 6.0}))
+    assert workers.told == ["expect {'decode-0': 6.0}"]
 
 
 async def test_the_next_controller_hears_what_is_draining() -> None:

@@ -55,6 +55,9 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
             return f"draining of {worker_id} is revoked"
         case events.WorkerReported(report=report):
             return f"load report of {report.worker_id}"
+        case events.WorkersExpected(in_s=in_s):
+            names = ", ".join(f"{name} in {seconds:.0f} s" for name, seconds in in_s.items())
+            return f"coming: {names or 'no worker'}"
         case events.LimitsChanged():
             return "the limits of tenants changed"
         case events.SetDecodes(decodes=decodes):

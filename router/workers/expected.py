@@ -1,0 +1,55 @@
+"""Workers that are coming, as the controller has said: requests wait for them where no other one could take them. Pure.
+
+Owner: the fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from disagg.proto.ids import WorkerId, kind_of
+from disagg.proto.messages import RoleName
+
+CONNECT_S = 5.0
+"""One that is expected no longer may be ready: so long is it waited for until it is connected."""
+
+
+class ExpectedWorkers:
+    """When which worker is expected to be ready, on the router's clock."""
+
+    def __init__(self) -> None:
+        self._expected: dict[WorkerId, tuple[float, float]] = {}
+        """When, and until when it is waited for."""
+
+    def expect(self, in_s: Mapping[WorkerId, float], now: float) -> None:
+        """These are coming, in so many seconds, and no others."""
+        kept = {
+            worker_id: (min(at, now), min(until, now + CONNECT_S))
+            for worker_id, (at, until) in self._expected.items()
+            if worker_id not in in_s and until > now
+        }
+        self._expected = kept | {worker_id: (now + seconds, math.inf) for worker_id, seconds in in_s.items()}
+
+    def came(self, worker_id: WorkerId) -> None:
+        """It is connected."""
+        self._expected.pop(worker_id, None)
+
+    def next_in_s(self, role: RoleName, now: float) -> float | None:
+        """Seconds until the next worker of a role is expected; None where none is."""
+        waits = [
+            max(0.0, at - now)
+            for worker_id, (at, until) in self._expected.items()
+            if until > now and _may_have(worker_id, role)
+        ]
+        return min(waits, default=None)
+
+    def known_until(self, now: float) -> float:
+        """When fewer may be expected though nothing was said; infinite where that does not happen."""
+        return min((until for _, until in self._expected.values() if until > now), default=math.inf)
+
+
+def _may_have(worker_id: WorkerId, role: RoleName) -> bool:
+    """By the pool in its name: workers of all others have both roles."""
+    pool = kind_of(worker_id).rpartition("-")[0]
+    return pool == role or pool not in ("prefill", "decode")
