@@ -376,14 +376,15 @@ def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
 
 
 def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
-    """The worker that sampled the last token ended the attempt: D, or the one that computed the prompt."""
+    """The worker that sampled the last token ended the attempt: D, or the one that computed the prompt. A sequence that
+    moved away from there and back is one that D ended."""
     attempt, marks = record.running, record.running.marks
-    if worker_id == attempt.computes_prompt:
+    if attempt.prefill is None or attempt.is_before_hand_over(worker_id):
         note_cached(record, end.cached_tokens)
         marks.queue_s = end.queue_s
     else:
         marks.decode_queue_s = end.queue_s
-    if worker_id == attempt.prefill:
+    if attempt.is_before_hand_over(worker_id):
         record.trace.decode_worker = None
 
 

@@ -94,6 +94,10 @@ class Attempt(msgspec.Struct, gc=False):
         """Take one step of the attempt's state table."""
         self.state = next_attempt_state(self.state, event)
 
+    def is_before_hand_over(self, worker_id: WorkerId) -> bool:
+        """Whether that is P, which has not handed the sequence over."""
+        return worker_id == self.prefill and self.state is not AttemptState.DECODING
+
     def is_computed_on(self, worker_id: WorkerId) -> bool:
         """Whether this worker computes it now, or is to."""
         if self.state is AttemptState.PREFILLING:

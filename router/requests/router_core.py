@@ -60,6 +60,7 @@ from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent
 from disagg.router.telemetry.telemetry import Telemetry
+from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 
@@ -551,6 +552,7 @@ class RouterCore:
             self.counters["end_before_tokens"] += 1
             self._out += self._endings.failed(record, worker_id, end, now)
             return
-        self._attempts.passed("prefill" if worker_id == record.running.prefill else "decode", record.running, now)
+        leg: Leg = "prefill" if record.running.is_before_hand_over(worker_id) else "decode"
+        self._attempts.passed(leg, record.running, now)
         note_answer(record, worker_id, end)
         self._out += self._endings.finish(record, reason, now)

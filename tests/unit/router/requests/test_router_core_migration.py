@@ -331,3 +331,35 @@ def test_none_moves_for_want_of_blocks_to_a_worker_that_is_nearly_full() -> None
     assert it.report(worker_report("d0", 0, load=scarce)) == []
     it.report(worker_report("d1", 1, load=Load(num_running=3, blocks_total=64, blocks_active=20)))
     assert it.at(0.05) == ["move d0 r0/0 #1 -> d1"]
+
+
+def there_and_back() -> Scenario:
+    """r0 decodes on w0, which computed its prompt, with tokens 7 to 11: after 8 it moved to w1, and after 10 back."""
+    it = Scenario("w0", config=MOVING)
+    assert it.submit(routed_request("r0", max_tokens=100)) == ["dispatch w0 r0/0 alone"]
+    it.update("w0", tokens_update("r0", 0, 0, 7, 8))
+    it.up("w1")
+    for number, (source, target, first) in enumerate((("w0", "w1", 9), ("w1", "w0", 10)), 1):
+        assert it.drain(source) == [f"move {source} r0/0 #{number} -> {target}"]
+        it.update(target, handed_over_update("r0", 0))
+        it.update(source, end_update("r0", 0, "moved"))
+        it.resume(source)
+        it.update(target, tokens_update("r0", 0, number + 1, first))
+    assert it.update("w0", tokens_update("r0", 0, 4, 11)) == ["emit r0 [11]"]
+    return it
+
+
+def test_a_sequence_that_moved_back_ends_as_an_answer_there() -> None:
+    it = there_and_back()
+    breakers = it.core._fleet.breakers
+    passed: list[tuple[str, str | None, str]] = []
+    breakers.passed = lambda leg, prefill, decode, *_: bool(passed.append((leg, prefill, decode)))  # type: ignore
+    assert breakers.failed("decode", "w0", "w0", 0.0, 0.0, "boom", is_first=True) is False  # type: ignore[arg-type]
+    lines = it.update("w0", end_update("r0", 0, "stop", cached_tokens=32))
+    assert lines == ["finish r0 stop 5 cached=0"]
+    assert passed == [("decode", "w0", "w0")]
+    trace = it.core.trace(routed_request("r0").request_id)
+    assert trace is not None
+    assert (trace.prefill_worker, trace.decode_worker) == ("w0", "w0")
+    assert moves(it) == {"moved": 2}
+    assert it.core.holdings() == EMPTY
