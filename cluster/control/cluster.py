@@ -13,6 +13,7 @@ from disagg.cluster.control import state_diff
 from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
 from disagg.cluster.hosts.twin import key_for, obstacle
 from disagg.cluster.system.children import LaunchError
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.messages import WorkerInfo
 
@@ -95,7 +96,7 @@ class Cluster(ABC):
         then nothing is left running."""
         try:
             check_gateway(self._plan.config)
-            deadline = time.monotonic() + self._start_timeout_s
+            deadline = process_clock().now() + self._start_timeout_s
             self._open(check_stop)
             self._wait_settled(deadline, check_stop)
         except BaseException:
@@ -113,7 +114,7 @@ class Cluster(ABC):
                 raise LaunchError(failure)
             if state.is_settled:
                 return
-            if time.monotonic() >= deadline:
+            if process_clock().now() >= deadline:
                 raise LaunchError(state_diff.timeout_message(state, self._start_timeout_s))
             before = state
             time.sleep(CHECK_STOP_INTERVAL_S)

@@ -12,6 +12,7 @@ from disagg.cluster.control.plan import ClusterPlan
 from disagg.cluster.control.server import Companion, Controller
 from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
+from disagg.proto.clock.process_clock import AwakeLoop
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 
@@ -41,7 +42,7 @@ class ControllerThread:
             companion=companion,
             on_saved=on_saved,
         )
-        self._loop = asyncio.new_event_loop()
+        self._loop = AwakeLoop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self) -> str:

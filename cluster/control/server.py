@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +39,7 @@ from disagg.cluster.scaling.runner import pool_limits
 from disagg.engine.io.guard import ClusterGuard
 from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
@@ -262,7 +262,8 @@ class Controller:
     def _make_autoscaler(self, config: ClusterConfig) -> None:
         self._autoscaler = None
         if config.autoscaler.enabled:
-            self._autoscaler = Autoscalers(config, self.state, self._autoscale, self._publish_scaling, time.monotonic)
+            clock = process_clock().now
+            self._autoscaler = Autoscalers(config, self.state, self._autoscale, self._publish_scaling, clock)
 
     def _configure(self, generation: int) -> None:
         """Follow what a generation says for which no process is restarted."""
@@ -321,7 +322,7 @@ class Controller:
             return
         assert self._core is not None, "the controller has not started"
         try:
-            commands = self._core.handle(event, time.monotonic())
+            commands = self._core.handle(event, process_clock().now())
         except Exception:
             # A bug here. This is the exception boundary: one event is lost; its effect shows again with time, or with
             # the next message of the process.
@@ -333,7 +334,7 @@ class Controller:
         self._set_timer(self._core.next_wakeup())
 
     def _observe(self, core: ControlCore) -> None:
-        self._state = core.state(time.monotonic())
+        self._state = core.state(process_clock().now())
         if self._autoscaler is not None:
             self._autoscaler.observe(self._state)
             self._state = msgspec.structs.replace(self._state, autoscaler=self._autoscaler.snapshot())
@@ -381,7 +382,7 @@ class Controller:
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            delay_s = max(0.0, due - time.monotonic())
+            delay_s = max(0.0, due - process_clock().now())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, events.Tick())
 
     async def _poll(self, launcher_thread: LauncherThread) -> None:
@@ -399,5 +400,5 @@ class Controller:
             if self._companion is not None:
                 address = gateway_address(self._state)
                 await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._companion.tick, time.monotonic(), address
+                    self._executor, self._companion.tick, process_clock().now(), address
                 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from typing import NamedTuple
 from disagg.cluster.config.cluster_config import RecoveryConfig
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher
+from disagg.proto.clock.process_clock import process_clock
 from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Supervisor:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for process, why, _ in self._detector.sweep(time.monotonic()):
+            for process, why, _ in self._detector.sweep(process_clock().now()):
                 logger.warning(
                     "%s (process %d) %s: killing it; a new process replaces it", process.name, process.pid, why
                 )

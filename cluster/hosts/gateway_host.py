@@ -23,6 +23,7 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
+from disagg.proto.clock.process_clock import AwakeLoop
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.connections.channels import given_until
@@ -102,7 +103,7 @@ class GatewayHost:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             selector = TimedSelector()
-            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            with asyncio.Runner(loop_factory=lambda: AwakeLoop(selector)) as runner:
                 runner.run(self._main(selector.times))
         except BaseException as error:
             if self._ready.is_set():

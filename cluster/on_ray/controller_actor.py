@@ -22,6 +22,7 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import log_environment, setup_logging
 from disagg.cluster.system.process_tools import describe
+from disagg.proto.clock.process_clock import AwakeLoop
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class ControllerActor:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+                runner.run(self._main())
         except Exception as error:
             logger.exception("the controller crashed; workers and gateway serve on")
             if self._answered.is_set() or was_restarted():

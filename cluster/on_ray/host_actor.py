@@ -34,6 +34,7 @@ from disagg.cluster.system.cores import CoreClaims, available_cores, pin_process
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import describe
 from disagg.engine.config import WorkerConfig
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId
@@ -70,7 +71,7 @@ class ControllerFinder:
         try:
             ray.get_actor(CONTROLLER, ray_store.NAMESPACE)
         except ValueError:
-            self._on_unknown(time.monotonic())
+            self._on_unknown(process_clock().now())
             raise LookupError("Ray has no actor of a controller") from None
         self._unknown_since = None
         address = ray_store.load(ray_store.CONTROLLER_ADDRESS, str)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import uuid
 from typing import TYPE_CHECKING, Final
 
@@ -28,6 +27,7 @@ from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.interfaces import Ranks
+from disagg.proto.clock.process_clock import process_clock
 
 if TYPE_CHECKING:
     from disagg.engine.parallel.interfaces import StartRanks
@@ -147,6 +147,7 @@ class RankActor:
 
     def _find_leader(self) -> Leader | None:
         """The rank 0 that is to be followed next; None when this process is to end."""
+        process_clock().start()
         unknown_since: float | None = None
         while not self._stopping.is_set():
             following = _following(self._name)
@@ -156,8 +157,8 @@ class RankActor:
             if ray_store.find_actor(self._settings.worker) is not None:
                 unknown_since = None
             else:
-                unknown_since = unknown_since or time.monotonic()
-                if time.monotonic() - unknown_since >= ORPHAN_GRACE_S:
+                unknown_since = unknown_since or process_clock().now()
+                if process_clock().now() - unknown_since >= ORPHAN_GRACE_S:
                     end_this_actor()
                     return None
             self._stopping.wait(POLL_S)

@@ -82,8 +82,9 @@ _dist: Any = torch.distributed
 
 SET_UP_TIMEOUT_S = 60.0
 """How long ranks wait for each other to meet; all have loaded their model by then."""
-OPERATION_TIMEOUT_S = 120.0
-"""Ranks differ by what one of them is delayed within a step, so this is far beyond any regular wait."""
+OPERATION_TIMEOUT_S = 600.0
+"""Beyond any time for which a machine stands still, which the library counts. A rank that hangs is known long before by
+the length of the step (`recovery.stuck_after_s`)."""
 GROUP_NAME = "ranks"
 
 

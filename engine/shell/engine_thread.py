@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from disagg.engine.commands import Add, Command, Event, Gather, Held
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import TokenPacing
 from disagg.engine.core.reports import EngineTotals
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvEvent, Load, StepSample
 
@@ -88,6 +88,7 @@ class EngineThread:
         self._commands_done = 0.0
         self._is_unchecked = False
         """There is no sequence, and since the last one it was not checked that nothing is held."""
+        self._clock = process_clock().now
         self._turn_began: float | None = None
         """None between two turns."""
         self._expected_s = 0.0
@@ -100,7 +101,7 @@ class EngineThread:
     def post(self, command: Command) -> None:
         """Queue a command; commands are handled in order. Any thread."""
         with self._wake:
-            self._inbox.append((time.monotonic(), command))
+            self._inbox.append((self._clock(), command))
             self._wake.notify()
 
     def call(self, function: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
@@ -118,7 +119,7 @@ class EngineThread:
     def turn_s(self) -> float:
         """For how long the present turn has lasted; 0 between two turns. Any thread."""
         began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else self._clock() - began
 
     def expected_s(self) -> float:
         """For how long the present turn was predicted to last; 0 where no turn lasts long. Any thread."""
@@ -139,7 +140,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._turn_began = time.monotonic()
+                self._turn_began = self._clock()
                 self._turn()
                 self._turn_began = None
         except BaseException as error:
@@ -167,7 +168,7 @@ class EngineThread:
                 if deadline is None:
                     self._wake.wait()
                     continue
-                wait_s = deadline - time.monotonic()
+                wait_s = deadline - self._clock()
                 if wait_s <= 0:
                     break
                 self._wake.wait(min(LONGEST_WAIT_S, wait_s))
@@ -184,7 +185,7 @@ class EngineThread:
         rounds = MAX_ROUNDS
         while rounds and self._handle_arrived():
             rounds -= 1
-        started = time.monotonic()
+        started = self._clock()
         planned = self._core.plan_step(started)
         self._expected_s = self._core.expected_s
         if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
@@ -212,7 +213,7 @@ class EngineThread:
             self._wait_for_gathers()
         if not (commands or num_calls):
             return False
-        self._commands_done = time.monotonic()
+        self._commands_done = self._clock()
         return True
 
     def _wait_for_gathers(self) -> None:
@@ -221,7 +222,7 @@ class EngineThread:
 
     def _end_step(self, events: list[Event]) -> None:
         """Deliver what the step resulted in, or keep it for the next time."""
-        core, now = self._core, time.monotonic()
+        core, now = self._core, self._clock()
         plan, began = core.last_plan, core.last_began
         if not plan.entries:
             if events or not core.has_work:  # else a step was launched, and there is nothing to deliver

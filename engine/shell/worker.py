@@ -39,6 +39,7 @@ from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
+from disagg.proto.clock.process_clock import AwakeLoop, process_clock
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_probe
@@ -109,6 +110,7 @@ class Worker:
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
+        self._now = process_clock().now
         self._began_s = time.monotonic()
         self.start_phases: list[StartPhase] = []
         """So far. The owner may add those before `start`."""
@@ -146,7 +148,7 @@ class Worker:
         warm_up(runner, config)
         self._phase_ended("warm_up")
         with remembered_calibration(runner, config) as memory:
-            self._calibration = memory.samples = calibrate(runner, config, time.monotonic, memory.samples)
+            self._calibration = memory.samples = calibrate(runner, config, process_clock().now, memory.samples)
         self._phase_ended("calibration")
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
@@ -190,7 +192,8 @@ class Worker:
 
     def _run_loop(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+                runner.run(self._main())
         except BaseException as error:
             if self._ready.is_set():
                 self._on_crash(error)
@@ -288,8 +291,8 @@ class Worker:
         return self._runner.new_staging(nbytes)
 
     def now(self) -> float:
-        """The monotonic clock."""
-        return time.monotonic()
+        """The process's clock."""
+        return self._now()
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Run `callback(*args)` on the asyncio thread, then flush. Dropped once the loop is gone."""

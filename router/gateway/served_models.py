@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import secrets
-import time
 from collections.abc import Callable, Mapping
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Router
 from disagg.router.gateway.all_routers import AllRouters
@@ -83,7 +83,7 @@ class ServedModels:
                 self.routers[key],
                 Limits(model.info, self._config.max_prompt_bytes),
                 self.sources[key].prefix_root,
-                clock=time.monotonic,
+                clock=process_clock().now,
                 mint_seed=lambda: secrets.randbits(64),
                 mint_id=self._mint_id,
                 offload=offload,
@@ -127,7 +127,7 @@ class ServedModels:
         self.probes[key] = PairProbe(
             self.routers[key],
             self.loaded[key].info.vocab_size,
-            clock=time.monotonic,
+            clock=process_clock().now,
             mint_id=self._mint_id,
             dice=random.SystemRandom(),
         )

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StartPhase
@@ -131,7 +132,7 @@ class GatewayServer:
         self._usage = UsageRecorder(config.usage, time.time)
         self._metrics.usage = self._usage
         self._readiness = Readiness(self._all.view, waits_for_workers=waits_for_workers)
-        self._audit = Audit(self._metrics.count_refusal, time.monotonic)
+        self._audit = Audit(self._metrics.count_refusal, process_clock().now)
         self._admin: AdminService | None = None
         self._page: Page | None = None
         self._port: int | None = None
@@ -347,7 +348,7 @@ class GatewayServer:
 
     def _make_completions(self, models: Models, limits: BodyLimits) -> Completions:
         return Completions(
-            models, self._metrics, self._readiness, limits, _mint_id, time.monotonic, time.time, self._usage
+            models, self._metrics, self._readiness, limits, _mint_id, process_clock().now, time.time, self._usage
         )
 
     def _make_http(self, models: Models, max_connections: int) -> HttpServer:
@@ -373,13 +374,13 @@ class GatewayServer:
             head_timeout_s=config.read_timeout_s,
             write_timeout_s=config.write_timeout_s,
         )
-        return HttpServer(app, connections, time.monotonic, tls.http if tls is not None else None)
+        return HttpServer(app, connections, process_clock().now, tls.http if tls is not None else None)
 
     def _add_services(self, server: grpc.aio.Server, models: Models) -> None:
         inference = InferenceService(
             models,
             _mint_id,
-            time.monotonic,
+            process_clock().now,
             _mint_trace_bits,
             write_timeout_s=self.config.write_timeout_s,
             metrics=self._metrics,
@@ -400,7 +401,7 @@ class GatewayServer:
             guardrails=self._guardrails,
         )
         if serves_page(self.config):
-            self._page = Page(self._admin, lambda: models.names, time.monotonic, time.time, self._usage)
+            self._page = Page(self._admin, lambda: models.names, process_clock().now, time.time, self._usage)
         pb_grpc.add_AdminServiceServicer_to_server(self._admin, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -125,6 +125,13 @@ class ConfigChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
     config: RouterConfig
 
 
+class StoodStill(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The gateway's process stood still for so long, which its clock does not count: deadlines, which are the clients'
+    own, come that much earlier."""
+
+    seconds: float
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Time passed; due at `RouterCore.next_wakeup()`."""
 
@@ -144,6 +151,7 @@ Event = (
     | ConfigChanged
     | WorkerReported
     | FromWorker
+    | StoodStill
     | Tick
 )
 

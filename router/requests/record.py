@@ -122,6 +122,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     trace: RequestTrace
     due: float
     """When the first token is due, the sort key of the queue."""
+    deadline: float | None
+    """On the gateway's clock, which does not count the time for which the gateway stood still; the client does."""
     block_hashes: tuple[BlockHash, ...]
     """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
     state: RequestState = RequestState.QUEUED
@@ -205,7 +207,7 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     def is_expired(self, now: float) -> bool:
         """Whether the deadline has come."""
-        return self.request.deadline is not None and self.request.deadline <= now
+        return self.deadline is not None and self.deadline <= now
 
     def avoided(self, now: float) -> Collection[WorkerId]:
         """Workers that it must not go to now."""
@@ -236,7 +238,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             tenant_tag=self.tenant.tag,
             sampling=request.sampling,
             priority=self.priority,
-            timeout_s=None if request.deadline is None else request.deadline - now,
+            timeout_s=None if self.deadline is None else self.deadline - now,
             targets=self._targets(output_tokens, now),
         )
 
@@ -313,6 +315,7 @@ def new_record(
             request.sampling.max_tokens, request.sampling.logprobs >= 0, list(request.resumed_token_ids)
         ),
         trace=trace,
+        deadline=request.deadline,
         block_hashes=request.block_hashes,
         due=due if request.deadline is None else min(due, request.deadline),
         is_boosted=is_boosted,

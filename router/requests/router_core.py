@@ -153,6 +153,11 @@ class RouterCore:
                 self._on_set_decodes(decodes)
             case events.ConfigChanged(config=config):
                 self.configure(config)
+            case events.StoodStill(seconds=seconds):
+                for record in self._requests.values():
+                    if record.deadline is not None:
+                        record.deadline -= seconds
+                        self._timers.add(record.deadline, record.request_id)
             case events.Tick():
                 pass
         fleet = self._fleet
@@ -294,8 +299,8 @@ class RouterCore:
             self._tenants.submitted(tenant)
         self._endings.retries.request_came()
         self._requests[request.request_id] = record
-        if request.deadline is not None:
-            self._timers.add(request.deadline, request.request_id)
+        if record.deadline is not None:
+            self._timers.add(record.deadline, request.request_id)
         if dispatch is None:
             if not tenant.is_unlimited:
                 self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from typing_extensions import override
 
 from disagg.proto.autoscaling import MAX_REQUEST_SAMPLES, LoadReport
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
@@ -54,6 +54,7 @@ from disagg.router.requests.events import (
     Migrate,
     ResumeWorker,
     SetDecodes,
+    StoodStill,
     Submit,
     Tick,
     WatchAgain,
@@ -92,14 +93,14 @@ class RouterServer(Router):
         gateway_id: GatewayId,
         workers: Sequence[WorkerInfo],
         secret: ClusterSecret,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         recording: RecordingOptions | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._gateway_id = gateway_id
         self._secret = secret
-        self._clock = clock
+        self._clock = clock = process_clock().now if clock is None else clock
         self._tracer = tracer
         self._recorder = None if recording is None else start_recording(recording, config, gateway_id, clock())
         self._core = (
@@ -121,6 +122,7 @@ class RouterServer(Router):
             limit(config.silent_after_s), limit(config.stuck_after_s)
         )
         self._sweeper: asyncio.Task[None] | None = None
+        self._on_stood_still: Callable[[float], None] = lambda seconds: None
         self._link_came_up = asyncio.Event()
         self._stopped = False
         self._others: tuple[RouterServer, ...] = ()
@@ -130,6 +132,13 @@ class RouterServer(Router):
 
     async def start(self) -> None:
         """Begin to connect to the workers; returns at once. See `wait_until_connected`."""
+        loop = asyncio.get_running_loop()
+
+        def stood_still(seconds: float) -> None:
+            loop.call_soon_threadsafe(self._handle_event, StoodStill(seconds))
+
+        self._on_stood_still = stood_still
+        process_clock().on_stood_still.append(stood_still)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
         for info in self._initial.values():
             await self.add_worker(info)
@@ -155,6 +164,8 @@ class RouterServer(Router):
             handle.fail(UnavailableError("the router is stopping", "shutting_down"))
             self._cancel(handle.request_id)
         self._stopped = True
+        if self._on_stood_still in process_clock().on_stood_still:
+            process_clock().on_stood_still.remove(self._on_stood_still)
         if self._timer is not None:
             self._timer.cancel()
         if self._sweeper is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from typing_extensions import override
 
 from disagg import __version__
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError
 from disagg.router.api import RequestTrace
 from disagg.router.config import TracingOptions
@@ -58,12 +59,12 @@ class Tracer:
     """
 
     def __init__(
-        self, options: TracingOptions, model: str, export: Export, clock: Callable[[], float] = time.monotonic
+        self, options: TracingOptions, model: str, export: Export, clock: Callable[[], float] | None = None
     ) -> None:
         self._options = options
         self._model = model
         self._export = export
-        self._clock = clock
+        self._clock = process_clock().now if clock is None else clock
         self._waiting: deque[RequestTrace] = deque()
         self.counts: Counter[str] = Counter()
         """Requests by what became of their spans: `sent`, `failed` (the collector did not take them), `dropped` (too

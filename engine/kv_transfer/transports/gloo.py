@@ -60,8 +60,9 @@ _MAX_POSTED = 4
 _SHORT_SEND_BYTES = 2 << 20
 """Posted on the caller's thread, where nothing is before it: what a socket takes at once costs that thread less than it
 costs a stream to wait until another one runs."""
-OPERATION_TIMEOUT_S = 60.0
-"""How long one operation may take once it is waited for. The state machines give a pair up much earlier."""
+OPERATION_TIMEOUT_S = 600.0
+"""How long one operation may take once it is waited for; the time for which a machine stands still counts. The state
+machines give a pair up much earlier."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 

@@ -11,9 +11,12 @@ import os
 import threading
 from collections.abc import Callable
 
+from disagg.proto.clock.process_clock import process_clock
+
 logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
+LONGEST_WAIT_S = 60.0
 EXIT_STATUS = 3
 """Of a process that ends because of this."""
 
@@ -39,16 +42,20 @@ def return_or_exit(
     """Make a call that must return in time; otherwise the process ends, from another thread. The call must not hold
     the interpreter's lock while it hangs."""
 
-    def give_up() -> None:
+    clock, returned = process_clock().now, threading.Event()
+    ends_at = clock() + timeout_s
+
+    def watch() -> None:
+        while (left_s := ends_at - clock()) > 0.0:
+            if returned.wait(min(left_s, LONGEST_WAIT_S)):
+                return
         logger.critical(
             "%s did not return in %g s; it may still write to KV buffers: ending the process", what, timeout_s
         )
         exit_process()
 
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, name="return-or-exit", daemon=True).start()
     try:
         call()
     finally:
-        timer.cancel()
+        returned.set()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.router.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,14 @@ class TimedSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.times = LoopTimes()
+        self._now = process_clock().now
         self._first = 0
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         times = self.times
         if times.began is not None:
-            now = time.monotonic()
+            now = self._now()
             if (turn_s := now - times.began) > LIMITS_S[0]:
                 times.turn(turn_s, now)
             times.began = None
@@ -52,7 +54,7 @@ class TimedSelector(selectors.DefaultSelector):
         if len(ready) > MAX_EVENTS:
             ready = self._some(ready)
         times.num_turns += 1
-        times.began = time.monotonic()
+        times.began = self._now()
         return ready
 
     def _some(self, ready: list[tuple[selectors.SelectorKey, int]]) -> list[tuple[selectors.SelectorKey, int]]:
@@ -80,6 +82,7 @@ class LoopWatch:
 
     def __init__(self, times: LoopTimes) -> None:
         self.times = times
+        self._now = process_clock().now
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._cpu_clock = time.pthread_getcpuclockid(self._loop_thread)
@@ -101,11 +104,11 @@ class LoopWatch:
     def state(self) -> tuple[float, str]:
         """For how long the present turn has lasted, and where it was seen; may be called on any thread."""
         sight, turn = self._sight, self.times.num_turns
-        return self.times.turn_s(time.monotonic()), sight.doing if sight is not None and sight.turn == turn else ""
+        return self.times.turn_s(self._now()), sight.doing if sight is not None and sight.turn == turn else ""
 
     def look(self) -> None:
         """Sample what the loop does; a long turn that has ended since the last sample is logged."""
-        before, turn, turn_s = self._sight, self.times.num_turns, self.times.turn_s(time.monotonic())
+        before, turn, turn_s = self._sight, self.times.num_turns, self.times.turn_s(self._now())
         cpu_s = time.clock_gettime(self._cpu_clock)
         used_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         if before is not None and before.turn != turn:

@@ -10,11 +10,11 @@ A thread cannot be interrupted: work that was started runs to its end, and its b
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import DeadlineError
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns, Work
 
@@ -39,11 +39,11 @@ class Offload:
         inline_bytes: int,
         max_bytes: int,
         max_tenant_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._inline_bytes = inline_bytes
         self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1))
-        self._clock = clock
+        self._clock = process_clock().now if clock is None else clock
         self._num_idle = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
         self._waiting: dict[Work, tuple[Callable[[], Any], asyncio.Future[Any]]] = {}

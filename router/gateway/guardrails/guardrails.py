@@ -9,13 +9,13 @@ back while it searches.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ContentFilterError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
@@ -65,9 +65,9 @@ class Guardrails:
         options: Sequence[GuardrailOptions],
         *,
         path: str = "gateway.guardrails",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock = clock = process_clock().now if clock is None else clock
         self._options = options
         self._rules: dict[str, Rules] = {}
         self._asked: dict[str, Asked] = {}

@@ -16,7 +16,6 @@ import asyncio
 import importlib
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -24,6 +23,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from typing_extensions import override
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError, DeadlineError, OverloadedError, UnavailableError
 from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuits
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions
@@ -141,10 +141,10 @@ class Asked:
         clock: monotonic seconds.
     """
 
-    def __init__(self, options: GuardrailOptions, judge: Judge, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, options: GuardrailOptions, judge: Judge, clock: Callable[[], float] | None = None) -> None:
         self.options = options
         self._judge = judge
-        self._clock = clock
+        self._clock = process_clock().now if clock is None else clock
         self._circuit = Circuits()
         self._places = Places(options.max_running, options.max_waiting)
         self._waiting: dict[Ticket, asyncio.Event] = {}

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 import grpc
 from typing_extensions import override
 
+from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import (
     ApplyRequest,
     ControlReply,
@@ -105,7 +106,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         rights: Rights | None = None,
         *,
         audit: Audit,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         wall_clock: Callable[[], float] = time.time,
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
@@ -121,7 +122,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._probe = probe
         self._rights = rights or Rights()
         self._audit = audit
-        self._clock = clock
+        self._clock = clock = process_clock().now if clock is None else clock
         self._feed = StateFeed(self._known, router.view, clock, name, start_phases)
         self._wall_clock = wall_clock
         self._shape = Shape(wall_clock())

@@ -64,6 +64,8 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
             return f"answers decode with {decodes} from now on"
         case events.ConfigChanged(config=config):
             return f"another configuration is followed, with policy {config.policy}"
+        case events.StoodStill(seconds=seconds):
+            return f"the gateway stood still for {seconds:.1f} s"
         case events.Tick():
             return "a time came that was waited for"
 

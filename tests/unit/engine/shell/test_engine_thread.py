@@ -317,7 +317,7 @@ class Turns:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, token_interval_s: float = 0.0, **options: Any) -> None:
         self.clock = FakeClock()
-        monkeypatch.setattr(engine_thread, "time", self.clock)
+        monkeypatch.setattr(engine_thread, "process_clock", lambda: self.clock)
         self.core = make_core(runner=TimedRunner(self.clock, **options))
         self.harness = Harness(self.core, token_interval_s)
         self.told: list[Batch] = []
@@ -347,7 +347,7 @@ def test_a_step_that_was_launched_ahead_is_measured_from_the_end_of_the_last_one
     plan_step = turns.core.plan_step
 
     def slow_plan_step(now: float) -> list[Event]:
-        turns.clock.now += 0.001
+        turns.clock.seconds += 0.001
         return plan_step(now)
 
     turns.core.plan_step = slow_plan_step  # type: ignore[method-assign]
@@ -387,13 +387,13 @@ def test_a_turn_that_only_launches_tells_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 class FakeClock:
-    """In place of the module `time`."""
+    """In place of the process's."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.seconds = 100.0
 
-    def monotonic(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.seconds
 
 
 class TimedRunner(QueueingRunner):
@@ -405,17 +405,17 @@ class TimedRunner(QueueingRunner):
         self._free_at = 0.0
 
     def run(self, plan: StepPlan) -> StepResult:
-        self._clock.now += 0.01
+        self._clock.seconds += 0.01
         return super().run(plan)
 
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        self._free_at = ends_at = max(self._free_at, self._clock.now) + 0.01
+        self._free_at = ends_at = max(self._free_at, self._clock.seconds) + 0.01
         launched = super().enqueue(plan, after)
         assert isinstance(launched, HostQueuedStep)
         wait = launched.wait
 
         def until_it_ends() -> None:
-            self._clock.now = max(self._clock.now, ends_at)
+            self._clock.seconds = max(self._clock.seconds, ends_at)
             wait()
 
         launched.wait = until_it_ends

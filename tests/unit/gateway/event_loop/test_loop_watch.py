@@ -8,6 +8,7 @@ import selectors
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     it = Clock()
-    monkeypatch.setattr("disagg.router.gateway.event_loop.loop_watch.time.monotonic", it.monotonic)
+    monkeypatch.setattr(loop_watch, "process_clock", lambda: SimpleNamespace(now=it.monotonic))
     return it
 
 
