@@ -29,6 +29,7 @@ from benchmarks.faults.up import SECRET_VARIABLE
 from benchmarks.launch import LaunchError, free_port, log_tail
 from benchmarks.processes import children
 from disagg.client import AsyncClient
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.errors import DisaggError
@@ -39,6 +40,7 @@ from disagg.v1 import inference_pb2 as pb
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.02
+MARK = "DISAGG_BENCH_CLUSTER"
 OPERATOR = "operator"
 """The tenant of the benchmark itself, where there are keys."""
 MEMORIES = ("tombstones",)
@@ -74,7 +76,7 @@ class Up:
         keys: Mapping[str, str] | None = None,
         key: str | None = None,
     ) -> None:
-        self._launcher = launcher
+        self.launcher = launcher
         self._prepare_logs = prepare_logs
         self._secret = ClusterSecret(secrets.token_bytes(NUM_BYTES))
         self._port, http_port = free_port(), free_port()
@@ -85,7 +87,15 @@ class Up:
             gateway["api_keys"] = str(self._write_keys())
         recovery = {**config.get("recovery", {}), "failpoints": True}
         self._config = {**config, "gateway": gateway, "recovery": recovery}
-        self.environment = {**os.environ, SECRET_VARIABLE: self._secret.value.hex(), **(environment or {})}
+        mark = secrets.token_hex(8)
+        self._mark = f"{MARK}={mark}"
+        """In the environment of all its processes."""
+        self.environment = {
+            **os.environ,
+            SECRET_VARIABLE: self._secret.value.hex(),
+            MARK: mark,
+            **(environment or {}),
+        }
         if faults := [*failpoints, *([f"engine.step=hang(ms={step_ms:g})"] if step_ms else [])]:
             self.environment[FAILPOINTS_VARIABLE] = "; ".join(faults)
         self.logs = Path(self._folder.name) / "logs"
@@ -107,8 +117,8 @@ class Up:
         """Start `disagg up` and do not wait."""
         config = Path(self._folder.name) / "cluster.yaml"
         config.write_text(yaml.safe_dump(self._config), encoding="utf-8")
-        arguments = ["up", "--config", str(config), "--launcher", self._launcher]
-        if self._launcher == "processes":
+        arguments = ["up", "--config", str(config), "--launcher", self.launcher]
+        if self.launcher == "processes":
             self.logs.mkdir()
             if self._prepare_logs is not None:
                 self._prepare_logs(self.logs)
@@ -185,6 +195,10 @@ class Up:
     async def pid(self, name: str) -> int:
         """The process of a worker. Raises `KeyError`."""
         return int((await self.state())[name].pid)
+
+    def processes(self) -> list[ProcessRef]:
+        """All of them, those of Ray too."""
+        return ProcessRef.family(self._mark)
 
     def gateway_pid(self) -> int:
         """The gateway's process: a child of `disagg up`, or of a template that is one. Raises `LookupError`."""

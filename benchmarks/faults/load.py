@@ -126,7 +126,7 @@ async def send(
     client: AsyncClient,
     prompt: Sequence[int],
     expected: tuple[int, ...],
-    timeout_s: float = 60.0,
+    timeout_s: float | None = 60.0,
     targets: Targets | None = None,
 ) -> Stream:
     """One request, to its end."""

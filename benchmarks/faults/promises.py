@@ -23,9 +23,10 @@ from benchmarks.faults import connections, messages
 from benchmarks.faults.clients import bad_input, disconnect, slow_reader
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.connections import silent_connections
-from benchmarks.faults.failing import FAILPOINTS, failing_worker
 from benchmarks.faults.kills import (
+    FAILPOINTS,
     MOVES_LAST,
+    failing_worker,
     kill_decode,
     kill_gateway,
     kill_prefill,
@@ -40,6 +41,7 @@ from benchmarks.faults.load import Model, TinyModel
 from benchmarks.faults.messages import worst_messages
 from benchmarks.faults.overload import overload_decode, overload_kv, overload_prefill
 from benchmarks.faults.row import Row, show
+from benchmarks.faults.standstill import still_for
 from benchmarks.faults.surroundings import (
     checkpoint_at_restart,
     checkpoint_at_start,
@@ -78,6 +80,8 @@ class Group:
         served = {"path": model.path, "dtype": model.dtype, "max_model_len": self.max_model_len}
         return {"model": served, "pools": pools, **self.sections}
 
+
+STILL = {"still_5s": 5.0, "still_40s": 40.0, "still_300s": 300.0}
 
 GROUPS = (
     Group(
@@ -124,6 +128,13 @@ GROUPS = (
     ),
     Group({"overload_decode_10x": overload_decode}, decode_pool={"max_num_seqs": 4}, step_ms=20.0, is_fake=True),
     Group({"overload_kv_10x": overload_kv}, decode_pool={"num_blocks": 150}, step_ms=20.0, is_fake=True),
+    Group({name: still_for(seconds, name) for name, seconds in STILL.items()}, is_fake=True, step_ms=50.0),
+    Group(
+        {f"{name}_ray": still_for(seconds, f"{name}_ray") for name, seconds in STILL.items()},
+        is_fake=True,
+        step_ms=50.0,
+        options=lambda: {"launcher": "ray"},
+    ),
     Group({"clock_jump": clock_jump}, is_fake=True, options=clock_shim),
     Group({"disk_full": disk_full}, is_fake=True, options=full_logs),
     Group({"checkpoint_at_start": checkpoint_at_start}, options=lambda: {"is_broken": True}),
