@@ -4,7 +4,8 @@ CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; CUDA te
 (`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch reference. The
 environment variable `DISAGG_KERNELS` is read here, once, at first use: `auto` (or unset) is the above, `reference`
 forces the torch reference everywhere, `triton` lets CPU tensors take the Triton kernels as well, which then need
-Triton's interpreter (`TRITON_INTERPRET=1`); that is for tests.
+Triton's interpreter (`TRITON_INTERPRET=1`); that is for tests. `DISAGG_CPU_LEVEL` is read then, too
+(`kernels/cpu/build.py`).
 
 The choice is logged once; `describe` names it, and makes it if it was not made yet: call it at start, so that no
 request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
@@ -42,6 +43,7 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "argmax_rows",
+    "arithmetic",
     "capturer",
     "describe",
     "digest_sums",
@@ -106,8 +108,7 @@ def _choice() -> _Choice:
     try:
         library = build.library(os.environ)
         native = NativeLinear.load(library.path)
-        multiplies = "oneDNN" if native is None else "C++"
-        description = f"cpu-c++ {library.simd}, bf16 GEMM by {multiplies}"
+        description = f"cpu-c++ {library.simd}, bf16 GEMM by {native.arithmetic(torch.bfloat16)}"
         choice = _Choice(description, NativeOps(library.path), native, triton)
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
@@ -193,9 +194,9 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
     """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
-    read in another way (a tied embedding) must be kept as well. The C++ GEMM is chosen for bf16 and int8 where the
-    processor has the instructions; else oneDNN's. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); where the
-    C++ GEMM does not take these, the rounded weight is packed as a plain one: the same model, no faster.
+    read in another way (a tied embedding) must be kept as well. The C++ GEMM takes bf16, fp32 and int8; where there is
+    none, oneDNN's is chosen. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); without the C++ GEMM, or in
+    fp32, the rounded weight is packed as a plain one: the same model, no faster.
 
     `fp8` is for GPUs that multiply 8-bit floats.
 
@@ -220,7 +221,18 @@ def packing_name(dtype: torch.dtype) -> str | None:
     """Names the form that all weights of `dtype` on the CPU are packed in, down to the library that reads it: other
     processes with the same name can use their `packed_parts`. None where oneDNN packs, whose form is its own."""
     native = _choice().linear
-    return None if native is None or dtype != torch.bfloat16 else native.packing
+    return None if native is None or dtype not in (torch.bfloat16, torch.float32) else native.packing
+
+
+def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.device) -> str:
+    """Names how a model with such weights is computed there. What kernels of the same name compute has the same bits;
+    oneDNN (`torch`) and GPUs promise less: by theirs a row may depend on the rows beside it."""
+    if device.type == "cuda":
+        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(device))
+    native = _choice().linear
+    if native is None or dtype not in (torch.bfloat16, torch.float32):
+        return "torch"
+    return native.arithmetic(torch.uint8 if quantization == "int8" and dtype == torch.bfloat16 else dtype)
 
 
 def packed_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
@@ -248,7 +260,7 @@ def drop_packing_memory() -> None:
 
 @functools.cache
 def _warn_not_int8() -> None:
-    logger.warning("int8 weights: this processor has no C++ GEMM for them; computing with their values in full size")
+    logger.warning("int8 weights: there is no C++ GEMM for them here; computing with their values in full size")
 
 
 def new_output(shape: Sequence[int], like: Tensor) -> Tensor:

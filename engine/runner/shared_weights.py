@@ -51,7 +51,7 @@ def shared_parameters(
     packing = packing_name(dtype)
     if packing is None:
         logger.warning(
-            "share_weights: oneDNN packs %s weights on this processor and cannot share them; this worker keeps its own",
+            "share_weights: there are no C++ kernels, so %s weights cannot be shared; this worker keeps its own",
             source.dtype,
         )
         return make()

@@ -49,9 +49,9 @@ inline Softmax softmax(float* scores, int64_t length, int64_t stride) {
     vf best = splat(-INFINITY);
     for (int64_t i = 0; i < stride; i += LANES) best = max(load(scores + i), best);
     const float top = max(best), finite = top > -FLT_MAX ? top : -FLT_MAX;  // one piece may have nothing but -inf
-    vf total = {};
+    vf total = splat(0.0f);
     for (int64_t i = 0; i < stride; i += LANES) {
-        const vf weight = exp(load(scores + i) - finite);
+        const vf weight = exp(load(scores + i) - splat(finite));
         store(reinterpret_cast<W*>(scores) + i, weight);  // never past what was read
         total += weight;
     }
@@ -218,18 +218,18 @@ void put_together(const Decode& args, int64_t s, Partial<DIM> pieces, int64_t nu
     const Shape<DIM> shape{static_cast<int>(args.dim)};
     auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.dim;
     for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
-        vf top = splat(-INFINITY), total = {};
+        vf top = splat(-INFINITY), total = splat(0.0f);
         for (int64_t p = 0; p < num_pieces; ++p) top = max(pieces.piece(p).tops()[i], top);
         for (int64_t p = 0; p < num_pieces; ++p) {
             const Partial<DIM> piece = pieces.piece(p);
             piece.tops()[i] = exp(piece.tops()[i] - top);
-            total += piece.totals()[i] * piece.tops()[i];
+            total = fma(piece.totals()[i], piece.tops()[i], total);
         }
         for (int64_t n = first; n < args.num_heads && n < first + LANES; ++n) {
             vf acc[Shape<DIM>::VECS] = {};
             for (int64_t p = 0; p < num_pieces; ++p) {
                 const float share = pieces.piece(p).tops()[i][n - first] / total[n - first];
-                for (int v = 0; v < shape.vecs(); ++v) acc[v] += pieces.piece(p).sums()[n][v] * share;
+                for (int v = 0; v < shape.vecs(); ++v) acc[v] = fma(pieces.piece(p).sums()[n][v], splat(share), acc[v]);
             }
             Rows<T, DIM>::finish(acc, shape, out + n * args.dim);
         }

@@ -1,5 +1,8 @@
 """Compiles the C++ kernels once per (sources, flags, compiler, processor), into the user's cache folder.
 
+Without further ado they are for this very processor. `DISAGG_CPU_LEVEL` names a level of processors (`LEVELS`) in its
+place, such as `x86-64-v3` for AVX2: so a newer machine tests and measures what the older ones compute.
+
 A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start
 together take a file lock, so that one compiles and the others load its result; the library appears under its
 name in one piece.
@@ -38,24 +41,49 @@ FLAGS = (
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-Wno-psabi",
 )
-"""No -ffast-math: NaN and infinity must go through, and sums keep the order that the source gives them."""
+"""No -ffast-math: NaN and infinity must go through, and sums keep the order that the source gives them. Nothing is
+fused but what the source fuses (`vec.h`), so that all compilers and levels round alike."""
 
 
 PREBUILT: Final = "DISAGG_PREBUILT_KERNELS"
 """The variable that names the folder of libraries that were made before."""
-_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
-LEVELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "x86_64": {
-        "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-        "x86-64-v3": _V3,
-    },
-    "aarch64": {"armv8-a": ("asimd",)},
+LEVEL: Final = "DISAGG_CPU_LEVEL"
+"""The variable that names a level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of processors, for which libraries are compiled."""
+
+    name: str
+    flags: tuple[str, ...]
+    """Of the compiler."""
+    simd: str
+    """The widest vector instructions."""
+    features: frozenset[str] = frozenset()
+    """What Linux shows for such a processor."""
+
+
+NATIVE: Final = Level("native", ("-march=native",), "")
+"""This processor."""
+_V3 = frozenset({"sse2", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16, _AMX = {"avx512_bf16", "avx512vbmi"}, {"amx_tile", "amx_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")
+LEVELS: Final[Mapping[str, tuple[Level, ...]]] = {
+    "x86_64": (
+        Level("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), "avx512", _V4 | _BF16 | _AMX),
+        Level("avx512-bf16", _BF16_FLAGS, "avx512", _V4 | _BF16),
+        Level("x86-64-v4", ("-march=x86-64-v4",), "avx512", _V4),
+        Level("x86-64-v3", ("-march=x86-64-v3",), "avx2", _V3),
+        Level("x86-64", ("-march=x86-64",), "sse2", frozenset({"sse2"})),
+    ),
+    "aarch64": (Level("armv8-a", ("-march=armv8-a",), "neon", frozenset({"asimd"})),),
 }
-"""Machine -> what its compiler calls a level of processors, the best first -> the features that Linux shows for it."""
-_SIMD_OF_LEVEL: Final = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "armv8-a": "neon"}
+"""By machine, the best first."""
 
 
 class BuildError(Exception):
@@ -68,7 +96,7 @@ class Library:
 
     path: Path
     simd: str
-    """The widest vector instructions that it was compiled for."""
+    """The widest vector instructions that it was compiled for, and the level where it is not this very processor."""
 
 
 def sources() -> list[Path]:
@@ -91,12 +119,9 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
 
 
-def build(files: Sequence[Path], folder: Path, compiler: str, processor: str = "native") -> Library:
-    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done.
-
-    `processor` is what the compiler calls the one to compile for.
-    """
-    flags = (*FLAGS, f"-march={processor}")
+def build(files: Sequence[Path], folder: Path, compiler: str, level: Level = NATIVE) -> Library:
+    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done."""
+    flags = (*FLAGS, *level.flags)
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     path = folder / f"{_digest(files, flags, macros)}.so"
     try:
@@ -109,15 +134,47 @@ def build(files: Sequence[Path], folder: Path, compiler: str, processor: str = "
                 _compile(files, path, [compiler, *flags])
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
-    return Library(path, _simd(macros))
+    return Library(path, _described(level) if level.simd else _simd(macros))
 
 
 def library(environ: Mapping[str, str]) -> Library:
-    """The kernels for this machine: made before, where `environ` says so, else compiled or found. Raises
-    `BuildError`."""
+    """The kernels for this machine, or for the level that `environ` names: made before, where `environ` says so, else
+    compiled or found.
+
+    Raises:
+        BuildError: there are none.
+        ValueError: there is no such level, or this processor is below it.
+    """
+    level = chosen_level(environ, platform.machine(), _features())
     if folder := environ.get(PREBUILT):
-        return find_prebuilt(Path(folder), platform.machine(), _features())
-    return build(sources(), cache_folder(), find_compiler())
+        return find_prebuilt(Path(folder), platform.machine(), _features(), level)
+    return build(sources(), cache_folder(), find_compiler(), level)
+
+
+def chosen_level(environ: Mapping[str, str], machine: str, features: frozenset[str]) -> Level:
+    """The level that `environ` names for a processor with these features (none where they are not known), else
+    `NATIVE`.
+
+    Raises:
+        ValueError: there is no such level, or the processor lacks what it has.
+    """
+    name = environ.get(LEVEL, "")
+    if not name:
+        return NATIVE
+    levels = LEVELS.get(machine, ())
+    found = next((level for level in levels if level.name == name), None)
+    if found is None:
+        names = ", ".join(level.name for level in levels) or "none"
+        raise ValueError(f"{LEVEL}: {name!r} is not a level of {machine}; there are: {names}")
+    if features and (lacks := found.features - features):
+        raise ValueError(f"{LEVEL}: this processor is below {name}: it lacks {', '.join(sorted(lacks))}")
+    return found
+
+
+def levels_here() -> tuple[Level, ...]:
+    """Those that this processor has, the best first."""
+    features = _features()
+    return tuple(level for level in LEVELS.get(platform.machine(), ()) if features.issuperset(level.features))
 
 
 def prebuild(folder: Path, compiler: str, machine: str) -> list[Path]:
@@ -129,26 +186,33 @@ def prebuild(folder: Path, compiler: str, machine: str) -> list[Path]:
     made = []
     for level in levels:
         path = _prebuilt_path(folder, level)
-        _compile(sources(), path, [compiler, *FLAGS, f"-march={level}"])
+        _compile(sources(), path, [compiler, *FLAGS, *level.flags])
         path.chmod(0o755)  # others may run it, and nobody change it
         made.append(path)
     return made
 
 
-def find_prebuilt(folder: Path, machine: str, features: frozenset[str]) -> Library:
-    """The library for the best level that a processor with these features has. Raises `BuildError`."""
-    fitting = [level for level, needed in LEVELS.get(machine, {}).items() if features.issuperset(needed)]
+def find_prebuilt(folder: Path, machine: str, features: frozenset[str], wanted: Level = NATIVE) -> Library:
+    """The library for the best level that a processor with these features has, or for the one that is wanted. Raises
+    `BuildError`."""
+    levels = LEVELS.get(machine, ()) if wanted is NATIVE else (wanted,)
+    fitting = [level for level in levels if features.issuperset(level.features)]
     if not fitting:
         raise BuildError(f"{PREBUILT}: no level of processors fits this {machine}")
     for level in fitting:
         path = _prebuilt_path(folder, level)
         if _is_ours(path):
-            return Library(path, f"{_SIMD_OF_LEVEL[level]} ({level})")
-    raise BuildError(f"{PREBUILT}: {folder} has no library of these sources for {' or '.join(fitting)}")
+            return Library(path, _described(level))
+    names = " or ".join(level.name for level in fitting)
+    raise BuildError(f"{PREBUILT}: {folder} has no library of these sources for {names}")
 
 
-def _prebuilt_path(folder: Path, level: str) -> Path:
-    return folder / f"{_digest(sources(), FLAGS, '')}-{level}.so"
+def _described(level: Level) -> str:
+    return f"{level.simd} ({level.name})"
+
+
+def _prebuilt_path(folder: Path, level: Level) -> Path:
+    return folder / f"{_digest(sources(), FLAGS, '')}-{level.name}.so"
 
 
 def _features() -> frozenset[str]:

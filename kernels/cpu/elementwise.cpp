@@ -38,22 +38,22 @@ void scale_row(const T* x, const T* weight, T* out, int64_t size, vf squares, fl
 
 template <class T>
 void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
-    vf squares = {};
+    vf squares = splat(0.0f);
     for (int64_t i = 0; i < size; i += LANES) {
         const vf part = load(x + i, lanes_left(size, i));
-        squares += part * part;
+        squares = fma(part, part, squares);
     }
     scale_row(x, weight, out, size, squares, eps);
 }
 
 template <class T>
 void add_rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t size, float eps) {
-    vf squares = {};
+    vf squares = splat(0.0f);
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = lanes_left(size, i);
         const vf part = rounded<T>(load(x + i, n) + load(residual + i, n));
         store(total + i, part, n);
-        squares += part * part;
+        squares = fma(part, part, squares);
     }
     scale_row(total, weight, out, size, squares, eps);
 }
@@ -79,8 +79,8 @@ int64_t argmax_row(const T* x, int64_t size) {
         for (int c = 0; c < CHAINS; ++c) {
             const vf part = load(x + i + c * LANES);
             const vi larger = part > best[c];
-            best[c] = larger ? part : best[c];
-            first[c] = larger ? vi{} + static_cast<int32_t>(i + c * LANES) : first[c];
+            best[c] = select(larger, part, best[c]);
+            first[c] = select(larger, splat_int(static_cast<int32_t>(i + c * LANES)), first[c]);
             nan |= part != part;
         }
     float top = -INFINITY;
@@ -181,19 +181,10 @@ struct AddRmsNorm {
 };
 
 template <class T>
-void add_rms_norm(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
-                  T* new_residual, int64_t num_tokens, int64_t size, float eps) {
-    for_rows(num_tokens, size, [&](int64_t t) {
-        add_rms_norm_row(x + t * x_stride, residual + t * residual_stride, weight, out + t * size, new_residual + t * size,
-                         size, eps);
-    });
-}
-
-template <class T>
 void add_rms_norm(const AddRmsNorm& args) {
-    add_rms_norm(static_cast<const T*>(args.x), args.x_stride, static_cast<const T*>(args.residual), args.residual_stride,
-                 static_cast<const T*>(args.weight), static_cast<T*>(args.out), static_cast<T*>(args.new_residual),
-                 args.num_tokens, args.size, args.eps);
+    add_rms_norm_rows(static_cast<const T*>(args.x), args.x_stride, static_cast<const T*>(args.residual), args.residual_stride,
+                      static_cast<const T*>(args.weight), static_cast<T*>(args.out), static_cast<T*>(args.new_residual),
+                      args.num_tokens, args.size, args.eps);
 }
 
 struct SiluMul {
@@ -205,15 +196,8 @@ struct SiluMul {
 };
 
 template <class T>
-void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size) {
-    for_rows(num_tokens, size, [&](int64_t t) {
-        silu_mul_row(gate_up + t * stride, gate_up + t * stride + size, out + t * size, size);
-    });
-}
-
-template <class T>
 void silu_mul(const SiluMul& args) {
-    silu_mul(static_cast<const T*>(args.gate_up), args.stride, static_cast<T*>(args.out), args.num_tokens, args.size);
+    silu_mul_rows(static_cast<const T*>(args.gate_up), args.stride, static_cast<T*>(args.out), args.num_tokens, args.size);
 }
 
 struct Embed {
@@ -256,14 +240,26 @@ void draw(const Draw& args) {
 
 }  // namespace
 
-void silu_mul_rows(const bf16* gate_up, int64_t stride, bf16* out, int64_t num_tokens, int64_t size) {
-    silu_mul(gate_up, stride, out, num_tokens, size);
+template <class T>
+void silu_mul_rows(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size) {
+    for_rows(num_tokens, size, [&](int64_t t) {
+        silu_mul_row(gate_up + t * stride, gate_up + t * stride + size, out + t * size, size);
+    });
 }
+template void silu_mul_rows(const bf16*, int64_t, bf16*, int64_t, int64_t);
+template void silu_mul_rows(const float*, int64_t, float*, int64_t, int64_t);
 
-void add_rms_norm_rows(const bf16* x, int64_t x_stride, const bf16* residual, int64_t residual_stride, const bf16* weight,
-                       bf16* out, bf16* new_residual, int64_t num_tokens, int64_t size, float eps) {
-    add_rms_norm(x, x_stride, residual, residual_stride, weight, out, new_residual, num_tokens, size, eps);
+template <class T>
+void add_rms_norm_rows(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
+                       T* new_residual, int64_t num_tokens, int64_t size, float eps) {
+    for_rows(num_tokens, size, [&](int64_t t) {
+        add_rms_norm_row(x + t * x_stride, residual + t * residual_stride, weight, out + t * size, new_residual + t * size,
+                         size, eps);
+    });
 }
+template void add_rms_norm_rows(const bf16*, int64_t, const bf16*, int64_t, const bf16*, bf16*, bf16*, int64_t, int64_t, float);
+template void add_rms_norm_rows(const float*, int64_t, const float*, int64_t, const float*, float*, float*, int64_t, int64_t,
+                                float);
 
 }  // namespace disagg
 

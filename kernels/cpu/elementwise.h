@@ -7,10 +7,12 @@
 namespace disagg {
 
 // out[t] = silu(gate) * up, where row t of `gate_up` holds `size` gates, then `size` ups.
-void silu_mul_rows(const bf16* gate_up, int64_t stride, bf16* out, int64_t num_tokens, int64_t size);
+template <class T>
+void silu_mul_rows(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size);
 
 // new_residual = x + residual; out = its RMS norm times the weight. `new_residual` may be `x`.
-void add_rms_norm_rows(const bf16* x, int64_t x_stride, const bf16* residual, int64_t residual_stride, const bf16* weight,
-                       bf16* out, bf16* new_residual, int64_t num_tokens, int64_t size, float eps);
+template <class T>
+void add_rms_norm_rows(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
+                       T* new_residual, int64_t num_tokens, int64_t size, float eps);
 
 }  // namespace disagg

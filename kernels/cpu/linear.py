@@ -1,17 +1,19 @@
-"""Weights packed for `linear.cpp`, in bf16 or int8: one form serves any number of rows, from one decode to a prefill
-chunk.
+"""Weights packed for `linear.cpp`, in bf16, int8 or fp32: one form serves any number of rows, from one decode to a
+prefill chunk.
 
-Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of an int8 panel is that of
-`panels.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it.
-Threads take panels of columns. What follows a GEMM in the decoder (silu(gate) * up; residual and norm) can be done
-in the same call.
+Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of a panel is that of
+`panels.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it,
+on all processors of one arithmetic. Threads take panels of columns. What follows a GEMM in the decoder (silu(gate) *
+up; residual and norm) can be done in the same call.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +25,11 @@ from disagg.kernels.linear import PackedWeight
 from disagg.kernels.quantize import Int8Weight
 
 COLUMNS = 32
-_PRODUCT = "PqqPPqqPP"
-_PACKING = 1
+_PRODUCT = "iPqqPPqqPP"
+_PACKING = 2
 """To be counted up when the order within packed weights changes."""
+_KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
+"""Dtype of packed weights -> what the library calls them; int8 ones are bytes."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs lie together; see `panels.h`."""
 
@@ -37,37 +41,48 @@ class NativeLinear:
         self.linear = Kernel(library, "disagg_linear", _PRODUCT)
         self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{_PRODUCT}P")
         self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfP")
-        takes_int8 = library["disagg_linear_takes_int8"]
-        takes_int8.restype, takes_int8.argtypes = ctypes.c_int64, []
-        self._takes_int8 = bool(takes_int8())
+        int8_pairs, arithmetic = library["disagg_int8_pairs"], library["disagg_arithmetic"]
+        int8_pairs.restype, int8_pairs.argtypes = ctypes.c_int64, []
+        arithmetic.restype, arithmetic.argtypes = ctypes.c_char_p, [ctypes.c_int64]
+        self._int8_pairs, self._arithmetic = bool(int8_pairs()), arithmetic
         self._memory = HugePages()
         self.packing = f"{_PACKING}-{Path(library._name).stem}"
         """Names what packed weights are read by: those of libraries with equal ones can be exchanged."""
 
     @classmethod
-    def load(cls, path: Path) -> NativeLinear | None:
-        """None where the library was compiled for a processor that `linear.cpp` is not for."""
-        library = ctypes.CDLL(str(path))
-        return cls(library) if hasattr(library, "disagg_linear") else None
+    def load(cls, path: Path) -> NativeLinear:
+        """Those of a library."""
+        return cls(ctypes.CDLL(str(path)))
+
+    def arithmetic(self, weights: torch.dtype) -> str:
+        """How a model is computed whose weights are packed as bfloat16, uint8 (int8 ones) or float32: results of the
+        same arithmetic have the same bits."""
+        name: bytes = self._arithmetic(_KINDS[weights])
+        return name.decode()
 
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
-        """None for a weight that is not a bf16 matrix on the CPU."""
-        if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype != torch.bfloat16:
+        """None for a weight that is not a matrix on the CPU, of bf16 or fp32."""
+        if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype not in (torch.bfloat16, torch.float32):
             return None
         O, I = weight_OI.shape  # noqa: E741 - the shape letters of the name
-        panels = _panels(weight_OI.detach()).transpose(1, 2)
+        panels = _panels(weight_OI.detach())
+        panels = panels.transpose(1, 2) if weight_OI.dtype == torch.bfloat16 else panels.permute(0, 2, 3, 1)
         return NativeWeight(self, self._kept(panels), None, O, I)
 
     def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
-        """For GEMMs with bf16 rows. None for a weight that is not on the CPU, and without AVX512-VBMI."""
-        if not self._takes_int8 or not weight.quantized_OI.is_cpu:
+        """For GEMMs with bf16 rows. None for a weight that is not on the CPU."""
+        if not weight.quantized_OI.is_cpu:
             return None
         O, I = weight.quantized_OI.shape  # noqa: E741
+        scale_O = weight.scale_O.contiguous()
+        if not self._int8_pairs:
+            panels = _panels(weight.quantized_OI.view(torch.uint8))
+            return NativeWeight(self, self._kept(panels.permute(0, 2, 3, 1)), scale_O, O, I)
         sign_OI = weight.quantized_OI.view(torch.uint8) & 0x80
         panels = _panels(weight.quantized_OI.abs().view(torch.uint8) | sign_OI)
         split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
         packed = self._kept(split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2))
-        return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
+        return NativeWeight(self, packed, scale_O, O, I)
 
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
         """A weight from the tensors that one of the same `packing` had; they are kept, not copied.
@@ -75,11 +90,12 @@ class NativeLinear:
         Raises:
             ValueError: they are not those of a weight of this size.
         """
-        shape = (-(-out_features // COLUMNS), -(-in_features // 2), COLUMNS, 2)
-        dtype = torch.bfloat16 if scale_O is None else torch.uint8
+        shape = (-(-out_features // COLUMNS), -(-in_features // 2), 2 * COLUMNS)
+        dtypes = (torch.bfloat16, torch.float32) if scale_O is None else (torch.uint8,)
         scales = (torch.float32, (out_features,))
-        if packed.dtype != dtype or packed.shape != shape or not packed.is_contiguous():
-            raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {dtype} {list(shape)}")
+        if packed.dtype not in dtypes or packed.shape != shape or not packed.is_contiguous():
+            wanted = " or ".join(map(str, dtypes))
+            raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {wanted} {list(shape)}")
         if scale_O is not None and (scale_O.dtype, scale_O.shape) != scales:
             raise ValueError(f"scales are {scale_O.dtype} {list(scale_O.shape)}, not {out_features} float32")
         return NativeWeight(self, packed, scale_O, out_features, in_features)
@@ -89,7 +105,9 @@ class NativeLinear:
         self._memory.drop_rest()
 
     def _kept(self, panels: Tensor) -> Tensor:
-        return self._memory.new(panels.shape, panels.dtype).copy_(panels)
+        packed = self._memory.new((*panels.shape[:2], 2 * COLUMNS), panels.dtype)
+        packed.view(panels.shape).copy_(panels)
+        return packed
 
 
 def _panels(weight_OI: Tensor) -> Tensor:
@@ -102,21 +120,26 @@ def _panels(weight_OI: Tensor) -> Tensor:
 class NativeWeight(PackedWeight):
     """A packed weight with the functions that read it.
 
-    All other tensors are bf16, sums of products are fp32 along I in order. ValueError for what does not fit the
-    weight.
+    All other tensors are fp32 with a weight in fp32, else bf16; sums of products are fp32. ValueError for what does
+    not fit the weight.
     """
 
     functions: NativeLinear
     packed: Tensor
     scale_O: Tensor | None
-    """float32, of an int8 weight; None of a bf16 one."""
+    """float32, of an int8 weight; else None."""
     out_features: int
     in_features: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, biases and results."""
+        return torch.float32 if self.packed.dtype == torch.float32 else torch.bfloat16
 
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""
         self._check(x_TI, bias_O)
-        out_TO = new_output((x_TI.shape[0], self.out_features), torch.bfloat16)
+        out_TO = new_output((x_TI.shape[0], self.out_features), self.dtype)
         self.functions.linear(*self._operands(x_TI, bias_O, out_TO))
         return out_TO
 
@@ -125,8 +148,8 @@ class NativeWeight(PackedWeight):
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} columns are not gate and up")
         self._check(x_TI, bias_O)
-        product_TO = new_output((x_TI.shape[0], self.out_features), torch.bfloat16)
-        out_TF = new_output((x_TI.shape[0], self.out_features // 2), torch.bfloat16)
+        product_TO = new_output((x_TI.shape[0], self.out_features), self.dtype)
+        out_TF = new_output((x_TI.shape[0], self.out_features // 2), self.dtype)
         self.functions.linear_silu_mul(*self._operands(x_TI, bias_O, product_TO), out_TF.data_ptr())
         return out_TF
 
@@ -136,10 +159,11 @@ class NativeWeight(PackedWeight):
         """(rms_norm(y + residual), y + residual) of the GEMM's y, rounded where the separate ops round."""
         self._check(x_TI, bias_O)
         shape = (x_TI.shape[0], self.out_features)
-        if residual_TO.dtype != torch.bfloat16 or residual_TO.shape != shape or residual_TO.stride(1) != 1:
-            raise ValueError(f"residual is {residual_TO.dtype} {list(residual_TO.shape)}, not bf16 rows {list(shape)}")
+        if residual_TO.dtype != self.dtype or residual_TO.shape != shape or residual_TO.stride(1) != 1:
+            wanted = f"{_short(self.dtype)} rows {list(shape)}"
+            raise ValueError(f"residual is {residual_TO.dtype} {list(residual_TO.shape)}, not {wanted}")
         self._check_vector("norm", norm_O)
-        out_TO, total_TO = new_output(shape, torch.bfloat16), new_output(shape, torch.bfloat16)
+        out_TO, total_TO = new_output(shape, self.dtype), new_output(shape, self.dtype)
         self.functions.linear_add_rms_norm(
             *self._operands(x_TI, bias_O, total_TO), residual_TO.data_ptr(), residual_TO.stride(0), norm_O.data_ptr(),
             eps, out_TO.data_ptr(),
@@ -149,18 +173,24 @@ class NativeWeight(PackedWeight):
     def _operands(self, x_TI: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> tuple[int, ...]:
         """What all functions begin with. It points into the tensors, which the caller keeps."""
         return (
-            x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
+            _KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
             0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,
             0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(),
         )  # fmt: skip
 
     def _check(self, x_TI: Tensor, bias_O: Tensor | None) -> None:
         shape = x_TI.shape
-        if x_TI.dtype != torch.bfloat16 or len(shape) != 2 or shape[1] != self.in_features or x_TI.stride(1) != 1:
-            raise ValueError(f"x is {x_TI.dtype} {list(shape)}; the weight takes bf16 rows of {self.in_features}")
+        if x_TI.dtype != self.dtype or len(shape) != 2 or shape[1] != self.in_features or x_TI.stride(1) != 1:
+            wanted = f"{_short(self.dtype)} rows of {self.in_features}"
+            raise ValueError(f"x is {x_TI.dtype} {list(shape)}; the weight takes {wanted}")
         if bias_O is not None:
             self._check_vector("bias", bias_O)
 
     def _check_vector(self, name: str, vector_O: Tensor) -> None:
-        if vector_O.dtype != torch.bfloat16 or vector_O.shape != (self.out_features,) or vector_O.stride(0) != 1:
-            raise ValueError(f"{name} is {vector_O.dtype} {list(vector_O.shape)}, not {self.out_features} bf16 numbers")
+        if vector_O.dtype != self.dtype or vector_O.shape != (self.out_features,) or vector_O.stride(0) != 1:
+            wanted = f"{self.out_features} {_short(self.dtype)} numbers"
+            raise ValueError(f"{name} is {vector_O.dtype} {list(vector_O.shape)}, not {wanted}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "fp32" if dtype == torch.float32 else "bf16"

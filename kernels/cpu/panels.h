@@ -1,9 +1,10 @@
-// The panels of a packed weight, and how their pairs of inputs become vectors of bf16; see `linear.cpp`.
+// The panels of a packed weight, and how their pairs of inputs become vectors; see `linear.cpp`.
 //
 // A weight [N, K] is packed as [N / 32][K / 2], zeros where N or K does not divide: panels of 32 columns, and in a panel, for
-// each pair of inputs, 32 times 2 numbers. In bf16 they are in order, 128 bytes. In int8 they are 64 bytes, sign and
-// magnitude, ordered so that widening needs no further permutation: byte 16 g + 8 v + 2 i + p is column 16 v + 4 g + i,
-// input p of the pair. All 255 values are exact in bf16, so a product is exact in them up to the scale of its column.
+// each pair of inputs, 32 times 2 numbers. In bf16 they are in order, 128 bytes. In fp32 and int8 those of the first input come
+// before those of the second. Where AVX512-VBMI widens int8 to pairs of bf16, its numbers are sign and magnitude, ordered so
+// that no further permutation is needed: byte 16 g + 8 v + 2 i + p is column 16 v + 4 g + i, input p of the pair. All 255 values
+// are exact in bf16, so a product is exact in them up to the scale of its column.
 
 #pragma once
 
@@ -15,8 +16,10 @@ constexpr int VECS = 2;
 constexpr int64_t COLUMNS = VECS * LANES;
 constexpr int64_t PAIR = 2 * COLUMNS;
 
-inline vu load_pairs(const bf16* p) {
-    vu x;
+#ifdef __AVX512BF16__
+
+inline vru load_pairs(const bf16* p) {
+    vru x;
     std::memcpy(&x, p, sizeof x);
     return x;
 }
@@ -25,13 +28,14 @@ inline vu load_pairs(const bf16* p) {
 struct Bf16Source {
     const bf16* panel;
 
-    void next(vu (&weights)[VECS]) {
+    void next(vru (&weights)[VECS]) {
         for (int v = 0; v < VECS; ++v) weights[v] = load_pairs(panel + v * 2 * LANES);
         panel += PAIR;
     }
 };
 
 #ifdef __AVX512VBMI__
+#define DISAGG_INT8_PAIRS 1
 
 // The two bytes of every magnitude as bf16, for `vpermi2b`.
 struct Magnitudes {
@@ -58,15 +62,15 @@ class Int8Source {
         }
     }
 
-    void next(vu (&weights)[VECS]) {
+    void next(vru (&weights)[VECS]) {
         constexpr int OR_MASKED = 0xF8;  // a | (b & c)
         const __m512i packed = _mm512_loadu_si512(panel_);
         const __m512i low = _mm512_permutex2var_epi8(low_[0], packed, low_[1]);
         const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], packed, high_[1]);
         const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
         const __m512i high = _mm512_ternarylogic_epi32(magnitude, packed, sign, OR_MASKED);
-        weights[0] = (vu)_mm512_unpacklo_epi8(low, high);
-        weights[1] = (vu)_mm512_unpackhi_epi8(low, high);
+        weights[0] = (vru)_mm512_unpacklo_epi8(low, high);
+        weights[1] = (vru)_mm512_unpackhi_epi8(low, high);
         panel_ += PAIR;
     }
 
@@ -80,7 +84,7 @@ class KeepingSource {
    public:
     KeepingSource(const int8_t* panel, bf16* widened) : source_(panel), widened_(widened) {}
 
-    void next(vu (&weights)[VECS]) {
+    void next(vru (&weights)[VECS]) {
         source_.next(weights);
         for (int v = 0; v < VECS; ++v) std::memcpy(widened_ + v * 2 * LANES, &weights[v], sizeof weights[v]);
         widened_ += PAIR;
@@ -91,6 +95,7 @@ class KeepingSource {
     bf16* widened_;
 };
 
+#endif
 #endif
 
 }  // namespace disagg

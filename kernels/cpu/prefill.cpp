@@ -23,7 +23,7 @@ namespace {
 
 constexpr int KEY_VECS = 4;
 constexpr int KEY_TILE = KEY_VECS * LANES;
-constexpr int ROW_TILE = 6;
+constexpr int ROW_TILE = SUM_REGISTERS / REGISTERS >= 6 ? 6 : SUM_REGISTERS / REGISTERS;  // rows of which one vector's sums fit
 constexpr int64_t SUM_TILE = 256;
 constexpr int64_t SCORE_WORDS = 1 << 16;
 constexpr int64_t MAX_TILE = 16 * ROW_TILE;
@@ -31,18 +31,19 @@ constexpr int64_t PACKED_WORDS = 1 << 20;
 
 using Word = uint32_t;
 
-inline vu load_words(const Word* p) {
-    vu x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // One number a word.
 struct Single {
     static constexpr int PER_WORD = 1;
-    static vf madd(vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
+    using Words = vf;
+    static Words words(const Word* p) { return load(reinterpret_cast<const float*>(p)); }
+    static Words splat_word(const Word* p) {
+        float x;
+        std::memcpy(&x, p, sizeof x);
+        return splat(x);
+    }
+    static vf madd(const vf& acc, const vf& a, const vf& b) { return fma(a, b, acc); }
 
     template <class T>
     static void pack(const T* row, int dim, int padded_dim, Word* words) {
@@ -56,7 +57,10 @@ struct Single {
 // Two bf16 numbers a word.
 struct Pair {
     static constexpr int PER_WORD = 2;
-    static vf madd(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+    using Words = __m512i;
+    static Words words(const Word* p) { return _mm512_loadu_si512(p); }
+    static Words splat_word(const Word* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
+    static vf madd(vf acc, Words a, Words b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 
     static void pack(const bf16* row, int dim, int padded_dim, Word* words) {
         std::memset(words, 0, padded_dim * sizeof(bf16));
@@ -80,12 +84,12 @@ void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, i
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) acc[r][v] = add ? load(c + r * c_stride + v * LANES) : vf{};
     for (int64_t k = 0; k < size; ++k) {
-        vu row[VECS];
+        typename Mul::Words row[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) row[v] = load_words(b + k * b_stride + v * LANES);
+        for (int v = 0; v < VECS; ++v) row[v] = Mul::words(b + k * b_stride + v * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
-            const vu word = vu{} + a[r * a_stride + k];
+            const typename Mul::Words word = Mul::splat_word(a + r * a_stride + k);
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) acc[r][v] = Mul::madd(acc[r][v], word, row[v]);
         }
@@ -104,15 +108,17 @@ void with_constant(int64_t n, Body body) {
     body(std::integral_constant<int, MOST>{});
 }
 
-// The same for up to ROW_TILE rows and KEY_VECS vectors.
+// The same for up to ROW_TILE rows and KEY_VECS vectors, as many vectors at a time as there are registers for their sums.
 template <class Mul>
 void product_of(int64_t rows, int64_t vecs, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size,
                 float* c, int64_t c_stride, bool add) {
-    with_constant<ROW_TILE>(rows, [=](auto num_rows) {
-        with_constant<KEY_VECS>(vecs, [=](auto num_vecs) {
-            product<Mul, num_rows(), num_vecs()>(a, a_stride, b, b_stride, size, c, c_stride, add);
+    constexpr int AT_ONCE = std::min(SUM_REGISTERS / (ROW_TILE * REGISTERS), KEY_VECS);
+    for (; vecs > 0; vecs -= AT_ONCE, b += AT_ONCE * LANES, c += AT_ONCE * LANES)
+        with_constant<ROW_TILE>(rows, [=](auto num_rows) {
+            with_constant<AT_ONCE>(vecs, [=](auto num_vecs) {
+                product<Mul, num_rows(), num_vecs()>(a, a_stride, b, b_stride, size, c, c_stride, add);
+            });
         });
-    });
 }
 
 struct Prefill {
@@ -271,7 +277,7 @@ class Attention {
         for (int64_t i = 0; i < padded; i += LANES)
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
-                const vf weight = exp(load(scores + r * score_stride_ + i) * args_.scale - top[r]);
+                const vf weight = exp(fma(load(scores + r * score_stride_ + i), splat(args_.scale), -top[r]));
                 total[r] += weight;
                 Mul::store_weights(block + r * score_stride_, i, weight);
             }

@@ -30,10 +30,10 @@ inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? sta
 // out = weight * rounded(x / rms(x)), rounded.
 template <class T>
 void norm_head(const T* x, const T* weight, T* out, int64_t dim, float eps) {
-    vf squares = {};
+    vf squares = splat(0.0f);
     for (int64_t i = 0; i < dim; i += LANES) {
         const vf part = load(x + i, lanes_left(dim, i));
-        squares += part * part;
+        squares = fma(part, part, squares);
     }
     const float inverse = 1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps);
     for (int64_t i = 0; i < dim; i += LANES) {

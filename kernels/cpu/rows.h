@@ -16,8 +16,9 @@ struct Shape {
 };
 
 // scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything. They are functions of their own, and for pairs their loops are
-// unrolled by name: else the compiler writes what is added up to the stack, too, after each run of rows.
+// and `count` <= 16 rows. Scores past `count` may hold anything. They are functions of their own, and their loops are unrolled by
+// name: else the compiler writes what is added up to the stack, too, after each run of rows. As many rows, or vectors of a row,
+// are met at a time as there are registers for their sums; each sum is one chain along the row, or over the rows.
 template <class T, int DIM>
 struct Rows {
     using Weight = float;
@@ -30,15 +31,30 @@ struct Rows {
     template <int H>
     [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, int count, float scale,
                                         float* scores, int64_t stride) {
+        constexpr int MOST = SUM_REGISTERS / (H * REGISTERS), AT_ONCE = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
         vf partial[H][LANES] = {};
-        for (int t = 0; t < count; ++t) {
-            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            vf acc[H] = {};
-            for (int v = 0; v < shape.vecs(); ++v) {
-                const vf k = load(row + v * LANES, shape.lanes(v));
-                for (int h = 0; h < H; ++h) acc[h] += q[h][v] * k;
+        for (int t = 0; t < count; t += AT_ONCE) {
+            vf acc[AT_ONCE][H];
+            const T* row[AT_ONCE];
+#pragma GCC unroll 4
+            for (int i = 0; i < AT_ONCE; ++i) {
+                row[i] = rows + static_cast<int64_t>(t + i < count ? t + i : 0) * shape.dim;
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) acc[i][h] = splat(0.0f);
             }
-            for (int h = 0; h < H; ++h) partial[h][t] = acc[h];
+            for (int v = 0; v < shape.vecs(); ++v) {
+                vf keys[AT_ONCE];
+#pragma GCC unroll 4
+                for (int i = 0; i < AT_ONCE; ++i) keys[i] = load(row[i] + v * LANES, shape.lanes(v));
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                    for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(q[h][v], keys[i], acc[i][h]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < AT_ONCE; ++i)
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) partial[h][t + i] = acc[i][h];
         }
         for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
     }
@@ -46,18 +62,31 @@ struct Rows {
     template <int H>
     [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM> shape, const T* rows, int count, const float* weights,
                                       int64_t stride) {
-        vf acc[H][VECS];
-        for (int h = 0; h < H; ++h)
-            for (int v = 0; v < shape.vecs(); ++v) acc[h][v] = sums[h][v];
-        for (int t = 0; t < count; ++t) {
-            const T* row = rows + static_cast<int64_t>(t) * shape.dim;
-            for (int v = 0; v < shape.vecs(); ++v) {
-                const vf value = load(row + v * LANES, shape.lanes(v));
-                for (int h = 0; h < H; ++h) acc[h][v] += weights[h * stride + t] * value;
+        constexpr int MOST = SUM_REGISTERS / (H * REGISTERS) > 0 ? SUM_REGISTERS / (H * REGISTERS) : 1;
+        constexpr int AT_ONCE = DIM == 0 ? 1 : MOST >= VECS ? VECS : VECS % MOST == 0 ? MOST : MOST >= 2 && VECS % 2 == 0 ? 2 : 1;
+        for (int first = 0; first < shape.vecs(); first += AT_ONCE) {
+            vf acc[H][AT_ONCE];
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+                for (int v = 0; v < AT_ONCE; ++v) acc[h][v] = sums[h][first + v];
+            for (int t = 0; t < count; ++t) {
+                const T* row = rows + static_cast<int64_t>(t) * shape.dim;
+                vf values[AT_ONCE];
+#pragma GCC unroll 8
+                for (int v = 0; v < AT_ONCE; ++v) values[v] = load(row + (first + v) * LANES, shape.lanes(first + v));
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) {
+                    const vf weight = splat(weights[h * stride + t]);
+#pragma GCC unroll 8
+                    for (int v = 0; v < AT_ONCE; ++v) acc[h][v] = fma(weight, values[v], acc[h][v]);
+                }
             }
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+                for (int v = 0; v < AT_ONCE; ++v) sums[h][first + v] = acc[h][v];
         }
-        for (int h = 0; h < H; ++h)
-            for (int v = 0; v < shape.vecs(); ++v) sums[h][v] = acc[h][v];
     }
 
     static void finish(const vf* acc, Shape<DIM> shape, T* out) {

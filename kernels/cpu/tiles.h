@@ -7,8 +7,7 @@
 
 #pragma once
 
-#include "prefetch.h"
-#include "vec.h"
+#include "product.h"
 
 #ifdef __AMX_BF16__
 
@@ -17,8 +16,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <vector>
 
-#include "panels.h"
+#include "scratch.h"
 
 namespace disagg {
 
@@ -121,6 +121,77 @@ void multiply_block(const BlockRows& rows, const bf16* panel, const char* ahead,
         _tile_stored(3, sums[1][0] + LANES, sizeof sums[0][0]);
     }
     memory_fence_of_compiler();
+}
+
+constexpr int64_t WIDENED_AHEAD = 2 * TILE_DEPTH;
+
+template <int TILES, class Prepare>
+void multiply(const BlockRows& rows, const bf16* panel, const char* ahead, int64_t lines, BlockSums& sums, Prepare prepare) {
+    PREFETCH_INTO_L2 ? multiply_block<TILES, 2>(rows, panel, ahead, lines, sums, prepare)
+                     : multiply_block<TILES, 1>(rows, panel, ahead, lines, sums, prepare);
+}
+
+// `prepare(k)` makes the pairs of inputs k to k + 32 of `panel`, for the first block; the others find them there. The only block
+// prefetches its own panel, which is `panel_bytes` from `start` on, a little ahead; several share the next one.
+template <class Prepare>
+void panel_by_tiles(const Linear& args, const TiledRows& tiled, int64_t column, const bf16* panel, const char* start,
+                    int64_t panel_bytes, Prepare prepare) {
+    alignas(64) BlockSums sums;
+    const bf16* x = static_cast<const bf16*>(args.x);
+    const int64_t num_blocks = (tiled.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+    const int64_t steps = std::max<int64_t>(args.depth / TILE_DEPTH, 1);
+    const int64_t lines = (panel_bytes + LINE * steps * num_blocks - 1) / (LINE * steps * num_blocks);
+    const char* ahead = start + (num_blocks > 1 ? panel_bytes : STREAM_AHEAD);
+    for (int64_t t = 0; t < tiled.num_tiles; t += BLOCK_TILES, ahead += lines * steps * LINE) {
+        const int64_t num_tiles = std::min(BLOCK_TILES, tiled.num_tiles - t);
+        const int64_t firsts[BLOCK_TILES] = {tiled.first(t), tiled.first(t + num_tiles - 1)};
+        const BlockRows rows = {{x + firsts[0] * args.x_stride, x + firsts[1] * args.x_stride},
+                                args.x_stride,
+                                tiled.size,
+                                args.depth};
+        for (int64_t b = 0; b < num_tiles; ++b) prefetch_outputs<bf16>(args, {firsts[b], tiled.size}, column);
+        const auto ready = [](int64_t) {};
+        if (t == 0)
+            num_tiles == 2 ? multiply<2>(rows, panel, ahead, lines, sums, prepare) : multiply<1>(rows, panel, ahead, lines, sums, prepare);
+        else
+            num_tiles == 2 ? multiply<2>(rows, panel, ahead, lines, sums, ready) : multiply<1>(rows, panel, ahead, lines, sums, ready);
+        for (int64_t b = 0; b < num_tiles; ++b)
+            for (int64_t r = 0; r < tiled.size; ++r)
+                finish<bf16>(args, firsts[b] + r, 1, column, VECS, [&](int, int v) { return load(sums[b][r] + v * LANES); });
+    }
+}
+
+// The panels from `first` to `end`.
+inline void panels_by_tiles(const Linear& args, int64_t first, int64_t end) {
+    if (args.num_rows == 0) return;
+    const TiledRows tiled(args.num_rows);
+    const TileRegisters registers(tiled.size);
+    const int64_t panel_size = args.panel_size();
+    for (int64_t p = first; p < end; ++p) {
+#ifdef DISAGG_INT8_PAIRS
+        if (args.weights == Weights::INT8) {
+            static thread_local std::vector<bf16> memory;
+            bf16* widened = at_least(memory, panel_size);
+            const int8_t* panel = static_cast<const int8_t*>(args.packed) + p * panel_size;
+            KeepingSource source(panel, widened);
+            int64_t made = 0;
+            const auto widen = [&](int64_t k) {  // WIDENED_AHEAD: what was stored just now cannot be read yet without waiting
+                const int64_t end = std::min(k + WIDENED_AHEAD + TILE_DEPTH, args.depth);
+                KeepingSource pairs = source;
+                vru weights[VECS];
+                for (int64_t at = made; at < end; at += 2) pairs.next(weights);
+                source = pairs;
+                made = end + end % 2;
+                memory_fence_of_compiler();
+            };
+            panel_by_tiles(args, tiled, p * COLUMNS, widened, reinterpret_cast<const char*>(panel), panel_size, widen);
+            continue;
+        }
+#endif
+        const bf16* panel = static_cast<const bf16*>(args.packed) + p * panel_size;
+        const int64_t bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
+        panel_by_tiles(args, tiled, p * COLUMNS, panel, reinterpret_cast<const char*>(panel), bytes, [](int64_t) {});
+    }
 }
 
 }  // namespace disagg

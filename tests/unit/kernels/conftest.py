@@ -1,5 +1,5 @@
 """Every op is tested in all implementations: the torch reference and, where a compiler is, the C++ kernels, for this
-processor and, where it has AVX-512, for those that end at AVX2."""
+processor and for every level below it."""
 
 from __future__ import annotations
 
@@ -12,47 +12,56 @@ import torch
 
 from disagg.kernels import dispatch, reference
 from disagg.kernels.cpu import build
+from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
 
 torch.set_num_threads(1)
 
-AVX2 = "x86-64-v3"
+LEVELS = (build.NATIVE, *build.levels_here()[1:])
+"""The best level of this processor has what `NATIVE` has."""
 
 
 @functools.cache
-def compiled(processor: str = "native") -> tuple[NativeOps, str] | str:
-    """The C++ kernels and their vector instructions, or why there are none."""
+def compiled(level: build.Level) -> tuple[NativeOps, NativeLinear] | str:
+    """The C++ kernels, or why there are none."""
     try:
-        library = build.build(build.sources(), build.cache_folder(), build.find_compiler(), processor)
+        library = build.build(build.sources(), build.cache_folder(), build.find_compiler(), level)
     except build.BuildError as error:
         return str(error)
-    return NativeOps(library.path), library.simd
+    return NativeOps(library.path), NativeLinear.load(library.path)
 
 
-def compiled_or_skip(processor: str = "native") -> tuple[NativeOps, str]:
+def compiled_or_skip(level: build.Level) -> tuple[NativeOps, NativeLinear]:
     """Skips the test where there are none."""
-    found = compiled(processor)
+    found = compiled(level)
     if isinstance(found, str):
         pytest.skip(found)
     return found
 
 
+@pytest.fixture(params=LEVELS, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest) -> build.Level:
+    """Each level of processors that this machine can compute on."""
+    assert isinstance(request.param, build.Level)
+    return request.param
+
+
 @pytest.fixture
-def native() -> NativeOps:
-    return compiled_or_skip()[0]
+def native(level: build.Level) -> NativeOps:
+    """The C++ ops of a level."""
+    return compiled_or_skip(level)[0]
 
 
-@pytest.fixture(params=["reference", "cpu-c++", "cpu-c++-avx2"])
+@pytest.fixture
+def products(level: build.Level) -> NativeLinear:
+    """The C++ products of a level."""
+    return compiled_or_skip(level)[1]
+
+
+@pytest.fixture(params=[None, *LEVELS], ids=lambda level: f"cpu-c++-{level.name}" if level else "reference")
 def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOps:
     """An implementation; a C++ op that declines its tensors returns None, and so fails the test."""
-    if request.param == "reference":
-        return reference
-    found, simd = compiled_or_skip()
-    if request.param == "cpu-c++":
-        return found
-    if simd != "avx512":
-        pytest.skip("this processor's own kernels are those for AVX2, or it cannot run them")
-    return compiled_or_skip(AVX2)[0]
+    return reference if request.param is None else compiled_or_skip(request.param)[0]
 
 
 @pytest.fixture

@@ -208,16 +208,16 @@ def test_sources_are_found_beside_the_builder() -> None:
 # ---------------------------------------------------------------- made before
 
 
-V3, V4 = build.LEVELS["x86_64"]["x86-64-v3"], build.LEVELS["x86_64"]["x86-64-v4"]
+_, _, V4, V3, _ = build.LEVELS["x86_64"]
 
 
 def test_libraries_for_levels_of_processors(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER))
-    monkeypatch.setattr(build, "LEVELS", {"here": {"native": ("fma",)}})
-    monkeypatch.setattr(build, "_SIMD_OF_LEVEL", {"native": "wide"})
+    here = build.Level("some", ("-march=native",), "wide", frozenset({"fma"}))
+    monkeypatch.setattr(build, "LEVELS", {"here": (here,)})
     (path,) = build.prebuild(tmp_path / "kernels", compiler, "here")
     library = build.find_prebuilt(tmp_path / "kernels", "here", frozenset({"fma", "more"}))
-    assert library == build.Library(path, "wide (native)")
+    assert library == build.Library(path, "wide (some)")
     assert ctypes.CDLL(str(library.path)).answer() == 42
     with pytest.raises(build.BuildError, match="no level of processors fits this here"):
         build.find_prebuilt(tmp_path / "kernels", "here", frozenset())
@@ -228,22 +228,23 @@ def test_libraries_for_levels_of_processors(compiler: str, tmp_path: Path, monke
 def test_the_best_level_that_the_processor_has_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER))
 
-    def put(level: str) -> Path:
+    def put(level: build.Level) -> Path:
         path = build._prebuilt_path(tmp_path, level)
-        path.write_bytes(level.encode())
+        path.write_bytes(level.name.encode())
         path.chmod(0o755)
         return path
 
-    v3 = put("x86-64-v3")
-    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v3  # there is no better one
-    v4 = put("x86-64-v4")
-    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v4
-    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V3)).path == v3
+    v3 = put(V3)
+    assert build.find_prebuilt(tmp_path, "x86_64", V4.features).path == v3  # there is no better one
+    v4 = put(V4)
+    assert build.find_prebuilt(tmp_path, "x86_64", V4.features).path == v4
+    assert build.find_prebuilt(tmp_path, "x86_64", V3.features).path == v3
+    assert build.find_prebuilt(tmp_path, "x86_64", V4.features, V3).path == v3  # the one that was asked for
     v4.chmod(0o777)  # anybody could have written it
-    assert build.find_prebuilt(tmp_path, "x86_64", frozenset(V4)).path == v3
+    assert build.find_prebuilt(tmp_path, "x86_64", V4.features).path == v3
     monkeypatch.setattr(build, "sources", lambda: source(tmp_path, ANSWER.replace("42", "43")))
-    with pytest.raises(build.BuildError, match="has no library of these sources for x86-64-v4 or x86-64-v3"):
-        build.find_prebuilt(tmp_path, "x86_64", frozenset(V4))
+    with pytest.raises(build.BuildError, match="has no library of these sources for x86-64-v4 or x86-64-v3 or x86-64"):
+        build.find_prebuilt(tmp_path, "x86_64", V4.features)
 
 
 def test_the_variable_chooses_what_was_made_before(tmp_path: Path) -> None:

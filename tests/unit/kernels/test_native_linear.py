@@ -1,4 +1,4 @@
-"""The C++ product of bf16 linear layers: against float64, with what follows it, and where it is chosen."""
+"""The C++ product of linear layers in bf16 and fp32: against float64, with what follows it, and where it is chosen."""
 
 from __future__ import annotations
 
@@ -16,18 +16,11 @@ EPS = 1e-5
 SHAPES = [(1, 1), (33, 100), (64, 32), (65, 31), (576, 192), (1536, 70)]
 
 
-@pytest.fixture
-def products(native: NativeOps) -> NativeLinear:
-    """The C++ products; the test is skipped where the processor or the compiler does not have them."""
-    library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
-    found = NativeLinear.load(library.path)
-    if found is None:
-        pytest.skip("compiled without bf16 products")
-    return found
+DTYPES = [torch.bfloat16, torch.float32]
 
 
-def numbers(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def packed(products: NativeLinear, weight: Tensor) -> NativeWeight:
@@ -36,17 +29,20 @@ def packed(products: NativeLinear, weight: Tensor) -> NativeWeight:
     return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_any_number_of_rows(products: NativeLinear, in_features: int, out_features: int, with_bias: bool) -> None:
-    weight = (numbers(1, out_features, in_features).double() / in_features**0.5).bfloat16()
-    bias = numbers(2, out_features) if with_bias else None
+def test_any_number_of_rows(
+    products: NativeLinear, in_features: int, out_features: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    weight = (numbers(1, out_features, in_features).double() / in_features**0.5).to(dtype)
+    bias = numbers(2, out_features, dtype=dtype) if with_bias else None
     native = packed(products, weight)
-    for rows in (*range(41), 100):
-        x = numbers(rows + 3, rows, in_features)
+    for rows in (*range(26), 40, 100):
+        x = numbers(rows + 3, rows, in_features, dtype=dtype)
         expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
         found = native.gemm(x, bias)
-        assert found.dtype == torch.bfloat16
+        assert found.dtype == dtype
         assert found.shape == (rows, out_features)
         if rows:
             oracle.assert_close(found, expected)
@@ -59,8 +55,9 @@ def test_sums_are_exact_in_small_integers(products: NativeLinear) -> None:
     assert torch.equal(packed(products, weight).gemm(x, None), expected)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(products: NativeLinear) -> None:
-    native, x = packed(products, numbers(1, 100, 577)), numbers(2, 60, 577)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(products: NativeLinear, dtype: torch.dtype) -> None:
+    native, x = packed(products, numbers(1, 100, 577, dtype=dtype)), numbers(2, 60, 577, dtype=dtype)
     alone = torch.cat([native.gemm(row[None], None) for row in x])
     for rows in (2, 7, 12, 13, 25, 32, 60):
         assert torch.equal(native.gemm(x[:rows], None), alone[:rows])
@@ -88,9 +85,12 @@ def test_rows_that_overlap(products: NativeLinear) -> None:
     assert torch.equal(native.gemm(shifted, None), native.gemm(shifted.contiguous(), None))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_in_its_row_and_goes_through(products: NativeLinear, value: float) -> None:
-    weight, x = numbers(1, 33, 17), numbers(2, 3, 17)
+def test_what_is_not_finite_stays_in_its_row_and_goes_through(
+    products: NativeLinear, value: float, dtype: torch.dtype
+) -> None:
+    weight, x = numbers(1, 33, 17, dtype=dtype), numbers(2, 3, 17, dtype=dtype)
     x[1, 16] = value
     found, expected = packed(products, weight).gemm(x, None), torch.nn.functional.linear(x, weight)
     assert torch.equal(found.isnan(), expected.isnan())
@@ -107,20 +107,26 @@ def test_a_weight_that_is_not_finite_spoils_its_column_only(products: NativeLine
     assert found.isnan().any(0).tolist() == [False] * 32 + [True]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 13])
-def test_with_silu_mul_it_is_the_two_ops_to_the_bit(products: NativeLinear, native: NativeOps, rows: int) -> None:
-    weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
+def test_with_silu_mul_it_is_the_two_ops_to_the_bit(
+    products: NativeLinear, native: NativeOps, rows: int, dtype: torch.dtype
+) -> None:
+    weight = packed(products, numbers(1, 70, 40, dtype=dtype))
+    bias, x = numbers(2, 70, dtype=dtype), numbers(3, rows, 40, dtype=dtype)
     expected = native.silu_mul(weight.gemm(x, bias))
     assert expected is not None
     assert torch.equal(weight.gemm_silu_mul(x, bias), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 13])
 def test_with_residual_and_norm_it_is_the_two_ops_to_the_bit(
-    products: NativeLinear, native: NativeOps, rows: int
+    products: NativeLinear, native: NativeOps, rows: int, dtype: torch.dtype
 ) -> None:
-    weight, bias, x = packed(products, numbers(1, 70, 40)), numbers(2, 70), numbers(3, rows, 40)
-    residual, norm = numbers(4, rows, 90)[:, 7:77], numbers(5, 70)
+    weight = packed(products, numbers(1, 70, 40, dtype=dtype))
+    bias, x = numbers(2, 70, dtype=dtype), numbers(3, rows, 40, dtype=dtype)
+    residual, norm = numbers(4, rows, 90, dtype=dtype)[:, 7:77], numbers(5, 70, dtype=dtype)
     before = residual.clone()
     expected = native.add_rms_norm(weight.gemm(x, bias), residual, norm, EPS)
     assert expected is not None
@@ -152,16 +158,26 @@ def test_what_does_not_fit_is_refused(products: NativeLinear) -> None:
             native.gemm_add_rms_norm(x, None, wrong, numbers(4, 33), EPS)
     with pytest.raises(ValueError, match="33 columns are not gate and up"):
         native.gemm_silu_mul(x, None)
+    with pytest.raises(ValueError, match=r"x is torch.bfloat16 \[2, 16\]; the weight takes fp32 rows of 16"):
+        packed(products, numbers(1, 33, 16, dtype=torch.float32)).gemm(x, None)
+    assert products.pack(numbers(1, 33, 16).half()) is None
 
 
 # ---------------------------------------------------------------- where it is chosen
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_bf16_is_packed_for_it(products: NativeLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_and_fp32_are_packed_for_it(
+    products: NativeLinear, level: build.Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if level is not build.NATIVE:
+        monkeypatch.setenv(build.LEVEL, level.name)
     weight = numbers(1, 64, 32)
-    assert isinstance(dispatch.pack_weight(weight), NativeWeight)
-    for other in (weight.float(), weight.half(), weight[0]):
+    for one in (weight, weight.float()):
+        found = dispatch.pack_weight(one)
+        assert isinstance(found, NativeWeight)
+        assert found.functions.packing == products.packing
+    for other in (weight.half(), weight[0]):
         assert not isinstance(dispatch.pack_weight(other), NativeWeight)
     monkeypatch.setenv("DISAGG_KERNELS", "reference")
     dispatch._choice.cache_clear()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import dispatch
-from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.ops import RopeWrite
@@ -70,12 +69,8 @@ def test_attention_has_the_same_bits(native: NativeOps, attention: object, num_t
     ("num_rows", "num_columns", "depth"), [(1, 576, 576), (13, 33, 31), (40, 1536, 96), (2, 1, 2), (12, 576, 2048)]
 )
 def test_products_have_the_same_bits(
-    native: NativeOps, num_threads: int, num_rows: int, num_columns: int, depth: int
+    native: NativeOps, products: NativeLinear, num_threads: int, num_rows: int, num_columns: int, depth: int
 ) -> None:
-    library = build.build(build.sources(), build.cache_folder(), build.find_compiler())
-    products = NativeLinear.load(library.path)
-    if products is None:
-        pytest.skip("the processor does not multiply bf16 pairs")
     x, bias = numbers(6, num_rows, depth), numbers(7, num_columns)
     packed = products.pack(numbers(8, num_columns, depth))
     assert packed is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from disagg.engine.config import WeightsSource
-from disagg.engine.runner import loaded_weights
+from disagg.engine.runner import loaded_weights, shared_weights
 from disagg.engine.runner import weights as weights_module
 from disagg.engine.runner.model import parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -28,9 +28,7 @@ from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(40)]
 KINDS = ["llama_bias", "llama_tied", "qwen3"]
 
-needs_packing = pytest.mark.skipif(
-    packing_name(torch.bfloat16) is None, reason="oneDNN packs the weights on this processor"
-)
+needs_packing = pytest.mark.skipif(packing_name(torch.bfloat16) is None, reason="oneDNN packs the weights")
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +199,13 @@ def _no_locks(*_: object) -> None:
 
 
 def test_what_has_another_form_is_not_shared(
-    folders: dict[str, Path], packed: Path, caplog: pytest.LogCaptureFixture
+    folders: dict[str, Path], packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(shared_weights, "packing_name", lambda dtype: None)
     with caplog.at_level(logging.WARNING):
         shared = answer(runner_of(folders["qwen3"], dtype="float32"))
     assert [record.message for record in caplog.records if record.message.startswith("share_weights")] == [
-        "share_weights: oneDNN packs float32 weights on this processor and cannot share them; this worker keeps its own"
+        "share_weights: there are no C++ kernels, so float32 weights cannot be shared; this worker keeps its own"
     ]
     assert torch.equal(shared, answer(make_runner(folders["qwen3"])))
     assert not packed.exists()
