@@ -181,6 +181,8 @@ class ModelRunner(Protocol):
     max_model_len: int
     vocab_size: int
     fingerprint: str
+    arithmetic: str = ""
+    """See `WorkerInfo.arithmetic`."""
     tp: int
     """Ranks that compute together."""
     warm_up: WarmUp = WarmUp()

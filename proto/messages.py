@@ -185,6 +185,10 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """See `EngineLimits.max_itl_ms`."""
     start_phases: tuple[StartPhase, ...] = ()
     """From the controller's order to its registration, in order; empty where that was not measured."""
+    arithmetic: str = ""
+    """How it computes, such as `fma` or `avx512-bf16`: workers of one arithmetic continue each other's answers to the
+    bit. Any pair can hand over; where the two differ, tokens are those that the decode worker computes from the
+    prefill worker's KV."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):

@@ -65,6 +65,7 @@ class GroupRunner(ModelRunner):
         self.max_model_len = local.max_model_len
         self.vocab_size = local.vocab_size
         self.fingerprint = local.fingerprint
+        self.arithmetic = local.arithmetic
         self.tp = followers.size
         self.warm_up = local.warm_up
         self.checksum = local.checksum

@@ -64,6 +64,7 @@ class FakeModelRunner(ModelRunner):
     """
 
     fingerprint = FAKE_FINGERPRINT
+    arithmetic = "fake"
     step_queue: StepQueue | None = None
     checksum: Checksum = UNKEYED
     capture_sizes: tuple[int, ...] = ()

@@ -54,7 +54,7 @@ from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.attention_choice import ProviderError, choose
 from disagg.kernels.cuda_graph import bucket_sizes
-from disagg.kernels.dispatch import describe, draws_on, set_num_threads
+from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_threads
 from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
@@ -96,6 +96,7 @@ class TorchModelRunner(ShardRunner):
         local = rank_model(model, shard)  # refused before any weight is read, as is the attention
         self._attention = _attention_of(config, local, self._device)
         self.tp = shard.size
+        self.arithmetic = _arithmetic(config, self._dtype, self._device, shard.size)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.layout = kv_layout(model, "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype)
@@ -417,6 +418,12 @@ def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device
     if device.type == "cuda":
         logger.info("worker %s: attention of prompts by %s", config.worker_id, choice)
     return choice.provider
+
+
+def _arithmetic(config: WorkerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> str:
+    """Ranks add up their parts of a sum, in another order than one alone."""
+    name = arithmetic(dtype, config.quantization, device)
+    return name if num_ranks == 1 else f"{name}, {num_ranks} ranks"
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

@@ -79,7 +79,9 @@ def _key(runner: ModelRunner, config: WorkerConfig) -> str:
         runner.block_size,
         runner.num_blocks,
         runner.max_model_len,
+        runner.arithmetic,
         os.environ.get("DISAGG_KERNELS", ""),
+        os.environ.get("DISAGG_CPU_LEVEL", ""),
         config.share_weights,
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]

@@ -262,6 +262,7 @@ class Worker:
             scheduling=config.scheduling,
             max_itl_ms=config.max_itl_ms,
             start_phases=tuple(self.start_phases),
+            arithmetic=runner.arithmetic,
         )
 
     async def _tick_forever(self) -> None:

@@ -72,6 +72,8 @@ class Fleet:
         self._groups: dict[Version, ModelGroup] = {}
         self._versions: frozenset[Version] | None = None
         """Of the present workers."""
+        self._arithmetics: dict[WorkerId, str] | None = None
+        """Of the present workers where they have several, else empty; see `WorkerInfo.arithmetic`."""
         self._bucket_of: dict[WorkerId, WorkerBucket] = {}
         """Of the workers that are not draining."""
         self.to_drain: list[Worker] = []
@@ -134,7 +136,7 @@ class Fleet:
         worker.reported_at = now
         if not worker.is_draining:
             self._join_bucket(worker)
-        self._versions = None
+        self._versions = self._arithmetics = None
         self._longest = self._longest_new = None
         self.num_releases += 1
 
@@ -150,7 +152,7 @@ class Fleet:
         self.breakers.forget(worker_id)
         self.to_drain = [other for other in self.to_drain if other is not worker]
         self.lacking.pop(worker_id, None)
-        self._longest = self._longest_new = self._versions = None
+        self._longest = self._longest_new = self._versions = self._arithmetics = None
 
     def drain(self, worker_id: WorkerId) -> None:
         """Place nothing new on a present worker from now on."""
@@ -393,6 +395,13 @@ class Fleet:
         self.pairs.expire(now)
         excluded = None if self.breakers.is_clear else self._usable_workers().excluded_for(demand.num_tokens)
         return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups_for(demand)]
+
+    def of_other_arithmetic(self, arithmetic: str) -> Collection[WorkerId]:
+        """Present workers that compute otherwise; see `WorkerInfo.arithmetic`."""
+        if self._arithmetics is None:
+            found = {worker_id: worker.info.arithmetic for worker_id, worker in self._workers.items()}
+            self._arithmetics = found if len(set(found.values())) > 1 else {}
+        return [worker_id for worker_id, other in self._arithmetics.items() if other != arithmetic]
 
     def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
         """Whether a healthy worker, or pair, could do this leg instead of these."""

@@ -90,8 +90,7 @@ class Attempts:
         avoided: Collection[WorkerId] = record.avoided(now)
         if kept:
             avoided = {*avoided, *kept}
-        shortlists = self._fleet.shortlists(demand, record.block_hashes, avoided, now)
-        choice = choose(self._policy, demand, shortlists, self._draw)
+        choice, shortlists = self._choose(record, demand, avoided, now)
         if choice is None:
             self.decisions["no_room"] += 1
             return Blocked.NO_ROOM
@@ -100,6 +99,22 @@ class Attempts:
             return Blocked.WAITS
         self.decisions[_reason(choice, shortlists)] += 1
         return self._start(record, choice, demand, now)
+
+    def _choose(
+        self, record: RequestRecord, demand: Demand, avoided: Collection[WorkerId], now: float
+    ) -> tuple[Choice | None, list[Shortlist]]:
+        """Where to place it, and among what. An answer that was begun goes on where it can do so to the bit, if workers
+        of its arithmetic have room and a slot; if not both of a pair, then the one that decodes."""
+        tiers = [avoided]
+        if demand.is_continued and record.arithmetic and (others := self._fleet.of_other_arithmetic(record.arithmetic)):
+            others_decode = (each for each in others if self._fleet.worker(each).decodes)
+            tiers = [(*avoided, *others), (*avoided, *others_decode), avoided]
+        for without in tiers:
+            shortlists = self._fleet.shortlists(demand, record.block_hashes, without, now)
+            choice = choose(self._policy, demand, shortlists, self._draw)
+            if choice is not None and choice.has_slot:
+                break
+        return choice, shortlists
 
     def room_needed(self, record: RequestRecord) -> int:
         """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
@@ -300,6 +315,8 @@ class Attempts:
         key = AttemptKey(record.request.request_id, record.num_attempts)
         hashes, prefill, decode = record.block_hashes, choice.prefill, choice.decode.worker
         decode_id = decode.worker_id
+        if not (demand.is_continued and record.arithmetic):
+            record.arithmetic = decode.info.arithmetic
         assignment = decode_assignment(demand, choice.decode, hashes, computes_prompt=prefill is None)
         assignment.num_before = len(record.output.released)
         assignment.first_at = record.trace.stages.get("first_token") or math.inf

@@ -152,8 +152,9 @@ class Migrations:
         return (record for num_left, record in found if num_left > FEWEST_LEFT)
 
     def _target(self, source: Worker, demand: Demand) -> Candidate | None:
-        """The worker with room where decoding it costs least."""
+        """The worker with room where decoding it costs least; one of the same arithmetic, if any is."""
         found = self._fleet.targets(demand, source)
+        found = [each for each in found if each.worker.info.arithmetic == source.info.arithmetic] or found
         if not source.is_draining:
             found = [each for each in found if _has_much_room(each)]
         weights = [self._policy.weigh_decode(demand, candidate) for candidate in found]

@@ -161,6 +161,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Whether it waits for KV blocks while there are enough for smaller ones, which are placed before it."""
     version: Version | None = None
     """Of the model that made the first released token; it makes the others, too."""
+    arithmetic: str = ""
+    """Of the worker that decoded first, or was to: the next attempt of a begun answer prefers workers of the same."""
     cached_tokens: int | None = None
     """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
 

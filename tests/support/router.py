@@ -101,6 +101,7 @@ def worker_info(
     calibration: tuple[StepSample, ...] = (),
     decode_reserve_tokens: int = 0,
     watermark_blocks: int = 0,
+    arithmetic: str = "",
 ) -> WorkerInfo:
     """A worker; unless given its role follows from the first letter of its id: p, d, c for both, w for both and
     elastic."""
@@ -123,6 +124,7 @@ def worker_info(
         calibration=calibration,
         decode_reserve_tokens=decode_reserve_tokens,
         watermark_blocks=watermark_blocks,
+        arithmetic=arithmetic,
     )
 
 
