@@ -6,6 +6,7 @@ their own there and take away ours.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -57,18 +58,20 @@ def make_private(path: Path) -> None:
     """A file that others can neither read nor write, with what it has if it is there. SQLite gives the files beside it
     the same mode.
 
+    One that is there is not opened: to close it would take the locks of all connections of this process to it (POSIX).
+
     Raises:
         OSError: if it cannot be made, is a link, or belongs to another user.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{path.name} belongs to another user ({found.st_uid})")
-        if found.st_mode & _FOR_OTHERS:
-            os.fchmod(descriptor, _MODE)
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(f"{path.name} is a symbolic link")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path.name} belongs to another user ({found.st_uid})")
+    if found.st_mode & _FOR_OTHERS:
+        path.chmod(_MODE)
 
 
 def create_private(path: Path) -> BinaryIO:

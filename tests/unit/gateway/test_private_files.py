@@ -60,6 +60,30 @@ def test_a_file_of_an_earlier_version_is_closed_to_others(tmp_path: Path) -> Non
     second.close()
 
 
+def test_a_further_connection_takes_no_locks_of_the_first(tmp_path: Path) -> None:
+    """POSIX: who closes a file loses all locks that his process has of it. Without them another process truncates what
+    SQLite has mapped."""
+    first = UsageStore(tmp_path, 9, 0.0)
+    first.write(Batch({Key("a", 1, "m"): Counts(1)}), 86_400.0)
+    held = locks_of_this_process(tmp_path)
+    assert held
+    second = UsageStore(tmp_path, 9, 0.0)
+    assert held <= locks_of_this_process(tmp_path)
+    second.close()
+    first.close()
+
+
+def locks_of_this_process(folder: Path) -> set[tuple[str, ...]]:
+    """Inode and range of each."""
+    inodes = {str(path.stat().st_ino) for path in folder.iterdir()}
+    rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return {
+        (row[5].split(":")[2], *row[6:8])
+        for row in rows
+        if row[4] == str(os.getpid()) and row[5].split(":")[2] in inodes
+    }
+
+
 def test_files_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
