@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.cpu.memory import HugePages
+from disagg.kernels.cpu.memory import HugePages, copy_pairs
 from disagg.kernels.linear import PackedWeight
 from disagg.kernels.quantize import Int8Weight
 
@@ -106,7 +106,7 @@ class NativeLinear:
 
     def _kept(self, panels: Tensor) -> Tensor:
         packed = self._memory.new((*panels.shape[:2], 2 * COLUMNS), panels.dtype)
-        packed.view(panels.shape).copy_(panels)
+        copy_pairs(packed.view(panels.shape), panels)
         return packed
 
 

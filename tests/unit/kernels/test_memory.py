@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import resource
+import threading
 import weakref
 
+import pytest
 import torch
 
-from disagg.kernels.cpu.memory import ALIGNMENT, CHUNK_BYTES, PAGE_BYTES, HugePages
+from disagg.kernels.cpu import memory
+from disagg.kernels.cpu.memory import ALIGNMENT, CHUNK_BYTES, PAGE_BYTES, HugePages, copy_pairs, populate
 
 
 def test_tensors_lie_one_behind_the_other_on_their_boundaries() -> None:
@@ -57,3 +61,43 @@ def test_what_was_dropped_is_not_handed_out() -> None:
     del first
     gc.collect()
     assert chunk() is None
+
+
+@pytest.mark.parametrize("num_pages_at_once", [1, 8])
+def test_pages_are_there_before_they_are_used_and_contents_stay(
+    num_pages_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "AT_ONCE_BYTES", num_pages_at_once * PAGE_BYTES)
+    tensor = HugePages().new((8 * PAGE_BYTES - 5,), torch.uint8)
+    tensor[3 * PAGE_BYTES] = 7
+    populate(tensor)
+    for thread in threading.enumerate():
+        if thread.name == "populate":
+            thread.join()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert tensor.count_nonzero().item() == 1
+    tensor.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4
+
+
+def test_a_system_that_cannot_populate_has_the_memory_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", -1)
+    tensor = HugePages().new((2 * PAGE_BYTES,), torch.uint8)
+    populate(tensor)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensor.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4
+
+
+def test_nothing_is_populated_at_once() -> None:
+    populate(HugePages().new((0,), torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_pairs_are_copied_as_they_are(dtype: torch.dtype, is_split: bool) -> None:
+    source = torch.randn(3, 32, 6, 2).mul(100).to(dtype)
+    source = source.permute(0, 2, 3, 1).transpose(-1, -2) if is_split else source.transpose(1, 2)
+    target = HugePages().new(source.shape, dtype)
+    assert copy_pairs(target, source) is target
+    assert torch.equal(target, source)
