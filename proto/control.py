@@ -50,6 +50,16 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
     """As in `WorkerInfo`."""
 
 
+class WorkerStarting(Message, frozen=True, kw_only=True, tag=True):
+    """The worker has been starting for a while. The answer ends at once."""
+
+    worker_id: WorkerId
+    doing: str
+    """For people to read."""
+    start_id: str = ""
+    """As in `WorkerInfo`."""
+
+
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """A heartbeat of a worker, periodically after its hello."""
 
@@ -59,7 +69,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """For how long that was predicted to last; 0 where no turn lasts long."""
 
 
-WorkerToController = WorkerHello | WorkerFailed | WorkerHeartbeat
+WorkerToController = WorkerHello | WorkerFailed | WorkerStarting | WorkerHeartbeat
 
 
 class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):

@@ -21,7 +21,8 @@ START_TIMEOUT_S = 180.0
 """How long everything together may take to come up."""
 
 Progress = Callable[[str, str], None]
-"""Called with (process name, its state): `starting`, `ready`, `stopped`."""
+"""Called with (process name, its state): `starting`, `ready`, `stopped`; or with what it does while it starts, for
+people."""
 
 
 def no_progress(name: str, state: str) -> None:
@@ -54,6 +55,8 @@ class Cluster(ABC):
         self._start_timeout_s = start_timeout_s
         self._started: list[str] = []
         """Names of processes that were reported as starting; `stop` reports their end."""
+        self._doing: dict[str, str] = {}
+        """What was reported of each worker that starts."""
 
     @property
     def plan(self) -> ClusterPlan:
@@ -110,6 +113,7 @@ class Cluster(ABC):
             check_stop()
             state = self.state()
             self._report(state_diff.diff(before, state))
+            self._report_doing(state)
             if failure := state_diff.first_failure(state):
                 raise LaunchError(failure)
             if state.is_settled:
@@ -125,6 +129,17 @@ class Cluster(ABC):
                 self._started.append(change.name)
             if change.what in ("starting", "ready"):
                 self._progress(change.name, change.what)
+
+    def _report_doing(self, state: ControlState) -> None:
+        for record in state.workers:
+            doing = (record.detail or self._waits_for(record.worker_id)) if record.phase == "starting" else ""
+            if doing and doing != self._doing.get(record.worker_id):
+                self._progress(record.worker_id, doing)
+            self._doing[record.worker_id] = doing
+
+    def _waits_for(self, name: str) -> str:
+        """What a process that starts waits for before it can say what it does; empty where that is not known."""
+        return ""
 
     @abstractmethod
     def _open(self, check_stop: CheckStop) -> None:

@@ -12,6 +12,8 @@ blocking calls, so that the worker's event loop stays the only one of its proces
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -31,15 +33,19 @@ from disagg.proto.control import (
     WorkerHello,
     WorkerProven,
     WorkerRejected,
+    WorkerStarting,
 )
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import WorkerInfo, decoder, encode
+from disagg.proto.messages import Message, WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROL, REGISTER
 
 logger = logging.getLogger(__name__)
 
 REPORT_TIMEOUT_S = 10.0
+STAGE_S = 0.5
+"""A stage of a start that is over before is not worth a message."""
+STAGE_TIMEOUT_S = 2.0
 
 
 class RegisterLink(BlockingStream):
@@ -105,16 +111,60 @@ def report_failure(
     timeout_s: float = REPORT_TIMEOUT_S,
 ) -> bool:
     """Report to the controller that this start of the worker failed; whether that arrived within about `timeout_s`."""
-    message = encode(WorkerFailed(worker_id=worker_id, error=error, start_id=start_id))
     try:
-        with open_blocking_channel(resolve(), secret) as channel:
-            register = channel.stream_stream(REGISTER, None, None)
-            for _ in register(iter((message,)), timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
-                pass
+        _tell(resolve, secret, WorkerFailed(worker_id=worker_id, error=error, start_id=start_id), timeout_s)
     except Exception as failure:  # of `resolve` or gRPC
         logger.warning("%s: the failed start could not be reported to the controller: %r", worker_id, failure)
         return False
     return True
+
+
+class StageReports:
+    """Tells the controller what the start of a worker is busy with, where it is for `STAGE_S` or longer. Has a thread
+    of its own until `close`.
+
+    Args:
+        resolve, secret: as in `RegisterLink`.
+        worker_id, start_id: of the worker that starts.
+    """
+
+    def __init__(self, resolve: Resolve, secret: ClusterSecret, worker_id: WorkerId, start_id: str) -> None:
+        self._resolve, self._secret = resolve, secret
+        self._worker_id, self._start_id = worker_id, start_id
+        self._told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="stages", daemon=True).start()
+
+    def __call__(self, doing: str) -> None:
+        """It does that now; returns at once."""
+        self._told.put(doing)
+
+    def close(self) -> None:
+        """The start is over. Idempotent."""
+        self._told.put(None)
+
+    def _run(self) -> None:
+        begun = self._told.get()
+        while (doing := begun) is not None:
+            try:
+                begun = self._told.get(timeout=STAGE_S)
+            except queue.Empty:
+                self._send(doing)
+                begun = self._told.get()
+
+    def _send(self, doing: str) -> None:
+        message = WorkerStarting(worker_id=self._worker_id, doing=doing, start_id=self._start_id)
+        try:
+            _tell(self._resolve, self._secret, message, STAGE_TIMEOUT_S)
+        except Exception as error:  # as above
+            logger.info("%s: the controller could not be told that it %s: %r", self._worker_id, doing, error)
+
+
+def _tell(resolve: Resolve, secret: ClusterSecret, message: Message, timeout_s: float) -> None:
+    with open_blocking_channel(resolve(), secret) as channel:
+        register = channel.stream_stream(REGISTER, None, None)
+        frames = iter((encode(message),))
+        for _ in register(frames, timeout=timeout_s, metadata=secret.metadata, wait_for_ready=True):
+            pass
 
 
 def call_controller(

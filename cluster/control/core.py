@@ -204,6 +204,9 @@ class ControlCore:
                 self._on_registered(info, is_proven, now)
             case events.WorkerStartFailed(worker_id=name, error=error, start_id=start_id):
                 self._on_start_failed(name, error, start_id, now)
+            case events.WorkerStarting(worker_id=name, doing=doing, start_id=start_id):
+                if (worker := self._workers.get(name)) is not None and worker.is_latest_start(start_id):
+                    worker.doing = doing
             case events.WorkerLeft():
                 self._on_left(event, now)
             case events.WorkerHung():

@@ -57,6 +57,17 @@ class WorkerStartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStarting:
+    """A worker has been starting for a while."""
+
+    worker_id: WorkerId
+    doing: str
+    """For people to read."""
+    start_id: str = ""
+    """As in `WorkerStartFailed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLeft:
     """The connection to that process of a worker broke; the process may run."""
 
@@ -180,6 +191,7 @@ Event = (
     | Drain
     | WorkerRegistered
     | WorkerStartFailed
+    | WorkerStarting
     | WorkerLeft
     | WorkerHung
     | WorkersStopped

@@ -48,6 +48,11 @@ class Launcher(Protocol):
         """
         ...
 
+    def prepare_gateways(self, names: Sequence[str]) -> None:
+        """Gateways of these names are going to be started, once there are workers: their processes may load their code
+        before. Called once, after the starts of the first workers were begun."""
+        ...
+
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
         """End the processes of these workers, side by side; returns when they are gone. Idempotent; unknown ids and
         processes that ended already are fine."""
@@ -110,17 +115,22 @@ class LauncherThread:
         """Execute it after those before."""
         self._executor.submit(self._execute, command)
 
+    def prepare_gateways(self, names: Sequence[str]) -> None:
+        """`Launcher.prepare_gateways`, after the commands before."""
+        self._executor.submit(self._try, "gateways are not prepared", lambda: self._launcher.prepare_gateways(names))
+
     def keep_only(self) -> None:
         """`Launcher.keep_only`, after the commands before."""
-        self._executor.submit(self._keep_only)
+        failed = "what only earlier generations needed could not be released"
+        self._executor.submit(self._try, failed, lambda: self._launcher.keep_only(self._plans.workers))
 
-    def _keep_only(self) -> None:
+    def _try(self, failed: str, call: Callable[[], None]) -> None:
         if self._stopped:
             return
         try:
-            self._launcher.keep_only(self._plans.workers)
+            call()
         except Exception:  # as in `_execute`
-            logger.exception("what only earlier generations needed could not be released")
+            logger.exception("%s", failed)
 
     async def poll(self) -> tuple[dict[str, str], dict[str, str]]:
         """`Launcher.exited` and `Launcher.pending`."""

@@ -24,7 +24,7 @@ import msgspec
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import events
 from disagg.cluster.control.core import ControlCore, Settings
-from disagg.cluster.control.gateways import is_gateway
+from disagg.cluster.control.gateways import gateway_names, is_gateway
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, gateway_config, router_configs
 from disagg.cluster.control.service import ControllerService
@@ -174,6 +174,8 @@ class Controller:
         self._server = server
         self._launcher_thread = LauncherThread(self._plans, self._launcher, self._executor, address, self._handle)
         self._handle(events.Tick())
+        if not running:
+            self._launcher_thread.prepare_gateways(gateway_names(config.gateway.replicas))
         self._poller = asyncio.create_task(self._poll(self._launcher_thread), name="launcher-poll")
         self._supervisor.start()
         self._run_autoscaler()

@@ -38,6 +38,7 @@ from disagg.proto.control import (
     WorkerHeartbeat,
     WorkerHello,
     WorkerRejected,
+    WorkerStarting,
     WorkerToController,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
@@ -148,6 +149,9 @@ class ControllerService:
         message = await _decode(await anext(requests, b""), WorkerToController, context)
         if isinstance(message, WorkerFailed):
             self._on_event(events.WorkerStartFailed(message.worker_id, message.error, message.start_id))
+            return
+        if isinstance(message, WorkerStarting):
+            self._on_event(events.WorkerStarting(message.worker_id, message.doing, message.start_id))
             return
         if not isinstance(message, WorkerHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker begins with WorkerHello")

@@ -77,6 +77,8 @@ class Worker:
     """Why it was lost or failed, the last time."""
     pending: str = ""
     """What its start waits for."""
+    doing: str = ""
+    """What its start has been busy with for a while."""
     start_s: float | None = None
     """How long its latest start took."""
     expected_at: float | None = None
@@ -91,7 +93,7 @@ class Worker:
         """Enter `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
         if phase not in TRANSITIONS[self.phase]:
             raise ValueError(f"{self.worker_id}: {self.phase} -> {phase}")
-        self.phase, self.due = phase, due
+        self.phase, self.due, self.doing = phase, due, ""
 
     def listens(self, info: WorkerInfo, now: float) -> None:
         """That process of it is there, and is to be probed."""
@@ -157,7 +159,7 @@ class Worker:
             phase=self.phase,
             info=None if self.phase == "starting" else self.info,
             num_starts=self.num_starts,
-            detail=(probing or self.pending if self.phase == "starting" else "") or self.detail,
+            detail=(probing or self.pending or self.doing if self.phase == "starting" else "") or self.detail,
         )
 
 

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -72,15 +73,35 @@ class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_
     """host:port."""
     secret: ClusterSecret
     """Of the cluster."""
-    launch_s: float = 0.0
-    """From the order to start it until there was the process."""
+    ordered_s: float | None = None
+    """When it was ordered, by the monotonic clock of this machine."""
 
 
 Phases = tuple[StartPhase, ...]
 
 
-def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret, Phases], Host]) -> int:
-    """Be a child process with this configuration type and content; returns the exit status."""
+def first_phases(ordered_s: float | None, loaded_s: float, began_s: float, now: float) -> Phases:
+    """What a start took until our code runs.
+
+    Args:
+        ordered_s: when it was ordered; None where that is not known.
+        loaded_s: when the template had loaded that the process was forked from; 0 without.
+        began_s: when there was the process.
+        now: all four by one clock, in seconds.
+    """
+    code = StartPhase("code", max(0.0, now - began_s))
+    if ordered_s is None:
+        return (code,)
+    template_s = min(max(0.0, loaded_s - ordered_s), max(0.0, began_s - ordered_s))
+    waited = (StartPhase("template", template_s),) if loaded_s else ()
+    return (*waited, StartPhase("launch", max(0.0, began_s - ordered_s - template_s)), code)
+
+
+def run_child(
+    kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret, Phases], Host], loaded_s: float = 0.0
+) -> int:
+    """Be a child process with this configuration type and content; returns the exit status. `loaded_s`: as in
+    `first_phases`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     stop = StopFlag(signal.SIGTERM)
     setup_logging(os.environ)
@@ -88,7 +109,8 @@ def run_child(kind: type[C], make_host: Callable[[C, Resolve, ClusterSecret, Pha
         with stop.interruptible():
             config = read_config(ChildConfig[kind])  # type: ignore[valid-type]  # a type argument at run time
             terminate_when_orphaned()
-            phases = (StartPhase("launch", config.launch_s), StartPhase("code", age_s()))
+            now = time.monotonic()
+            phases = first_phases(config.ordered_s, loaded_s, now - age_s(), now)
             host = make_host(config.content, lambda: config.controller, config.secret, phases)
             host.start()
     except Stopped:

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S = 10.0
 """What children get after SIGTERM, before SIGKILL; the gateway beside the time for its answers."""
 
+TEMPLATE_LOADS = "its template loads torch and the weights, once for all workers"
+
 WORKER_MODULE = "disagg.cluster.hosts.worker_host"
 GATEWAY_MODULE = "disagg.cluster.hosts.gateway_host"
 
@@ -95,17 +97,12 @@ def start_child(
     """Start `python -m module`, or what is the same from a template, and hand it its configuration and the cluster's
     secret. A log of that name goes on."""
     log = log_dir / log_name(name)
-    ordered_s = time.monotonic()
-
-    def start() -> dict[str, object]:
-        launch_s = time.monotonic() - ordered_s
-        return {"content": config, "controller": controller, "secret": secret, "launch_s": launch_s}
-
+    message = {"content": config, "controller": controller, "secret": secret, "ordered_s": time.monotonic()}
     with open_log(log) as output:
         forked = None
         if templates is not None and isinstance(config, WorkerConfig | GatewaySpec):
-            forked = templates.fork(name, config, start, environment, output)
-        return Child(name, forked or spawn(module, start(), environment, output), log)
+            forked = templates.fork(name, config, message, environment, output)
+        return Child(name, forked or spawn(module, message, environment, output), log)
 
 
 def stop_children(children: Sequence[Child], timeout_s: float = STOP_TIMEOUT_S) -> list[str]:
@@ -156,6 +153,10 @@ class ProcessLauncher(Launcher):
         self._start(spec.name, GATEWAY_MODULE, spec, controller_address, thread_environment(1))
 
     @override
+    def prepare_gateways(self, names: Sequence[str]) -> None:
+        """Their template has begun to load before."""
+
+    @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
         self._stop(worker_ids)
 
@@ -188,6 +189,11 @@ class ProcessLauncher(Launcher):
     def pending(self) -> dict[str, str]:
         """Always empty: a child runs at once."""
         return {}
+
+    def has_process(self, name: str) -> bool:
+        """Whether there is one of that name."""
+        with self._lock:
+            return name in self._children
 
     def pid(self, name: str) -> int:
         """The id of the latest process of a name; raises `KeyError`."""
@@ -296,6 +302,11 @@ class ProcessCluster(Cluster):
             self._log_dir = Path(tempfile.mkdtemp(prefix="disagg-logs-"))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return self._log_dir
+
+    @override
+    def _waits_for(self, name: str) -> str:
+        is_there = self._launcher is not None and self._launcher.has_process(name)
+        return "" if is_there or self._templates is None else TEMPLATE_LOADS
 
     @override
     def state(self) -> ControlState:

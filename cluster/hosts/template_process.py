@@ -59,17 +59,17 @@ def keep(source: WeightsSource) -> None:
         logger.warning("weights of %s: not kept: %s", source.model_path, describe(error))
 
 
-def become(kind: str) -> int:
-    """Be that process, in a child; returns the exit status."""
+def become(kind: str, loaded_s: float) -> int:
+    """Be that process, in a child; returns the exit status. `loaded_s`: when the template had loaded."""
     if kind == "gateway":
         from disagg.cluster.control.plan import GatewaySpec
         from disagg.cluster.hosts.gateway_host import GatewayHost
 
-        return run_child(GatewaySpec, GatewayHost)
+        return run_child(GatewaySpec, GatewayHost, loaded_s)
     from disagg.cluster.hosts.worker_host import make_host
     from disagg.engine.config import WorkerConfig
 
-    return run_child(WorkerConfig, make_host)
+    return run_child(WorkerConfig, make_host, loaded_s)
 
 
 def main() -> int:
@@ -81,10 +81,11 @@ def main() -> int:
     if start.weights is not None:
         keep(start.weights)
     gc.freeze()
+    loaded_s = time.monotonic()
     if serve() is None:
         return 0
     gc.enable()
-    return become(start.kind)
+    return become(start.kind, loaded_s)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Literal
 
@@ -82,12 +82,12 @@ class Templates:
         self,
         name: str,
         config: WorkerConfig | GatewaySpec,
-        message: Callable[[], object],
+        message: object,
         environment: Mapping[str, str],
         output: IO[bytes],
     ) -> ForkedProcess | None:
-        """A process of this configuration; None, and a warning, where no template can make it. `message` makes what
-        it reads, once it is there."""
+        """A process of this configuration; None, and a warning, where no template can make it. `message` is what it
+        reads."""
         template = self._find(config)
         if template is None:
             return None

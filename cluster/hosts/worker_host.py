@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from disagg.cluster.control.controller_link import RegisterLink, report_failure
+from disagg.cluster.control.controller_link import RegisterLink, StageReports, report_failure
 from disagg.cluster.hosts.host import STOP_GRACE_S, Phases, StartError, run_child
 from disagg.cluster.hosts.rank_process import rank_processes
 from disagg.cluster.hosts.ranks import rank_config
@@ -26,6 +26,7 @@ from disagg.engine.faults.faulty import Failpoints
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
+from disagg.engine.start_stages import WORDS
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
@@ -59,13 +60,16 @@ class WorkerHost:
         failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
         roles = role_factories(config.roles)
         self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
-        self._worker.start_phases.extend(phases)
+        self._worker.stages.add(phases)
         self.crashed = self._worker.crashed
         self.rejected = threading.Event()
         self._link = RegisterLink(resolve, secret, self.rejected.set, self._heartbeat)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""
+        name = WorkerId(self._config.worker_id)
+        reports = StageReports(self._resolve, self._secret, name, self._config.start_id)
+        self._worker.stages.on_stage = lambda stage: reports(WORDS[stage])
         try:
             check_kv_stays_private(self._config)
             check_installed(self._config.transport)
@@ -75,9 +79,10 @@ class WorkerHost:
             freeze_start()
         except Exception as error:
             logger.exception("%s could not start", self._config.worker_id)
-            name = WorkerId(self._config.worker_id)
             report_failure(self._resolve, self._secret, name, describe(error), self._config.start_id)
             raise StartError(describe(error)) from error
+        finally:
+            reports.close()
         self._link.start(info)
 
     def _heartbeat(self) -> WorkerHeartbeat:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Final, TypeVar
@@ -174,8 +174,8 @@ class Template:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def fork(self, request: ForkRequest, message: Callable[[], object], output: IO[bytes]) -> ForkedProcess:
-        """A child; waits until the template has loaded. `message` makes, then, what is on its standard input, which
+    def fork(self, request: ForkRequest, message: object, output: IO[bytes]) -> ForkedProcess:
+        """A child; waits until the template has loaded. `message` is on its standard input, which
         stays open as with `children.spawn`.
 
         Raises:
@@ -209,7 +209,7 @@ class Template:
         finally:
             os.close(reader)
         try:
-            stdin.write(msgspec.json.encode(message()) + b"\n")
+            stdin.write(msgspec.json.encode(message) + b"\n")
             stdin.flush()
         except BrokenPipeError:
             pass  # it ended already; its exit status and log show why

@@ -10,6 +10,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import ModelRunner
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.start_stages import OnStage, no_stages
 from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from disagg.engine.runner.collectives import Collective
 
 
-def make_runner(config: WorkerConfig, shard: Shard = WHOLE) -> ShardRunner:
+def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages) -> ShardRunner:
     """The configured model runner, on one rank of the worker; `fake` needs neither weights nor
-    torch.
+    torch. `on_stage` is called with what begins.
 
     Raises:
         ConfigError: the checkpoint, the device, or the configuration cannot work.
@@ -33,9 +34,10 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE) -> ShardRunner:
             max_model_len=config.max_model_len or 4096,
             shard=shard,
         )
+    on_stage("libraries")
     from disagg.engine.runner.model_runner import TorchModelRunner
 
-    return TorchModelRunner(config, shard)
+    return TorchModelRunner(config, shard, on_stage)
 
 
 def warm_up(runner: ModelRunner, config: WorkerConfig) -> None:

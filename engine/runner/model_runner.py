@@ -51,6 +51,7 @@ from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.start_stages import OnStage, no_stages
 from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.attention_choice import ProviderError, choose
 from disagg.kernels.cuda_graph import bucket_sizes
@@ -80,13 +81,14 @@ class TorchModelRunner(ShardRunner):
 
     checksum: Checksum = UNKEYED
 
-    def __init__(self, config: WorkerConfig, shard: Shard = WHOLE) -> None:
+    def __init__(self, config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages) -> None:
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         check_share_weights(config.share_weights, config.device, config.tp)
         check_attention(config.attention, config.device)
         set_num_threads(config.num_threads)
         self._device = torch_device(config.device)
         if self._device.type == "cpu":
+            on_stage("kernels")
             logger.info("worker %s: CPU kernels %s", config.worker_id, describe())  # compiles them if needed
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -107,6 +109,7 @@ class TorchModelRunner(ShardRunner):
         self.max_model_len = _max_model_len(model, config, model.max_exact_len)  # refused before any weight is read
         if not is_measured:
             self._set_size(0 if cache_bytes == "auto" else cache_bytes)
+        on_stage("weights")
         loaded = whole_weights(config.weights, model) if shard.size == 1 and self._device.type == "cpu" else None
         if loaded is None:
             loaded = load_weights(config.weights, model, self._device, shard)
@@ -116,6 +119,7 @@ class TorchModelRunner(ShardRunner):
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
             self._staging_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        on_stage("kv_memory")
         self._computed = Mark(pinned=self._device.type == "cuda")
         self._draws: DeviceDraws | None = None
         if draws_on(self._device):

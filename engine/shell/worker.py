@@ -39,6 +39,7 @@ from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
+from disagg.engine.start_stages import StartStages
 from disagg.proto.clock.process_clock import AwakeLoop, process_clock
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
@@ -52,7 +53,6 @@ from disagg.proto.messages import (
     Dispatch,
     GatewayToWorker,
     Migrate,
-    StartPhase,
     TransferCount,
     WorkerInfo,
 )
@@ -111,9 +111,8 @@ class Worker:
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
         self._now = process_clock().now
-        self._began_s = time.monotonic()
-        self.start_phases: list[StartPhase] = []
-        """So far. The owner may add those before `start`."""
+        self.stages = StartStages(time.monotonic)
+        """Of the start."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -126,7 +125,6 @@ class Worker:
 
     def start(self) -> WorkerInfo:
         """Load the model, bind, start. Blocks until the worker can be used; raises what went wrong otherwise."""
-        self._began_s = time.monotonic()
         try:
             self._make_engine()
         except BaseException:
@@ -143,24 +141,24 @@ class Worker:
 
     def _make_engine(self) -> None:
         config = self.config
-        runner: ModelRunner = self._make_runner() if self._group is None else self._group.form()
-        self._phase_ended("model")
+        runner: ModelRunner = self._make_runner() if self._group is None else self._form(self._group)
+        self.stages.begin("warm_up")
         warm_up(runner, config)
-        self._phase_ended("warm_up")
+        self.stages.begin("calibration")
         with remembered_calibration(runner, config) as memory:
             self._calibration = memory.samples = calibrate(runner, config, process_clock().now, memory.samples)
-        self._phase_ended("calibration")
+        self.stages.end()
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
 
-    def _phase_ended(self, name: str) -> None:
-        began_s, self._began_s = self._began_s, time.monotonic()
-        self.start_phases.append(StartPhase(name, self._began_s - began_s))
+    def _form(self, group: Group) -> ModelRunner:
+        self.stages.begin("ranks")
+        return group.form()
 
     def _make_runner(self) -> ModelRunner:
-        runner = make_runner(self.config)
+        runner = make_runner(self.config, on_stage=self.stages.begin)
         runner.checksum = Checksum.of_secret(self.cluster_secret)
         return runner
 
@@ -218,12 +216,13 @@ class Worker:
             await self._close()
 
     async def _open(self) -> None:
+        self.stages.begin("listen")
         role_handlers = [handler for role in self._roles for handler in role.handlers()]
         port = await self._service.bind(self.config.host, self.config.port, role_handlers)
         self._engine.start()
         for role in self._roles:
             await role.start()
-        self._phase_ended("listen")
+        self.stages.end()
         self._info = self._make_info(f"{self.config.host}:{port}")
         logger.info("%s listens on %s", self.config.worker_id, self._info.address)
 
@@ -261,7 +260,7 @@ class Worker:
             watermark_blocks=config.watermark_blocks(runner.num_blocks),
             scheduling=config.scheduling,
             max_itl_ms=config.max_itl_ms,
-            start_phases=tuple(self.start_phases),
+            start_phases=self.stages.phases,
             arithmetic=runner.arithmetic,
         )
 

@@ -47,7 +47,7 @@ def template(start: Start, log: Path) -> Iterator[Template]:
 
 def fork(made: Template, order: Order, log: Path, **environment: str) -> ForkedProcess:
     with open_log(log) as output:
-        return made.fork(ForkRequest(name="worker", environment=environment), lambda: order, output)
+        return made.fork(ForkRequest(name="worker", environment=environment), order, output)
 
 
 def test_a_child_has_its_own_environment_output_and_session_and_nothing_else_of_the_template(log: Path) -> None:

@@ -231,7 +231,7 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_worker_start_seconds",
-        "How long a phase of a worker's (instance) start took: launch, code, model, warm_up, calibration, listen.",
+        "How long a phase of the start of a worker (instance) took: from its template to its open port.",
         ("instance", "phase"),
         [((w.info.worker_id, phase.name), phase.seconds) for w in view.workers for phase in w.info.start_phases],
     )

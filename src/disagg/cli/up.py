@@ -6,16 +6,15 @@ import json
 import os
 import shlex
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 
 from disagg.cli.address import DEFAULT_ADDRESS
+from disagg.cli.launch.progress import LaunchDisplay
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, models_of, override
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
@@ -32,45 +31,6 @@ EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
 MAX_CLEAN_STOP_SIGNALS = 3
 """Signals that wait for a clean stop. One more ends this process at once: its children then end by themselves."""
-
-
-class LaunchDisplay:
-    """Shows which processes are starting: a spinner on a terminal, a line per change elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = time.monotonic()
-        self._starting: list[str] = []
-        self._status: Status | None = None
-
-    def __call__(self, name: str, state: str) -> None:
-        """A `Progress` of `cluster/control/cluster.py`."""
-        if state == "starting":
-            self._starting.append(name)
-        elif name in self._starting:
-            self._starting.remove(name)
-        if state == "ready":
-            elapsed_s = time.monotonic() - self._started
-            self._console.print(f"  [green]ready[/green]  {name} [dim]({elapsed_s:.1f} s)[/dim]", highlight=False)
-        self._show()
-
-    def _show(self) -> None:
-        if not self._console.is_terminal:
-            return
-        if not self._starting:
-            self.close()
-            return
-        text = f"starting {', '.join(self._starting)}"
-        if self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
-        self._status.update(text)
-
-    def close(self) -> None:
-        """Take the spinner away."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
 
 def build_config(
@@ -147,6 +107,18 @@ def with_cluster(
 ) -> int:
     """Start a cluster, run `body` on it, stop it. Returns the status of `body`; `EXIT_INTERRUPTED` after a signal."""
     display = LaunchDisplay(console)
+    with display.busy:
+        return _with_display(config, launcher, console, log_dir, body, display)
+
+
+def _with_display(
+    config: ClusterConfig,
+    launcher: Launcher,
+    console: Console,
+    log_dir: Path | None,
+    body: Callable[[Cluster, StopFlag], int],
+    display: LaunchDisplay,
+) -> int:
     cluster = make_cluster(config, launcher, display, log_dir)
     for warning in cluster.warnings:
         console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli import up
+from disagg.cli.launch.progress import LaunchDisplay
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
 from disagg.cluster.control.cluster import CheckStop, never_stop
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
@@ -250,10 +251,39 @@ def test_a_danger_is_said_first_and_not_wrapped(monkeypatch: pytest.MonkeyPatch)
 
 def test_display_without_a_terminal_prints_a_line_per_process() -> None:
     out = io.StringIO()
-    display = up.LaunchDisplay(Console(file=out, width=80))
+    display = LaunchDisplay(Console(file=out, width=80))
     for name, state in (("a", "starting"), ("b", "starting"), ("b", "ready"), ("a", "ready"), ("a", "stopped")):
         display(name, state)
     assert [line.split()[:2] for line in out.getvalue().splitlines()] == [["ready", "b"], ["ready", "a"]]
+
+
+def test_a_start_that_takes_long_says_what_goes_on() -> None:
+    out, now = io.StringIO(), 0.0
+    display = LaunchDisplay(Console(file=out, width=200), lambda: now)
+    for name in ("prefill-0", "decode-0", "gateway"):
+        display(name, "starting")
+    for at, name, state in (
+        (0.0, "prefill-0", "loads the weights"),
+        (0.0, "decode-0", "loads the weights"),
+        (4.0, "decode-0", "measures steps"),
+        (5.5, "prefill-0", "ready"),
+        (5.6, "decode-0", "ready"),
+        (9.0, "gateway", "ready"),
+    ):
+        while now < at:
+            now += 0.25
+            display.busy.look()
+        display(name, state)
+    now = 60.0
+    display.busy.look()
+    assert out.getvalue().splitlines() == [
+        "  ...    prefill-0, decode-0: loads the weights; gateway: starts (2.5 s)",
+        "  ...    prefill-0: loads the weights; decode-0: measures steps; gateway: starts (5.0 s)",
+        "  ready  prefill-0 (5.5 s)",
+        "  ready  decode-0 (5.8 s)",
+        "  ...    gateway: starts (8.2 s)",
+        "  ready  gateway (9.0 s)",
+    ]
 
 
 def test_options_go_on_top_of_the_file(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def show_starts(state: ClusterState, console: Console) -> None:
     for name, phases in starts:
         if phases:
             total_s = sum(phase.seconds for phase in phases)
-            parts = ", ".join(f"{escape(phase.name)} {phase.seconds:.2f}" for phase in phases)
+            parts = ", ".join(f"{escape(phase.name)} {phase.seconds:.2f}" for phase in phases if phase.seconds >= 0.005)
             console.print(f"{escape(name)} started in {total_s:.2f} s: {parts}", highlight=False, soft_wrap=True)
 
 

@@ -58,6 +58,22 @@ def test_a_failed_start_is_told_and_tried_again() -> None:
     assert control.record("colocated-0").num_starts == 2
 
 
+def test_what_a_start_is_busy_with_is_shown_until_it_is_over() -> None:
+    control = Driver({"colocated": 1})
+    control.tick()
+    name, start_id = WorkerId("colocated-0"), control.core._workers[WorkerId("colocated-0")].start_id
+
+    def says(doing: str, start_id: str) -> str:
+        control.core.handle(events.WorkerStarting(name, doing, start_id), control.now)
+        return control.record("colocated-0").detail
+
+    assert says("loads the weights", start_id) == "loads the weights"
+    assert says("loads others", "of an earlier start") == "loads the weights"
+    assert control.core.handle(events.WorkerStarting(WorkerId("decode-7"), "loads", ""), control.now) == []
+    control.register("colocated-0")
+    assert control.record("colocated-0").detail == ""
+
+
 def test_the_pause_grows_with_faults_in_a_row_and_a_healthy_life_ends_the_row() -> None:
     control = Driver({"colocated": 1})
     control.tick()

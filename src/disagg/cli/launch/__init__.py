@@ -1,0 +1,1 @@
+"""What is shown while a cluster starts, and what is decided then."""
