@@ -16,7 +16,14 @@ from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.control import state_diff
-from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
+from disagg.cluster.control.cluster import (
+    START_TIMEOUT_S,
+    CheckStop,
+    Cluster,
+    Progress,
+    never_stop,
+    no_progress,
+)
 from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
@@ -49,11 +56,12 @@ class RayCluster(Cluster):
     ) -> None:
         super().__init__(config, progress, start_timeout_s)
         self._is_private = config.ray.address == PRIVATE
-        self._session: Session = (
-            PrivateSession(config.ray.temp_dir, self._plan.cores.gateway)
-            if self._is_private
-            else JoinedSession(config.ray.address)
-        )
+        self._session: Session
+        if self._is_private:
+            num_processes = 1 + config.gateway.replicas + sum(worker.tp for worker in self._plan.workers)
+            self._session = PrivateSession(config.ray.temp_dir, self._plan.cores.gateway, num_processes)
+        else:
+            self._session = JoinedSession(config.ray.address)
         self._controller: Any | None = None
         self._controller_address = ""
         """host:port of the controller, where it was last."""
@@ -70,11 +78,17 @@ class RayCluster(Cluster):
     def _twin_key(self) -> str:
         return super()._twin_key if self._is_private else ""
 
+    @override
+    def start(self, check_stop: CheckStop = never_stop) -> None:
+        super().start(check_stop)
+        self._session.settle()
+
     def _open(self, check_stop: CheckStop) -> None:
         self._progress("ray", "starting")
         self._session.open()
         check_stop()
         self._progress("ray", "ready")
+        self._progress("controller", "starting")
         cores = available_cores() if self._is_private else ()
         settings = ControllerSettings(
             config=self._plan.config,
@@ -85,6 +99,11 @@ class RayCluster(Cluster):
         self._controller = create_controller(settings, detached=False)
         self._secret = ray_store.cluster_secret()
         self._controller_address = wait_for_answer(self._controller, check_stop, self._start_timeout_s).address
+        self._progress("controller", "ready")
+
+    @override
+    def _waits_for(self, name: str) -> str:
+        return "Ray starts its process"
 
     @override
     def state(self) -> ControlState:

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -32,7 +33,7 @@ from disagg.cluster.on_ray.store import CONTROLLER, ProcessSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import CoreClaims, available_cores, pin_process, shared_folder
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import describe
+from disagg.cluster.system.process_tools import describe, take_environment
 from disagg.engine.config import WorkerConfig
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import ControlState, StateRequest
@@ -41,13 +42,15 @@ from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
 
 if TYPE_CHECKING:
-    from disagg.cluster.hosts.host import Host
+    from disagg.cluster.hosts.host import Host, Phases
     from disagg.proto.connections.blocking_stream import Resolve
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
 POLL_S: Final = 0.2
+SPEC_POLL_S: Final = 0.05
+ORPHAN_LOOK_S: Final = 1.0
 ORPHAN_GRACE_S: Final = 5.0
 """How long Ray may have no controller before its processes end themselves."""
 EXIT_CRASHED: Final = 3
@@ -87,12 +90,15 @@ class ControllerFinder:
 
 
 class HostActor:
-    """A worker or the gateway; see the module docstring. `content` is a `WorkerConfig` or a `GatewaySpec`."""
+    """A worker or a gateway; see the module docstring. `content` is a `WorkerConfig`, or null: the specification of a
+    gateway is in the store, or will be."""
 
     def __init__(self, settings: bytes, content: bytes) -> None:
-        setup_logging(os.environ)
         self._settings = msgspec.json.decode(settings, type=ProcessSettings)
+        take_environment(self._settings.environment)
+        setup_logging(os.environ)
         pin_process(self._settings.cores)
+        self._began_s = time.monotonic()
         self._find = ControllerFinder()
         self._claims: CoreClaims | None = None
         self._host: Host | None = None
@@ -112,6 +118,8 @@ class HostActor:
             if self._stopping.is_set():
                 return
             host = self._begin(content)
+            if host is None:
+                return
         except Exception as error:
             logger.exception("%s: could not start", self._settings.name)
             ray_store.save(
@@ -135,13 +143,18 @@ class HostActor:
         end_followers(self._settings.name, self._settings.tp)
         leave_ray()
 
-    def _begin(self, content: bytes) -> Host:
-        """The host, started. Only what it needs is imported: a worker torch, the gateway neither torch nor engine."""
+    def _begin(self, content: bytes) -> Host | None:
+        """The host, started; None where this process is stopped before. Only what it needs is imported: a worker torch,
+        the gateway neither torch nor engine."""
         if self._settings.kind == "gateway":
             from disagg.cluster.hosts.gateway_host import GatewayHost
 
-            spec = resumed_spec(msgspec.json.decode(content, type=GatewaySpec), self._find)
-            gateway = GatewayHost(spec, self._find, ray_store.cluster_secret())
+            phases = self._phases()
+            found = self._wait_for_spec()
+            if found is None:
+                return None
+            spec = resumed_spec(found, self._find)
+            gateway = GatewayHost(spec, self._find, ray_store.cluster_secret(), phases)
             gateway.start()
             ray_store.save(ray_store.GATEWAY_PORT, port_of(gateway.address))
             if gateway.http_address:
@@ -152,9 +165,33 @@ class HostActor:
         config = self._here(msgspec.json.decode(content, type=WorkerConfig))
         mine = rank_config(config, 0, sees_all_devices=False)
         start_ranks = rank_actors(config) if config.tp > 1 else None
-        worker = WorkerHost(mine, self._find, ray_store.cluster_secret(), start_ranks)
+        worker = WorkerHost(mine, self._find, ray_store.cluster_secret(), start_ranks, self._phases())
         worker.start()
         return worker
+
+    def _wait_for_spec(self) -> GatewaySpec | None:
+        """The gateway's specification, once it is to be started; None where this process is to end before that."""
+        key, look_due = ray_store.gateway_spec_key(self._settings.name), 0.0
+        while (spec := ray_store.load(key, GatewaySpec)) is None:
+            if self._stopping.wait(SPEC_POLL_S):
+                return None
+            if (now := time.monotonic()) >= look_due:
+                look_due = now + ORPHAN_LOOK_S
+                if self._is_orphaned():
+                    self._leave()
+                    return None
+        return spec
+
+    def _is_orphaned(self) -> bool:
+        with suppress(Exception):  # without a controller for a moment, or without Ray's store
+            self._find()
+        return self._find.orphaned.is_set()
+
+    def _phases(self) -> Phases:
+        """From the actor on. When Ray was asked for it is known by another clock, and its process may be older."""
+        from disagg.cluster.hosts.host import first_phases
+
+        return first_phases(None, 0.0, self._began_s, time.monotonic())
 
     def _here(self, config: WorkerConfig) -> WorkerConfig:
         """The configuration on this node: its cores, its address."""

@@ -42,6 +42,10 @@ class JoinedSession(Session):
         self._asked = address
         self.is_open = False
 
+    @override
+    def settle(self) -> None:
+        """Nothing is ours to move."""
+
     @property
     @override
     def has_head(self) -> bool:

@@ -73,6 +73,8 @@ class RayLauncher(Launcher):
         self._groups: dict[str, Any] = {}
         self._labels: dict[str, dict[str, str]] = {}
         """Worker -> of the nodes that it may run on; of those that were started by this launcher."""
+        self._prepared: set[str] = set()
+        """Gateways whose processes wait for their specification."""
         self._reported: set[str] = set()
         self._exited_due = self._pending_due = 0.0
         self._pending: dict[str, str] = {}
@@ -120,13 +122,26 @@ class RayLauncher(Launcher):
         """Nothing is held for them."""
 
     @override
+    def prepare_gateways(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._start_gateway(name, None)
+            self._prepared.add(name)
+
+    @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
         """They run beside the controller, on the node whose address clients use."""
-        import ray
-
         if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
             spec = msgspec.structs.replace(spec, cores=())
-        settings = ProcessSettings(name=spec.name, kind="gateway", cores=self._cores)
+        if spec.name in self._prepared:
+            self._prepared.remove(spec.name)
+            ray_store.save(ray_store.gateway_spec_key(spec.name), spec)
+        else:
+            self._start_gateway(spec.name, spec)
+
+    def _start_gateway(self, name: str, spec: GatewaySpec | None) -> None:
+        import ray
+
+        settings = ProcessSettings(name=name, kind="gateway", cores=self._cores)
         here = {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
         self._start(settings, spec, thread_environment(1), _on_node(ray.util.get_node_ip_address()), here)
 
@@ -173,7 +188,7 @@ class RayLauncher(Launcher):
     def _start(
         self,
         settings: ProcessSettings,
-        content: msgspec.Struct,
+        content: WorkerConfig | GatewaySpec | None,
         environment: dict[str, str],
         bundle: Bundle,
         labels: dict[str, str],
@@ -186,7 +201,11 @@ class RayLauncher(Launcher):
         name = settings.name
         self._stop([name])  # whatever is left of an earlier process
         ray_store.delete(ray_store.failure_key(name))
+        if isinstance(content, GatewaySpec):
+            ray_store.save(ray_store.gateway_spec_key(name), content)
+            content = None
         environment = environment | self._log_environment()
+        settings = msgspec.structs.replace(settings, environment=environment)
         try:
             group = self._groups[name] = ray.util.placement_group(
                 [bundle] * settings.tp,
@@ -195,7 +214,7 @@ class RayLauncher(Launcher):
                 lifetime="detached",
                 bundle_label_selector=[labels] * settings.tp if labels else None,
             )
-            options = _options(name, group, 0, bundle, environment)
+            options = _options(name, group, 0, bundle)
             self._actors[name] = (
                 ray.remote(HostActor)
                 .options(**options)
@@ -203,8 +222,8 @@ class RayLauncher(Launcher):
             )
             for rank in range(1, settings.tp):
                 follower = rank_name(name, rank)
-                rank_settings = RankSettings(worker=name, rank=rank, cores=settings.cores)
-                options = _options(follower, group, rank, bundle, environment)
+                rank_settings = RankSettings(worker=name, rank=rank, cores=settings.cores, environment=environment)
+                options = _options(follower, group, rank, bundle)
                 self._actors[follower] = (
                     ray.remote(RankActor).options(**options).remote(msgspec.json.encode(rank_settings))
                 )
@@ -242,6 +261,8 @@ class RayLauncher(Launcher):
         for name in names:
             self._groups.pop(name, None)
             self._reported.discard(name)
+            self._prepared.discard(name)
+            ray_store.delete(ray_store.gateway_spec_key(name))
             remove_group(name)
             delete_rank_records(name, sum(worker_of(process) == name for process in processes))
 
@@ -261,8 +282,9 @@ def _cores_to_claim(pool: PoolConfig) -> int:
     return num_cores(pool) if pool.cores == "auto" and pool.device == "cpu" else 0
 
 
-def _options(process: str, group: Any, bundle_index: int, bundle: Bundle, environment: dict[str, str]) -> Any:
-    """How Ray is to make the actor of a process, in its bundle of a placement group."""
+def _options(process: str, group: Any, bundle_index: int, bundle: Bundle) -> Any:
+    """How Ray is to make the actor of a process, in its bundle of a placement group. Without a `runtime_env`: one costs
+    a second at each start, and processes that Ray has started in advance do not fit it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
@@ -274,7 +296,6 @@ def _options(process: str, group: Any, bundle_index: int, bundle: Bundle, enviro
         "num_gpus": bundle.get("GPU", 0),
         "resources": {key: amount for key, amount in bundle.items() if key != "GPU"},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
-        "runtime_env": {"env_vars": environment},
     }
 
 

@@ -28,7 +28,7 @@ from typing_extensions import override
 from disagg.cluster.on_ray.session import INIT_OPTIONS, Session, be_quiet, refuse_if_connected, signals_stay_ours
 from disagg.cluster.on_ray.store import SLOT
 from disagg.cluster.system.children import NOT_FOR_CHILDREN, LaunchError
-from disagg.cluster.system.cores import pin_process
+from disagg.cluster.system.cores import pin_unpinned
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 
 MARK: Final = "DISAGG_RAY_CLUSTER"
@@ -128,14 +128,20 @@ def _short_temp_root() -> str | None:
 
 
 @contextmanager
-def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """What is started inside runs on these cores; afterwards this process has its own back."""
-    mine = os.sched_getaffinity(0)
-    pin_process(cores)
+def only_what_is_used() -> Iterator[None]:
+    """Keeps `ray.init` from starting processes that nothing of ours uses, and that cost half of its time: an
+    autoscaler, a log monitor (`log_to_driver` is off), and a server of usage statistics in place of the dashboard.
+    There is no public way."""
+    import ray
+
+    parameter, services = ray._private.parameter, ray._private.services
+    params, start_api_server = parameter.RayParams, services.start_api_server
+    parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *arguments, **options: ("", None)
     try:
         yield
     finally:
-        pin_process(mine)
+        parameter.RayParams, services.start_api_server = params, start_api_server
 
 
 @contextmanager
@@ -155,12 +161,15 @@ class PrivateSession(Session):
 
     Args:
         temp_dir: where its folder goes; None for the system's place.
-        cores: what Ray's own processes run on.
+        cores: what Ray's own processes run on once all is there (`settle`).
+        num_processes: that the cluster begins with. Ray starts as many processes of Python at once as it has CPUs,
+            and as many before they are asked for; no actor of ours takes one.
     """
 
-    def __init__(self, temp_dir: str | None, cores: Sequence[int]) -> None:
+    def __init__(self, temp_dir: str | None, cores: Sequence[int], num_processes: int) -> None:
         self._asked_dir = temp_dir
         self._cores = cores
+        self._num_processes = num_processes
         self._folder: Path | None = None
         self._environment = PrivateEnvironment()
         self._mark = uuid.uuid4().hex
@@ -173,11 +182,11 @@ class PrivateSession(Session):
         import ray
 
         refuse_if_connected()
-        with on_cores(self._cores), environment_mark(self._mark), signals_stay_ours():
+        with only_what_is_used(), environment_mark(self._mark), signals_stay_ours():
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=0,
+                num_cpus=self._num_processes,
                 resources={SLOT: NUM_SLOTS},
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(self._folder / RAY_DIR),
@@ -201,6 +210,15 @@ class PrivateSession(Session):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def settle(self) -> None:
+        """All is there: what is Ray's own runs on its cores from now on. Workers have pinned themselves, so those that
+        still run anywhere are Ray's. During the start Ray has all cores, of which nobody has any use yet."""
+        if not self._cores:
+            return
+        anywhere = os.sched_getaffinity(0)
+        for process in self.family():
+            pin_unpinned(process.pid, anywhere, self._cores)
 
     @property
     @override

@@ -24,7 +24,7 @@ from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.store import RankSettings
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import setup_logging
-from disagg.cluster.system.process_tools import ProcessRef, end_processes
+from disagg.cluster.system.process_tools import ProcessRef, end_processes, take_environment
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.interfaces import Ranks
 from disagg.proto.clock.process_clock import process_clock
@@ -120,8 +120,9 @@ class RankActor:
     """One follower; see the module docstring."""
 
     def __init__(self, settings: bytes) -> None:
-        setup_logging(os.environ)
         self._settings = msgspec.json.decode(settings, type=RankSettings)
+        take_environment(self._settings.environment)
+        setup_logging(os.environ)
         self._name = rank_name(self._settings.worker, self._settings.rank)
         pin_process(self._settings.cores)
         self._stopping = threading.Event()

@@ -33,6 +33,10 @@ class Session(Protocol):
         """Connect; blocks, also where a signal comes. Raises `LaunchError`."""
         ...
 
+    def settle(self) -> None:
+        """What was started in it serves from now on."""
+        ...
+
     def close(self) -> None:
         """Leave nothing of ours behind in this process, nor of what `open` started. Idempotent."""
         ...

@@ -45,6 +45,7 @@ GATEWAY_HTTP_PORT: Final = "gateway-http-port"
 """The same of HTTP."""
 _STARTS: Final = "starts/"
 _FAILURE: Final = "failure/"
+_GATEWAY_SPEC: Final = "gateway-spec/"
 _LEADER: Final = "leader/"
 _FOLLOWING: Final = "following/"
 
@@ -76,6 +77,8 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Listen on its node's address instead of the configured one."""
     tp: int = 1
     """Ranks of the worker; this process is the first."""
+    environment: dict[str, str] = {}
+    """Variables that it sets before it loads what reads them."""
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's id."""
     rank: int
     cores: tuple[int, ...]
+    """As in `ProcessSettings`."""
+    environment: dict[str, str] = {}
     """As in `ProcessSettings`."""
 
 
@@ -111,6 +116,11 @@ class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def starts_key(name: str) -> str:
     """The key of a process's `backoff.Starts`."""
     return _STARTS + name
+
+
+def gateway_spec_key(name: str) -> str:
+    """The key of a gateway's `GatewaySpec`; there is none while its process is only prepared."""
+    return _GATEWAY_SPEC + name
 
 
 def failure_key(name: str) -> str:

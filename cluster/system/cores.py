@@ -34,15 +34,29 @@ def pin_process(cores: Iterable[int]) -> bool:
     wanted = tuple(cores)
     if not wanted:
         return False
-    for task in Path("/proc/self/task").iterdir():
+    try:
+        _pin_threads(os.getpid(), wanted)
+    except OSError as error:
+        logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
+        return False
+    return True
+
+
+def pin_unpinned(pid: int, anywhere: set[int], cores: Iterable[int]) -> None:
+    """Pin the threads of another process, which may be gone, unless it is on other cores than `anywhere` already."""
+    try:
+        if os.sched_getaffinity(pid) == anywhere:
+            _pin_threads(pid, tuple(cores))
+    except OSError as error:
+        logger.info("process %d cannot be pinned: %s", pid, error.strerror)
+
+
+def _pin_threads(pid: int, cores: Sequence[int]) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
         try:
-            os.sched_setaffinity(int(task.name), wanted)
+            os.sched_setaffinity(int(task.name), cores)
         except ProcessLookupError:  # the thread ended since it was listed
             continue
-        except OSError as error:
-            logger.warning("cannot pin to cores %s: %s", wanted, error.strerror)
-            return False
-    return True
 
 
 def num_cuda_devices(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> int | None:

@@ -3,13 +3,14 @@ Cores and devices: `cores.py`. Child processes: `children.py`."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,19 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "MALLOC_ARENA_MAX": "2",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+_M_ARENA_MAX = -8
+"""The option of glibc's `mallopt` that the variable `MALLOC_ARENA_MAX` sets at the start of a process."""
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """What `thread_environment` and others say, for a process that runs already. To be called before what reads the
+    variables is loaded."""
+    os.environ.update(environment)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and (arenas := environment.get("MALLOC_ARENA_MAX")):
+        mallopt(_M_ARENA_MAX, int(arenas))
 
 
 class Stopped(BaseException):

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.ray
 
 PROMPT = tuple(range(40))
 HEAL_TIMEOUT_S = 60.0
+UNUSED = ("monitor.py", "log_monitor.py", "dashboard.py")
+"""Processes of Ray that a private one does without."""
 
 
 @pytest.fixture
@@ -106,12 +108,26 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         assert len(str(raylet).encode()) <= 107
         family = cluster._session.family()  # type: ignore[attr-defined]
         assert len(family) > len(workers)
+        rays_own = [process for process in family if process not in workers]
+        assert {cores for process in rays_own for cores in affinities(process)} == {cluster.plan.cores.gateway}
+        assert [name for name in map(program, rays_own) if name in UNUSED] == []
     assert [process for process in (*workers, *family) if process.is_alive()] == []
-    assert [name for name, state in seen if state == "starting"] == ["ray", *names, "gateway"]
+    assert [name for name, state in seen if state == "starting"] == ["ray", "controller", *names, "gateway"]
     assert sorted(name for name, state in seen if state == "stopped") == sorted([*names, "gateway"])
     assert not (Path(os.environ["HOME"]) / ".ray").exists()
     assert "RAY_AUTH_TOKEN" not in os.environ
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def affinities(process: ProcessRef) -> set[tuple[int, ...]]:
+    """Of all its threads."""
+    return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in Path(f"/proc/{process.pid}/task").iterdir()}
+
+
+def program(process: ProcessRef) -> str:
+    """The Python file that it runs, if any."""
+    words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+    return next((Path(word.decode()).name for word in words if word.endswith(b".py")), "")
 
 
 def refuse_strangers() -> None:
@@ -301,13 +317,18 @@ def test_a_signal_to_all_during_a_start_ends_it_cleanly(temp_dir: Path, tmp_path
     ) as up:
         assert up.stdout is not None
         if moment:
-            assert moment in up.stdout.readline()
+            assert moment in next(line for line in up.stdout if not is_progress(line))
         else:
             while not mentioning(f"{temp_dir}/"):
                 assert up.poll() is None
         os.killpg(up.pid, signal.SIGTERM)
         rest, _ = up.communicate(timeout=60)
-    assert (up.returncode, rest) == (130, "")
+    assert (up.returncode, [line for line in rest.splitlines() if not is_progress(line)]) == (130, [])
+
+
+def is_progress(line: str) -> bool:
+    """Of a start that takes long."""
+    return line.strip().startswith("...")
 
 
 def test_a_cluster_to_join_that_is_not_there_is_an_error_at_once() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from disagg.cluster.config.cluster_config import PoolConfig, parse_config
 from disagg.cluster.control.launcher import Launcher
+from disagg.cluster.control.plan import GatewaySpec, plan_cluster
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster, ProcessLauncher
+from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.launcher import RayLauncher
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.engine.config import WorkerConfig
@@ -38,6 +40,24 @@ def test_a_worker_s_process_has_its_device_s_variables_from_its_start(
     launcher.start_worker(config, "", PoolConfig(device=device))
     (environment,) = given
     assert {name: value for name, value in environment.items() if name in GPU_ENVIRONMENT} == expected
+
+
+def test_a_gateway_whose_process_waits_gets_its_specification_and_no_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_config({"model": {"path": "fake"}})
+    launcher = RayLauncher(ControllerSettings(config=config, cores=(), is_private=True))
+    started: list[tuple[str, GatewaySpec | None]] = []
+    saved: dict[str, object] = {}
+    monkeypatch.setattr(launcher, "_start_gateway", lambda name, spec: started.append((name, spec)))
+    monkeypatch.setattr(ray_store, "save", saved.__setitem__)
+    launcher.prepare_gateways(["gateway"])
+    spec = plan_cluster(config).gateway(())
+    launcher.start_gateway(spec, "")
+    assert started == [("gateway", None)]
+    assert saved == {"gateway-spec/gateway": spec}
+    launcher.start_gateway(spec, "")
+    assert started == [("gateway", None), ("gateway", spec)]
 
 
 def test_workers_that_need_more_devices_than_there_are_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,27 @@ def test_thread_environment() -> None:
     assert environment["GOMP_SPINCOUNT"] == "4000"
 
 
+def test_a_process_that_runs_takes_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    process_tools.take_environment({"OMP_NUM_THREADS": "3"})
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_process_is_pinned_by_another_one_only_where_it_runs_anywhere() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        anywhere = os.sched_getaffinity(process.pid)
+        cores.pin_unpinned(process.pid, set(), anywhere)
+        assert os.sched_getaffinity(process.pid) == anywhere
+        cores.pin_unpinned(process.pid, anywhere, [min(anywhere)])
+        assert os.sched_getaffinity(process.pid) == {min(anywhere)}
+        cores.pin_unpinned(process.pid, anywhere, [max(anywhere)])
+        assert os.sched_getaffinity(process.pid) == {min(anywhere)}
+    finally:
+        process.communicate()
+    cores.pin_unpinned(process.pid, anywhere, anywhere)  # it is gone
+
+
 def test_pinning_to_nothing_or_to_no_core_of_this_machine_changes_nothing() -> None:
     before = os.sched_getaffinity(0)
     assert cores.pin_process(()) is False
