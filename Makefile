@@ -41,6 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
 	@$(QUIET) "Installing disagg and its dependencies" build/install.log $(PIP) -c constraints.txt -e '.[dev,load,nixl,plan,otel]'
 	@$(QUIET) "Compiling what a cluster imports" build/compile.log $(BIN)/python -c 'import $(USED)'
+	@$(QUIET) "Compiling the CPU kernels" build/kernels.log $(BIN)/python -m disagg.kernels.cpu.build
 	@touch $@
 
 install: $(STAMP) ## the virtual environment with everything in it

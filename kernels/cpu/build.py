@@ -5,7 +5,9 @@ place, such as `x86-64-v3` for AVX2: so a newer machine tests and measures what 
 
 A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start
 together take a file lock, so that one compiles and the others load its result; the library appears under its
-name in one piece.
+name in one piece. The files are compiled side by side, on as many cores as there are.
+
+    python -m disagg.kernels.cpu.build               does it now, for this machine
 
 Where there shall be no compiler, such as in an image, the libraries are made before, one for each level of processors:
 
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -229,7 +232,12 @@ def _compile(files: Sequence[Path], path: Path, compiler: Sequence[str]) -> None
     logger.info("compiling the CPU kernels with %s into %s: once, a few seconds", compiler[0], path)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
-        _run([*compiler, *(str(file) for file in files if file.suffix == ".cpp"), "-o", str(made)])
+        objects = {file: Path(scratch) / f"{file.stem}.o" for file in files if file.suffix == ".cpp"}
+        longest_first = sorted(objects, key=lambda file: file.stat().st_size, reverse=True)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
+            commands = [[*compiler, "-c", str(file), "-o", str(objects[file])] for file in longest_first]
+            list(compilers.map(_run, commands))
+        _run([*compiler, *(str(file) for file in objects.values()), "-o", str(made)])
         made.chmod(0o700)
         made.replace(path)
 
@@ -282,6 +290,18 @@ def _simd(macros: str) -> str:
     return "generic"
 
 
+def main(folders: Sequence[str]) -> None:
+    """Print the libraries of each level, made in a folder; or the one of this machine, or why there is none, which is
+    no fault: workers do without."""
+    if folders:
+        for made in prebuild(Path(folders[0]), find_compiler(), platform.machine()):
+            print(made)
+        return
+    try:
+        print(library(os.environ).path)
+    except BuildError as error:
+        print(f"no CPU kernels: {error}")
+
+
 if __name__ == "__main__":
-    for _made in prebuild(Path(sys.argv[1]), find_compiler(), platform.machine()):
-        print(_made)
+    main(sys.argv[1:])
