@@ -81,8 +81,9 @@ def device_defaults(device: str) -> DeviceDefaults:
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """In which form a model is kept and computed."""
 
-    dtype: Dtype = "bfloat16"
-    """Of weights, activations and KV."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """Of weights, activations and KV. `auto` is bfloat16; on CPUs that are slow at it, float32, for the whole cluster.
+    """
     quantization: Quantization = "none"
     """Of the weights of linear layers, the LM head among them, done at load: `int8` for faster decoding on CPU, with
     dtype bfloat16; `fp8` on GPU. See `check_quantization`."""
@@ -209,7 +210,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Address that the control server and the KV channel bind to."""
     port: int = 0
     """0 takes any free port."""
-    dtype: Dtype = _MODEL.dtype
+    dtype: Dtype = "bfloat16"
     quantization: Quantization = _MODEL.quantization
     share_weights: bool = _MODEL.share_weights
     kv_cache_dtype: KvCacheDtype = _MODEL.kv_cache_dtype
@@ -278,7 +279,7 @@ def check_transfer(limits: TransferLimits, path: str = "transfer.") -> None:
 
 def check_quantization(
     quantization: Quantization,
-    dtype: Dtype,
+    dtype: Dtype | Literal["auto"],
     device: str,
     tp: int,
     kv_cache_dtype: KvCacheDtype = "auto",
@@ -297,13 +298,21 @@ def check_quantization(
         raise ConfigError(f"{path}kv_cache_dtype: fp8 is for device cuda, not {device}")
     if quantization == "none":
         return
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "auto"):
         raise ConfigError(f"{path}quantization: {quantization} needs dtype bfloat16, not {dtype}")
     wanted = "cuda" if quantization == "fp8" else "cpu"
     if kind != wanted:
         raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
     if tp > 1:
         raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")
+
+
+def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:
+    """In what workers of that model compute; `cpu_dtype` is the cluster's choice for its CPUs."""
+    if model.dtype != "auto":
+        return model.dtype
+    needs_bf16 = device.partition(":")[0] != "cpu" or model.quantization != "none" or model.share_weights
+    return "bfloat16" if needs_bf16 else cpu_dtype
 
 
 def check_kv_stays_private(config: WorkerConfig) -> None:

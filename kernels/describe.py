@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from disagg.kernels import dispatch
 from disagg.kernels.attention import PROVIDERS
 from disagg.kernels.attention_choice import probe
+from disagg.kernels.cpu_dtype import find_cpu_dtype
 from disagg.kernels.ops import AttentionSpec
 
 LDCONFIG = "/sbin/ldconfig"
@@ -56,8 +58,34 @@ def attention_refusals(has_gpu: bool) -> dict[str, str | None]:
     return {kind.name: kind.takes(USUAL) or (probe(kind.name, USUAL) if has_gpu else None) for kind in PROVIDERS}
 
 
+ROWS, OUTPUTS, INPUTS = 256, 16384, 4096
+"""Of the measured products: the weight is larger than usual caches."""
+
+
+def speed(dtype: torch.dtype, num_threads: int) -> dict[str, float]:
+    """How fast the products of the engine read weights, with one row, and multiply, with many; the best of a few."""
+    dispatch.set_num_threads(num_threads)
+    weight = dispatch.pack_weight(torch.full((OUTPUTS, INPUTS), 0.5, dtype=dtype))
+
+    def least_s(num_rows: int, repeats: int) -> float:
+        rows = torch.full((num_rows, INPUTS), 0.5, dtype=dtype)
+        times = []
+        for _ in range(repeats + 1):
+            began_s = time.perf_counter()
+            dispatch.linear(rows, weight, None)
+            times.append(time.perf_counter() - began_s)
+        return min(times[1:])
+
+    return {
+        "threads": num_threads,
+        "read_gb_s": OUTPUTS * INPUTS * dtype.itemsize / least_s(1, 5) / 1e9,
+        "gflop_s": 2 * ROWS * OUTPUTS * INPUTS / least_s(ROWS, 2) / 1e9,
+    }
+
+
 def main() -> None:
     """Print versions, devices and kernels of this process as JSON."""
+    cpu_dtype, num_cores = find_cpu_dtype(os.environ), len(os.sched_getaffinity(0))
     found = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -65,6 +93,8 @@ def main() -> None:
         "triton_lacks": triton_lacks(),
         "attention": attention_refusals(torch.cuda.is_available()),
         "cpu_kernels": dispatch.describe(),
+        "cpu_dtype": cpu_dtype.dtype,
+        "speed": [speed(getattr(torch, cpu_dtype.dtype), threads) for threads in sorted({1, num_cores})],
     }
     json.dump(found, sys.stdout)
 

@@ -13,6 +13,7 @@ from disagg.cluster.control import state_diff
 from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
 from disagg.cluster.hosts.twin import key_for, obstacle
 from disagg.cluster.system.children import LaunchError
+from disagg.engine.config import Dtype
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.messages import WorkerInfo
@@ -49,8 +50,11 @@ def notes_of(config: ClusterConfig, twin_key: str, num_cores: int) -> tuple[str,
 class Cluster(ABC):
     """A running cluster, whatever launched it; also a context manager. `stop` leaves no process behind."""
 
-    def __init__(self, config: ClusterConfig, progress: Progress, start_timeout_s: float) -> None:
-        self._plan = plan_cluster(config)
+    def __init__(
+        self, config: ClusterConfig, progress: Progress, start_timeout_s: float, cpu_dtype: Dtype = "bfloat16"
+    ) -> None:
+        """`cpu_dtype`: as in `ClusterPlan`."""
+        self._plan = plan_cluster(config, cpu_dtype=cpu_dtype)
         self._progress = progress
         self._start_timeout_s = start_timeout_s
         self._started: list[str] = []

@@ -34,12 +34,14 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import (
+    Dtype,
     EngineLimits,
     KernelOptions,
     ModelOptions,
     TransportName,
     WorkerConfig,
     device_defaults,
+    resolved_dtype,
 )
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.runner.model.sharding import rank_model
@@ -95,6 +97,8 @@ class ClusterPlan:
     worker. None for the configured ones."""
     restarts: int = 0
     """Counts requests to replace workers though nothing differs."""
+    cpu_dtype: Dtype = "bfloat16"
+    """What `model.dtype: auto` is on its CPUs."""
 
     @property
     def cores(self) -> CorePlan:
@@ -118,7 +122,9 @@ class ClusterPlan:
 
     def worker(self, pool: PoolName, index: int) -> WorkerConfig:
         """Any worker of a pool, also beyond its configured size."""
-        config = worker_config(self._laid_out(), pool, index, self.model_paths[model_of(pool)], self.available)
+        config = worker_config(
+            self._laid_out(), pool, index, self.model_paths[model_of(pool)], self.available, self.cpu_dtype
+        )
         return msgspec.structs.replace(config, restarts=self.restarts)
 
     def _laid_out(self) -> ClusterConfig:
@@ -149,13 +155,19 @@ class ClusterPlan:
 
 
 def worker_config(
-    config: ClusterConfig, name: PoolName, index: int, model_path: str, available: Sequence[int]
+    config: ClusterConfig,
+    name: PoolName,
+    index: int,
+    model_path: str,
+    available: Sequence[int],
+    cpu_dtype: Dtype = "bfloat16",
 ) -> WorkerConfig:
-    """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`."""
+    """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`; `cpu_dtype` as in
+    `ClusterPlan`."""
     pool, alone = dict(active_pools(config))[name], models_of(config)[model_of(name)]
     limits = _fields(EngineLimits, pool) | {"device": worker_device(config, name, index)}
     return WorkerConfig(
-        **_fields(ModelOptions, alone.model),
+        **_fields(ModelOptions, alone.model) | {"dtype": resolved_dtype(alone.model, pool.device, cpu_dtype)},
         **_fields(KernelOptions, config.kernels),
         **limits,
         transfer=config.transfer.limits(pool.device),
@@ -293,16 +305,19 @@ def port_of(address: str) -> int | None:
     return int(address.rpartition(":")[2]) if address else None
 
 
-def plan_cluster(config: ClusterConfig, available: tuple[int, ...] | None = None) -> ClusterPlan:
+def plan_cluster(
+    config: ClusterConfig, available: tuple[int, ...] | None = None, cpu_dtype: Dtype = "bfloat16"
+) -> ClusterPlan:
     """Find the model and lay out the processes on the `available` cores; without these on all that this process may
-    use. Raises `ConfigError`."""
+    use. `cpu_dtype`: as in `ClusterPlan`. Raises `ConfigError`."""
     check_installed(config.transfer.transport)
     paths = {key: _find_model(alone) for key, alone in models_of(config).items()}
     for key, path in paths.items():
         pools = [(name, pool) for name, pool in active_pools(config) if model_of(name) == key]
         if path != FAKE_MODEL and any(pool.tp > 1 for _, pool in pools):
             check_ranks(pools, read_model_config(path))
-    return ClusterPlan(config, paths, available_cores() if available is None else available)
+    available = available_cores() if available is None else available
+    return ClusterPlan(config, paths, available, cpu_dtype=cpu_dtype)
 
 
 def _find_model(alone: ClusterConfig) -> str:

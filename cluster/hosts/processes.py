@@ -46,7 +46,7 @@ from disagg.cluster.system.cores import num_cuda_devices
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.system.templates import IS_SUPPORTED
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import Dtype, WorkerConfig
 from disagg.engine.device_environment import device_environment
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
@@ -244,8 +244,9 @@ class ProcessCluster(Cluster):
         progress: Progress = no_progress,
         log_dir: Path | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        cpu_dtype: Dtype = "bfloat16",
     ) -> None:
-        super().__init__(config, progress, start_timeout_s)
+        super().__init__(config, progress, start_timeout_s, cpu_dtype)
         self.secret = new_secret(config.network)
         """By which its processes authenticate each other."""
         self._keep_logs = log_dir is not None

@@ -39,6 +39,7 @@ from disagg.cluster.on_ray.session import Session
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
+from disagg.engine.config import Dtype
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -52,9 +53,14 @@ class RayCluster(Cluster):
     session."""
 
     def __init__(
-        self, config: ClusterConfig, *, progress: Progress = no_progress, start_timeout_s: float = START_TIMEOUT_S
+        self,
+        config: ClusterConfig,
+        *,
+        progress: Progress = no_progress,
+        start_timeout_s: float = START_TIMEOUT_S,
+        cpu_dtype: Dtype = "bfloat16",
     ) -> None:
-        super().__init__(config, progress, start_timeout_s)
+        super().__init__(config, progress, start_timeout_s, cpu_dtype)
         self._is_private = config.ray.address == PRIVATE
         self._session: Session
         if self._is_private:
@@ -95,6 +101,7 @@ class RayCluster(Cluster):
             cores=cores,
             is_private=self._is_private,
             twin_key=self._twin_key,
+            cpu_dtype=self._plan.cpu_dtype,
         )
         self._controller = create_controller(settings, detached=False)
         self._secret = ray_store.cluster_secret()

@@ -74,7 +74,8 @@ class ControllerActor:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await asyncio.sleep(record_start(CONTROLLER))
         saved = ray_store.load(ray_store.DESIRED, SavedState)
-        plan = plan_cluster(settings.config if saved is None else saved.present)
+        config = settings.config if saved is None else saved.present
+        plan = plan_cluster(config, cpu_dtype=settings.cpu_dtype)
         pin_process(plan.cores.gateway if settings.is_private else ())
         controller = Controller(
             plan,

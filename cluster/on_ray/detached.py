@@ -32,6 +32,7 @@ from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
+from disagg.engine.config import Dtype
 from disagg.proto.addresses import split_address
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
@@ -49,11 +50,14 @@ def ray_address(config: ClusterConfig, option: str | None) -> str:
     return AUTO if config.ray.address == "local" else config.ray.address
 
 
-def run_start(config: ClusterConfig, address: str, console: Console, wait_s: float | None) -> None:
+def run_start(
+    config: ClusterConfig, address: str, console: Console, wait_s: float | None, cpu_dtype: Dtype = "bfloat16"
+) -> None:
     """Begin a cluster on this node of a Ray cluster, or bring the one that runs to the file's pool sizes.
 
     Args:
         wait_s: wait that long until everything serves; None returns as soon as the controller runs.
+        cpu_dtype: what `model.dtype: auto` is on the CPUs of a cluster that begins.
 
     Raises:
         LaunchError: if it cannot begin, runs with another configuration, or is not ready in time.
@@ -61,7 +65,7 @@ def run_start(config: ClusterConfig, address: str, console: Console, wait_s: flo
     with joined(address):
         if find_controller() is None:
             check_gateway(config)
-            _create(config)
+            _create(config, cpu_dtype)
             console.print("the controller runs and starts the workers as nodes come", highlight=False)
         else:
             _update(config, console)
@@ -144,8 +148,8 @@ def joined(address: str) -> Iterator[None]:
         session.close()
 
 
-def _create(config: ClusterConfig) -> None:
-    settings = ControllerSettings(config=config, cores=(), is_private=False)
+def _create(config: ClusterConfig, cpu_dtype: Dtype) -> None:
+    settings = ControllerSettings(config=config, cores=(), is_private=False, cpu_dtype=cpu_dtype)
     controller = create_controller(settings, detached=True)
     try:
         wait_for_answer(controller, never_stop, START_TIMEOUT_S)

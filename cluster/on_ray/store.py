@@ -13,6 +13,7 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.system.children import LaunchError
+from disagg.engine.config import Dtype
 from disagg.proto.cluster_secret import ClusterSecret
 
 NAMESPACE: Final = "disagg"
@@ -103,6 +104,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether Ray is there for this cluster only, on one machine."""
     twin_key: str = ""
     """The key of an admin for the twin; only where Ray is private, because Ray keeps it."""
+    cpu_dtype: Dtype = "bfloat16"
+    """As in `ClusterPlan`."""
 
 
 class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,14 +65,14 @@ class Plans:
         self._layout: Mapping[PoolName, int] = plan.sizes if saved is None else saved.layout
         self.configured = 1 if saved is None else configured(saved.desired)
         """The generation whose settings hold for which no process is restarted."""
-        self._available = plan.available
+        self._available, self._cpu_dtype = plan.available, plan.cpu_dtype
         if saved is None:
             self._plans = {1: replace(plan, layout=self._layout)}
             return
         self._plans = {}
         for number, generation in saved.generations.items():
             try:
-                found = plan_cluster(generation.config, plan.available)
+                found = plan_cluster(generation.config, plan.available, plan.cpu_dtype)
             except ConfigError as error:
                 if number == self.configured:
                     raise
@@ -140,7 +140,7 @@ class Plans:
         config = read_config(request.config)
         old = self._plans[running.generation]
         new = replace(
-            plan_cluster(config, self._available),
+            plan_cluster(config, self._available, self._cpu_dtype),
             layout=self._layout,
             restarts=old.restarts + request.restart,
         )

@@ -26,6 +26,7 @@ def start(
 ) -> None:
     """Start controller and gateway on this node and the workers where Ray has room; changes the sizes of one that
     runs."""
+    from disagg.cli.launch.cpu_choice import choose_cpu_dtype
     from disagg.cluster.config.cluster_config import load_config
     from disagg.cluster.control.cluster import notes_of
     from disagg.cluster.on_ray import detached as ray_operate
@@ -33,7 +34,8 @@ def start(
 
     settings = load_config(config)
     address = ray_operate.ray_address(settings, ray_address)
-    ray_operate.run_start(settings, address, console(), timeout if wait else None)
+    cpu_dtype = choose_cpu_dtype(settings, console())
+    ray_operate.run_start(settings, address, console(), timeout if wait else None, cpu_dtype)
     for note in notes_of(settings, "", len(available_cores())):
         console().print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cli.address import DEFAULT_ADDRESS
+from disagg.cli.launch.cpu_choice import choose_cpu_dtype
 from disagg.cli.launch.progress import LaunchDisplay
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, models_of, override
 from disagg.cluster.control import state_diff
@@ -22,6 +23,7 @@ from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.system.process_tools import StopFlag, Stopped
 from disagg.cluster.system.service_manager import READY, STOPPING, notify
 from disagg.cluster.system.terminal import table
+from disagg.engine.config import Dtype
 from disagg.proto.errors import ConfigError
 
 Launcher = Literal["ray", "processes"]
@@ -68,19 +70,22 @@ def build_config(
     return override(config, chosen)
 
 
-def make_cluster(config: ClusterConfig, launcher: Launcher, progress: Progress, log_dir: Path | None) -> Cluster:
-    """A cluster, not started. Raises `ConfigError`, also where the model is missing."""
+def make_cluster(
+    config: ClusterConfig, launcher: Launcher, progress: Progress, log_dir: Path | None, cpu_dtype: Dtype
+) -> Cluster:
+    """A cluster, not started. `cpu_dtype`: what `model.dtype: auto` is on its CPUs. Raises `ConfigError`, also where
+    the model is missing."""
     if launcher == "processes":
         from disagg.cluster.hosts.processes import ProcessCluster
 
-        return ProcessCluster(config, progress=progress, log_dir=log_dir)
+        return ProcessCluster(config, progress=progress, log_dir=log_dir, cpu_dtype=cpu_dtype)
     if log_dir is not None:
         raise ConfigError(
             "--log-dir: Ray keeps its own logs; set ray.temp_dir in the file, or use --launcher processes"
         )
     from disagg.cluster.on_ray.cluster import RayCluster
 
-    return RayCluster(config, progress=progress)
+    return RayCluster(config, progress=progress, cpu_dtype=cpu_dtype)
 
 
 def run_up(config: ClusterConfig, launcher: Launcher, console: Console, log_dir: Path | None = None) -> int:
@@ -119,7 +124,10 @@ def _with_display(
     body: Callable[[Cluster, StopFlag], int],
     display: LaunchDisplay,
 ) -> int:
-    cluster = make_cluster(config, launcher, display, log_dir)
+    display("CPU kernels", "found, or compiled once")
+    cpu_dtype = choose_cpu_dtype(config, console)
+    display("CPU kernels", "stopped")
+    cluster = make_cluster(config, launcher, display, log_dir, cpu_dtype)
     for warning in cluster.warnings:
         console.print(f"  [bold red]WARNING[/bold red] {escape(warning)}", highlight=False, soft_wrap=True)
     for note in cluster.notes:

@@ -326,4 +326,4 @@ def test_the_modes_of_one_pool_take_its_size() -> None:
 
 def test_log_dir_is_refused_with_ray() -> None:
     with pytest.raises(ConfigError, match=r"^--log-dir: Ray keeps its own logs"):
-        up.make_cluster(parse_config({}), "ray", lambda name, state: None, Path("/x"))
+        up.make_cluster(parse_config({}), "ray", lambda name, state: None, Path("/x"), "bfloat16")

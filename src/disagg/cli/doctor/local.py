@@ -27,6 +27,8 @@ MIN_CORES = 2
 DESCRIBE_TIMEOUT_S = 540.0
 """The first time, the kernels are compiled; on a GPU each provider of attention may take `PROBE_S` besides."""
 NIXL_CHECK_S = 90.0
+BF16_BYTES = 2
+DTYPE_BYTES = {"bfloat16": BF16_BYTES, "float32": 4}
 RAY_TOKEN_FILE = "~/.ray/auth_token"
 
 
@@ -66,6 +68,26 @@ def engine_finding(described: dict[str, object]) -> Finding:
     if "DISAGG_KERNELS" in kernels:
         return Finding("warn", "engine", f"{text}; several times slower", "unset DISAGG_KERNELS")
     return Finding("warn", "engine", f"{text}; several times slower", "install a C++ compiler, such as g++")
+
+
+def speed_finding(described: Mapping[str, Any], model: ModelEntry | None) -> Finding:
+    """Of what the CPU reads and multiplies, and how long a token of a model takes by that; `described` as above."""
+    dtype, alone = described["cpu_dtype"], described["speed"][0]
+    rates = "; ".join(
+        f"{_threads(of['threads'])}: reads {of['read_gb_s']:.1f} GB/s, multiplies {of['gflop_s']:.0f} GFLOP/s"
+        for of in described["speed"]
+    )
+    text = f"{dtype} by the engine's products, {rates}"
+    if model is not None:
+        num_weights = model.nbytes / BF16_BYTES
+        token_ms = num_weights * DTYPE_BYTES[dtype] / alone["read_gb_s"] / 1e6
+        prompt_ms = 2 * num_weights / alone["gflop_s"] / 1e6
+        text += f"; on one thread a token of {model.name} takes {token_ms:.3g} ms, one of a prompt {prompt_ms:.2g} ms"
+    return Finding("ok", "speed", text)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Finding | None:
@@ -182,6 +204,8 @@ def _engine() -> Iterator[Finding]:
         return
     described = json.loads(done.stdout)
     yield engine_finding(described)
+    entry = next((entry for entry in list_models() if entry.name == DEFAULT_MODEL), None)
+    yield speed_finding(described, entry)
     if (gpus := gpu_finding(num_cuda_devices(os.environ), described)) is not None:
         yield gpus
     yield attention_finding(described)

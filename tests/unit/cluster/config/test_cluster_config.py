@@ -133,7 +133,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools.colocated.max_itl_ms: is for scheduling slack only, not decode_first",
         ),
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
-        ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16"),
+        ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16, auto"),
         (
             "model: {quantization: int4}",
             "model.quantization: 'int4' is not allowed, did you mean 'int8'?; choose from: none, int8, fp8",
