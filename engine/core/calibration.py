@@ -4,12 +4,14 @@
 
 Prompt chunks of several lengths, alone and behind a context, and, where the worker decodes, batches of several sizes
 and contexts. Short steps run several times and the quickest run counts: at start-up the others are disturbed by the
-start of other processes.
+start of other processes. Where a step is computed by this process alone, its processor time counts: workers that start
+at the same time take cores from each other, which has ended when they serve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -40,8 +42,19 @@ CLEARED_TOKENS = 256
 Clock = Callable[[], float]
 
 
+class _Clocks(NamedTuple):
+    wall: Clock
+    work: Clock
+    end: float
+    """Of the measurements, by `wall`."""
+
+
 def calibrate(
-    runner: ModelRunner, config: WorkerConfig, clock: Clock, known: Sequence[StepSample] = ()
+    runner: ModelRunner,
+    config: WorkerConfig,
+    clock: Clock,
+    known: Sequence[StepSample] = (),
+    work_clock: Clock | None = None,
 ) -> tuple[StepSample, ...]:
     """Measure what fits into the runner's cache and the worker's limits; `clock` gives seconds.
 
@@ -50,13 +63,15 @@ def calibrate(
     Args:
         known: what an earlier call returned, for a worker like this one on this machine. It is returned again where it
             has all steps and two short ones take as long as then.
+        work_clock: by which steps are measured, such as the processor time of this thread; `clock` without.
     """
     plans = list(_plans(runner, config))
     clear_blocks(runner, plans)
     end = clock() + LIMIT_S
-    if known and is_complete(known, runner, config) and _holds(runner, plans, known, clock, end):
+    clocks = _Clocks(clock, work_clock or clock, end)
+    if known and is_complete(known, runner, config) and _holds(runner, plans, known, clocks):
         return tuple(known)
-    return tuple(_measure(runner, plan, clock, end) for plan in plans if clock() < end)
+    return tuple(_measure(runner, plan, clocks) for plan in plans if clock() < end)
 
 
 def is_complete(samples: Sequence[StepSample], runner: ModelRunner, config: WorkerConfig) -> bool:
@@ -65,13 +80,11 @@ def is_complete(samples: Sequence[StepSample], runner: ModelRunner, config: Work
     return [structs.replace(sample, ms=0.0) for sample in samples] == shapes
 
 
-def _holds(
-    runner: ModelRunner, plans: Sequence[StepPlan], known: Sequence[StepSample], clock: Clock, end: float
-) -> bool:
+def _holds(runner: ModelRunner, plans: Sequence[StepPlan], known: Sequence[StepSample], clocks: _Clocks) -> bool:
     """Whether the first step, and the longest one without a prompt that is short, take as long as they did."""
     decodes = [index for index, plan in enumerate(plans) if plan.num_tokens <= CHECKED_DECODES and not plan.prefills]
     for index in (0, *decodes[-1:]):
-        ms = _measure(runner, plans[index], clock, end).ms
+        ms = _measure(runner, plans[index], clocks).ms
         if not 1.0 / MAX_DEVIATION <= ms / max(known[index].ms, 1e-6) <= MAX_DEVIATION:
             return False
     return True
@@ -88,13 +101,13 @@ def _plans(runner: ModelRunner, config: WorkerConfig) -> Iterator[StepPlan]:
 
 def _prefill(runner: ModelRunner, config: WorkerConfig, num_tokens: int, start: int) -> Iterator[StepPlan]:
     longest_chunk = config.token_budget if "prefill" in config.roles else LONGEST_LOCAL_PREFILL
-    if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= _longest(runner):
+    if num_tokens <= min(longest_chunk, config.token_budget) and start + num_tokens <= longest(runner):
         yield dummy_step(runner, prefill_tokens=num_tokens, start=start)
 
 
 def _decode(runner: ModelRunner, config: WorkerConfig, batch: int, num_tokens: int) -> Iterator[StepPlan]:
     num_blocks = -(-num_tokens // runner.block_size)
-    fits = batch * num_blocks <= runner.num_blocks and num_tokens <= _longest(runner)
+    fits = batch * num_blocks <= runner.num_blocks and num_tokens <= longest(runner)
     if fits and batch <= min(config.max_num_seqs, config.token_budget):
         yield dummy_step(runner, num_decodes=batch, context=num_tokens)
 
@@ -114,7 +127,7 @@ def dummy_step(
     return StepPlan(decodes=decodes, prefills=(ScheduledSequence(prompt, start, prefill_tokens, samples=True),))
 
 
-def _longest(runner: ModelRunner) -> int:
+def longest(runner: ModelRunner) -> int:
     """Tokens of a sequence that leaves room for the one that it samples."""
     return min(runner.max_model_len - 1, runner.num_blocks * runner.block_size)
 
@@ -136,14 +149,14 @@ def clear_blocks(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
         runner.scatter(table, 0, len(table) * runner.block_size, zeros)
 
 
-def _measure(runner: ModelRunner, plan: StepPlan, clock: Clock, end: float) -> StepSample:
+def _measure(runner: ModelRunner, plan: StepPlan, clocks: _Clocks) -> StepSample:
     num_repeats = next((repeats for limit, repeats in REPEATS if plan.num_tokens <= limit), 1)
-    quickest_s, now = float("inf"), clock()
+    quickest_s, now = float("inf"), clocks.work()
     for repeat in range(num_repeats):
-        if repeat > 0 and now >= end:
+        if repeat > 0 and clocks.wall() >= clocks.end:
             break
         started = now
         runner.run(plan)
-        now = clock()
+        now = clocks.work()
         quickest_s = min(quickest_s, now - started)
     return plan.measured(quickest_s * 1e3)

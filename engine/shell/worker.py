@@ -53,6 +53,7 @@ from disagg.proto.messages import (
     Dispatch,
     GatewayToWorker,
     Migrate,
+    StepSample,
     TransferCount,
     WorkerInfo,
 )
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 """How long a thread may take to end beyond its grace period."""
+QUIET_SHARE = 0.9
+"""Of its core: with less, a worker says in its log that its step times were measured on a busy machine."""
 LAST_TASKS_S = 1.0
 """For what gRPC still has to do after its server stopped."""
 
@@ -146,12 +149,25 @@ class Worker:
         warm_up(runner, config)
         self.stages.begin("calibration")
         with remembered_calibration(runner, config) as memory:
-            self._calibration = memory.samples = calibrate(runner, config, process_clock().now, memory.samples)
+            self._calibration = memory.samples = self._measured(runner, memory.samples)
         self.stages.end()
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
+
+    def _measured(self, runner: ModelRunner, known: tuple[StepSample, ...]) -> tuple[StepSample, ...]:
+        """What the router begins with; by processor time where this thread takes part in all that is computed."""
+        config, now = self.config, process_clock().now
+        wall_s, work_s = now(), time.thread_time()
+        computes_alone = config.device == "cpu" and config.tp == 1 and not config.is_fake
+        work_clock = time.thread_time if computes_alone else None
+        samples = calibrate(runner, config, now, known, work_clock)
+        share = (time.thread_time() - work_s) / max(now() - wall_s, 1e-6)
+        if computes_alone and share < QUIET_SHARE:
+            text = "%s measured its steps while it had its core for %.0f %% of the time; what others took is left out"
+            logger.info(text, config.worker_id, 100.0 * share)
+        return samples
 
     def _form(self, group: Group) -> ModelRunner:
         self.stages.begin("ranks")

@@ -74,6 +74,16 @@ def test_only_what_fits_is_measured(
     assert samples(TimedRunner(num_blocks, max_model_len), ("prefill", "decode"), **changes) == expected
 
 
+def test_steps_are_measured_by_the_work_clock_and_end_by_the_other_one() -> None:
+    """Another process takes nine tenths of the core."""
+    runner = TimedRunner(1024)
+    config = WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path="real")
+    found = calibrate(runner, config, lambda: 10.0 * runner.now_s, work_clock=lambda: runner.now_s)
+    quiet = calibrate(TimedRunner(1024), config, lambda: 0.0, work_clock=lambda: 0.0)
+    assert [sample.ms for sample in found] == [8.0, 128.0]
+    assert len(quiet) == 9
+
+
 def test_a_slow_worker_measures_for_a_limited_time() -> None:
     slow = samples(TimedRunner(1024, slowness=10.0), ("prefill", "decode"))
     assert slow == [(80.0, 16, 136, 0, 0), (1280.0, 128, 8256, 0, 0)]
