@@ -112,8 +112,9 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     tp: Count = 1
     """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
     together. Pools may differ. It must divide the model's heads and the size of its MLP."""
-    num_threads: Count = 1
-    """Compute threads of each rank."""
+    num_threads: Count | Literal["auto"] = 1
+    """Compute threads of each rank. `auto` is an equal share of the cores that other workers leave; or one thread where
+    a worker finds at its start that more are no faster, as where two cores are one that is shared."""
     kv_cache_bytes: Bytes | Literal["auto"] = "auto"
     """Memory of each rank's paged KV cache. `auto` is 1 GiB on a CPU; on a GPU 0.9 of what weights, captures and one
     full step leave free, measured at start."""
@@ -210,6 +211,9 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     """Address that the control server and the KV channel bind to."""
     port: int = 0
     """0 takes any free port."""
+    num_threads: Count = 1
+    threads_are_open: bool = False
+    """Whether it may compute with one thread instead, where that is as fast."""
     dtype: Dtype = "bfloat16"
     quantization: Quantization = _MODEL.quantization
     share_weights: bool = _MODEL.share_weights

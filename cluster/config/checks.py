@@ -198,7 +198,7 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
             )
         if pool.tp > len(pool.cores):
             raise ConfigError(f"{path}.tp: {pool.tp} ranks do not fit on {len(pool.cores)} cores")
-        if pool.num_threads * pool.tp > len(pool.cores):
+        if pool.num_threads != "auto" and pool.num_threads * pool.tp > len(pool.cores):
             of_ranks = f" of {pool.tp} ranks" if pool.tp > 1 else ""
             raise ConfigError(
                 f"{path}.num_threads: {pool.num_threads} threads{of_ranks} do not fit on {len(pool.cores)} cores"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, pool_path
+from disagg.cluster.config.model_pools import with_pool_fields
 from disagg.cluster.control.workers import worker_id
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
@@ -136,8 +137,29 @@ def _check_shared_memory(config: ClusterConfig, device: int) -> None:
 
 
 def num_cores(pool: PoolConfig) -> int:
-    """Cores that one worker of a pool uses: one for each compute thread of each rank."""
+    """Cores that one worker of a pool uses: one for each compute thread of each rank, of which `with_threads` has said
+    how many there are."""
+    assert pool.num_threads != "auto"
     return pool.tp * pool.num_threads
+
+
+def with_threads(config: ClusterConfig, num_available: int) -> ClusterConfig:
+    """The configuration with a number in place of each `num_threads: auto`: the workers that have it share the cores
+    that the others leave of `num_available`. With `cores` of their own these count, and on a GPU it is one."""
+    pools = active_pools(config)
+    is_open = {name: pool.num_threads == "auto" for name, pool in pools}
+    shares = [pool for name, pool in pools if is_open[name] and pool.device == "cpu" and pool.cores == "auto"]
+    taken = sum(pool.size * num_cores(pool) for name, pool in pools if not is_open[name] and _is_pinned_by_us(pool))
+    share = max(1, (num_available - taken) // max(1, sum(pool.size * pool.tp for pool in shares)))
+    return with_pool_fields(
+        config, "num_threads", {name: _open_threads(pool, share) for name, pool in pools if is_open[name]}
+    )
+
+
+def _open_threads(pool: PoolConfig, share: int) -> int:
+    if pool.device != "cpu":
+        return 1
+    return max(1, len(pool.cores) // pool.tp) if isinstance(pool.cores, tuple) else share
 
 
 def _is_pinned_by_us(pool: PoolConfig) -> bool:

@@ -54,19 +54,24 @@ def _pools_used(alone: ClusterConfig) -> list[tuple[PoolKind, PoolConfig]]:
 
 def with_sizes(config: ClusterConfig, sizes: Mapping[PoolName, int]) -> ClusterConfig:
     """The configuration with other sizes of some pools; those that it does not have are left out."""
+    return with_pool_fields(config, "size", sizes)
+
+
+def with_pool_fields(config: ClusterConfig, field: str, values: Mapping[PoolName, int]) -> ClusterConfig:
+    """The configuration with other values of a field of some pools; those that it does not have are left out."""
     entries = dict(config.models)
     pools = config.pools
-    for name, size in sizes.items():
+    for name, value in values.items():
         key, kind = model_of(name), kind_of(name)
         if not key:
-            pools = _sized(pools, kind, size)
+            pools = _with(pools, kind, field, value)
         elif key in entries:
-            entries[key] = msgspec.structs.replace(entries[key], pools=_sized(entries[key].pools, kind, size))
+            entries[key] = msgspec.structs.replace(entries[key], pools=_with(entries[key].pools, kind, field, value))
     return msgspec.structs.replace(config, pools=pools, models=entries)
 
 
-def _sized(pools: PoolsConfig, kind: str, size: int) -> PoolsConfig:
-    return msgspec.structs.replace(pools, **{kind: msgspec.structs.replace(getattr(pools, kind), size=size)})
+def _with(pools: PoolsConfig, kind: str, field: str, value: int) -> PoolsConfig:
+    return msgspec.structs.replace(pools, **{kind: msgspec.structs.replace(getattr(pools, kind), **{field: value})})
 
 
 def path_prefix(key: str) -> str:

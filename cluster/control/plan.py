@@ -25,7 +25,7 @@ from disagg.cluster.config.cluster_config import (
     models_of,
     pool_path,
 )
-from disagg.cluster.config.core_layout import CorePlan, plan_cores, worker_cores, worker_device
+from disagg.cluster.config.core_layout import CorePlan, plan_cores, with_threads, worker_cores, worker_device
 from disagg.cluster.config.model_pools import with_sizes
 from disagg.cluster.control.gateways import GATEWAY, gateway_names
 from disagg.cluster.control.workers import worker_id
@@ -103,7 +103,7 @@ class ClusterPlan:
     @property
     def cores(self) -> CorePlan:
         """Of the workers that come first, and of the gateways."""
-        return plan_cores(self.config, self.available)
+        return plan_cores(with_threads(self.config, len(self.available)), self.available)
 
     @property
     def sizes(self) -> dict[PoolName, int]:
@@ -125,10 +125,18 @@ class ClusterPlan:
         config = worker_config(
             self._laid_out(), pool, index, self.model_paths[model_of(pool)], self.available, self.cpu_dtype
         )
-        return msgspec.structs.replace(config, restarts=self.restarts)
+        return msgspec.structs.replace(
+            config,
+            restarts=self.restarts,
+            threads_are_open=config.num_threads > 1 and dict(active_pools(self.config))[pool].num_threads == "auto",
+        )
+
+    def pool(self, name: PoolName) -> PoolConfig:
+        """The section of a pool, with what its `auto` stands for."""
+        return dict(active_pools(self._laid_out()))[name]
 
     def _laid_out(self) -> ClusterConfig:
-        return with_sizes(self.config, self.layout or {})
+        return with_threads(with_sizes(self.config, self.layout or {}), len(self.available))
 
     def gateway(
         self,

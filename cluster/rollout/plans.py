@@ -125,7 +125,7 @@ class Plans:
         with_pool = [plan for _, plan in sorted(self._plans.items(), reverse=True) if pool in plan.sizes]
         plan = next((plan for plan in with_pool if config_hash_of(plan, pool) == config_hash), with_pool[0])
         config = msgspec.structs.replace(plan.worker(pool, index), config_hash=config_hash)
-        return config, dict(active_pools(plan.config))[pool]
+        return config, plan.pool(pool)
 
     def plan(self, request: ApplyRequest, running: Target, latest: int) -> tuple[ApplyReply, Plan, ClusterPlan]:
         """What a request would change. Reads the model's folder.

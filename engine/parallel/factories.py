@@ -4,9 +4,13 @@ model has neither weights nor anything to exchange.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.core.calibration import clear_blocks, dummy_step, longest
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import ModelRunner
 from disagg.engine.sharding.shards import WHOLE, Shard
@@ -16,6 +20,12 @@ from disagg.proto.cluster_secret import ClusterSecret
 if TYPE_CHECKING:
     from disagg.engine.io.rendezvous import RendezvousServer
     from disagg.engine.runner.collectives import Collective
+
+logger = logging.getLogger(__name__)
+
+THREAD_REPEATS: Final = 3
+LEAST_GAIN: Final = 1.1
+"""How many times as fast several threads have to be, in the mean of decoding and of prompts."""
 
 
 def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages) -> ShardRunner:
@@ -38,6 +48,32 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
     from disagg.engine.runner.model_runner import TorchModelRunner
 
     return TorchModelRunner(config, shard, on_stage)
+
+
+def choose_threads(runner: ModelRunner, config: WorkerConfig, clock: Callable[[], float]) -> int:
+    """With how many threads this worker computes from now on: those of the configuration, or one where it may choose
+    and more are not faster. To be called before any sequence. `clock` gives seconds."""
+    if not config.threads_are_open or config.is_fake or config.device != "cpu" or config.tp > 1:
+        return config.num_threads
+    from disagg.kernels.dispatch import set_num_threads
+
+    plans = [dummy_step(runner, num_decodes=1, context=min(64, longest(runner)))]
+    plans.append(dummy_step(runner, prefill_tokens=min(128, config.token_budget, longest(runner))))
+    clear_blocks(runner, plans)
+    least_s = {(number, count): float("inf") for number in range(len(plans)) for count in (1, config.num_threads)}
+    for _ in range(THREAD_REPEATS):
+        for number, count in least_s:
+            set_num_threads(count)
+            began_s = clock()
+            runner.run(plans[number])
+            least_s[number, count] = min(least_s[number, count], clock() - began_s)
+    gain = math.prod(least_s[number, 1] / least_s[number, config.num_threads] for number in range(len(plans)))
+    chosen = config.num_threads if gain > LEAST_GAIN ** len(plans) else 1
+    set_num_threads(chosen)
+    text = "%s computes with %d of %d threads: one sequence takes %.1f ms with one, %.1f ms with all"
+    times_ms = 1e3 * least_s[0, 1], 1e3 * least_s[0, config.num_threads]
+    logger.info(text, config.worker_id, chosen, config.num_threads, *times_ms)
+    return chosen
 
 
 def warm_up(runner: ModelRunner, config: WorkerConfig) -> None:

@@ -23,6 +23,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from disagg.engine.commands import Command, Event, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
@@ -30,7 +32,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.kv_transfer.transports.transport import Checksum
-from disagg.engine.parallel.factories import make_runner, warm_up
+from disagg.engine.parallel.factories import choose_threads, make_runner, warm_up
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
@@ -147,6 +149,7 @@ class Worker:
         runner: ModelRunner = self._make_runner() if self._group is None else self._form(self._group)
         self.stages.begin("warm_up")
         warm_up(runner, config)
+        config = msgspec.structs.replace(config, num_threads=choose_threads(runner, config, time.monotonic))
         self.stages.begin("calibration")
         with remembered_calibration(runner, config) as memory:
             self._calibration = memory.samples = self._measured(runner, memory.samples)

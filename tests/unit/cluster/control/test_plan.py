@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, parse_config
 from disagg.cluster.config.core_layout import CorePlan, check_devices, plan_cores, worker_device
 from disagg.cluster.config.reader import read_struct
 from disagg.cluster.control.plan import (
@@ -381,6 +381,29 @@ def test_each_rank_takes_cores_for_its_threads() -> None:
     (prefill, *decode) = ClusterPlan(parse_config({"pools": pools}), {"": "fake"}, tuple(range(10, 16))).workers
     assert (prefill.tp, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
     assert [worker.tp for worker in decode] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pools", "expected"),
+    [
+        ({"prefill": {"num_threads": "auto"}, "decode": {"num_threads": "auto"}}, {"prefill-0": 4, "decode-0": 4}),
+        ({"prefill": {"num_threads": 2}, "decode": {"num_threads": "auto"}}, {"prefill-0": 2, "decode-0": 6}),
+        ({"prefill": {"num_threads": "auto", "tp": 2}}, {"prefill-0": 3, "decode-0": 1}),
+        ({"decode": {"num_threads": "auto", "cores": [2, 3, 5]}}, {"prefill-0": 1, "decode-0": 3}),
+        ({"decode": {"num_threads": "auto", "size": 9}}, {"prefill-0": 1, "decode-8": 1}),
+    ],
+)
+def test_threads_without_a_number_share_the_cores_that_are_left(
+    pools: dict[str, object], expected: dict[str, int]
+) -> None:
+    plan = ClusterPlan(parse_config({"pools": pools}), {"": "fake"}, tuple(range(8)))
+    workers = {worker.worker_id: worker for worker in plan.workers}
+    for name, count in expected.items():
+        pool = plan.pool(name.rpartition("-")[0])
+        assert workers[name].num_threads == pool.num_threads == count
+        is_open = dict(active_pools(plan.config))[name.rpartition("-")[0]].num_threads == "auto"
+        assert workers[name].threads_are_open == (is_open and count > 1)
+        assert plan.cores.workers[name] == workers[name].cores
 
 
 def test_ranks_that_share_cores_are_warned_about() -> None:
