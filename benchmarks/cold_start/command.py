@@ -3,8 +3,9 @@
     disagg up ── ready: gRPC health is SERVING ── one answer ── SIGKILL of a worker ── one answer again ── Ctrl-C
 
 Times are of the clock of this process, which does nothing else but try again every 10 ms. The phases are those that
-the processes report themselves (`disagg status`). `--source` runs the cluster from another checkout, in turns with this
-one. The model is in the cache, and its files in the system's: the first start of each checkout is not counted.
+the processes report themselves (`disagg status`); the longest silence is that of `disagg up` until it is ready.
+`--source` runs the cluster from another checkout, in turns with this one. The model is in the cache, and its files in
+the system's: the first start of each checkout is not counted.
 """
 
 from __future__ import annotations
@@ -90,8 +91,9 @@ def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _start(source: Path, base: Mapping[str, Any], launcher: str, killed: Sequence[str]) -> dict[str, float]:
     """One cluster, from its start to its end; seconds by figure."""
     with _launched(source, base, launcher) as (process, address, began_s, log), Client(address) as client:
-        _wait(process, lambda: _is_serving(address), log)
-        found = {"ready_s": time.monotonic() - began_s}
+        silence = _Silence(log, began_s)
+        _wait(process, lambda: silence.look() or _is_serving(address), log)
+        found = {"ready_s": time.monotonic() - began_s, "longest_silence_s": silence.longest_s}
         next(iter(client.stream(PROMPT, max_tokens=2, temperature=0.0)))
         found["first_token_s"] = time.monotonic() - began_s
         _wait(process, lambda: _is_settled(client), log)
@@ -136,6 +138,22 @@ def _launched(
             yield process, f"127.0.0.1:{port}", began_s, log
         finally:
             stop(process, process.send_signal)
+
+
+class _Silence:
+    """The longest time in which nothing was printed into a log, so far. `began_s`: when the process was started."""
+
+    def __init__(self, log: Path, began_s: float) -> None:
+        self._log, self._num_bytes, self._last_s = log, 0, began_s
+        self.longest_s = 0.0
+
+    def look(self) -> bool:
+        """To be called all the time; false."""
+        now, num_bytes = time.monotonic(), self._log.stat().st_size
+        self.longest_s = max(self.longest_s, now - self._last_s)
+        if num_bytes != self._num_bytes:
+            self._num_bytes, self._last_s = num_bytes, now
+        return False
 
 
 def _wait(process: subprocess.Popen[bytes], condition: Any, log: Path) -> None:
