@@ -49,6 +49,19 @@ def test_engine(kernels: str, level: str, next_step: str) -> None:
     assert found.text.startswith(f"torch 2.13.0, 0 CUDA devices, CPU kernels: {kernels}")
 
 
+def test_the_speed_of_products_and_what_a_token_takes_by_it() -> None:
+    speed = [{"threads": 1, "read_gb_s": 20.0, "gflop_s": 250.0}, {"threads": 2, "read_gb_s": 30.0, "gflop_s": 500.0}]
+    model = ModelEntry(name="m", path="/m", source="", architecture="", nbytes=400_000_000)
+    text = doctor_local.speed_finding({"cpu_dtype": "bfloat16", "speed": speed}, model).text
+    assert text == (
+        "bfloat16 by the engine's products, 1 thread: reads 20.0 GB/s, multiplies 250 GFLOP/s; 2 threads: reads 30.0 "
+        "GB/s, multiplies 500 GFLOP/s; on one thread a token of m takes 20 ms, one of a prompt 1.6 ms"
+    )
+    slow = doctor_local.speed_finding({"cpu_dtype": "float32", "speed": speed[:1]}, model).text
+    assert slow.endswith("on one thread a token of m takes 40 ms, one of a prompt 1.6 ms")
+    assert doctor_local.speed_finding({"cpu_dtype": "float32", "speed": speed[:1]}, None).text.endswith("GFLOP/s")
+
+
 @pytest.mark.parametrize(
     ("num_devices", "changes", "level", "text"),
     [
