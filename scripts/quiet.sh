@@ -17,10 +17,11 @@ ticks=0
 while kill -0 "$pid" 2>/dev/null; do
     sleep 1
     ticks=$((ticks + 1))
-    [ $((ticks % 15)) -ne 0 ] || echo "  ... $ticks s"
+    if [ -t 1 ]; then printf '\r  ... %s s' "$ticks"; elif [ $((ticks % 3)) -eq 0 ]; then echo "  ... $ticks s"; fi
 done
 wait "$pid"
 status=$?
+[ ! -t 1 ] || printf '\r'
 if [ "$status" -ne 0 ]; then
     echo "$what: failed with status $status. The end of $log:"
     tail -n 25 "$log"

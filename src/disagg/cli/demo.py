@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from disagg.cli.launch.progress import StillBusy
 from disagg.cli.up import Launcher, build_config, with_cluster
 from disagg.client import Client, Finished
 from disagg.cluster.config.cluster_config import ClusterConfig, override
@@ -109,9 +110,8 @@ def ensure_model(config: ClusterConfig, console: Console) -> None:
     try:
         resolve_model(config.model.served_name)
     except ConfigError:
-        import_model(
-            config.model.served_name, progress=lambda text: console.print(f"  {escape(text)}", highlight=False)
-        )
+        with StillBusy(console) as busy:
+            import_model(config.model.served_name, progress=busy.begin)
 
 
 def show_demo(address: str, console: Console) -> int:

@@ -26,10 +26,12 @@ def model_import(
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Bring a model into the model cache; afterwards no network is needed."""
+    from disagg.cli.launch.progress import StillBusy
     from disagg.cluster.models.catalog import import_model
 
     screen = console()
-    folder = import_model(source, name=name, force=force, progress=lambda text: screen.print(f"  {text}", markup=False))
+    with StillBusy(screen) as busy:
+        folder = import_model(source, name=name, force=force, progress=busy.begin)
     screen.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli import up
-from disagg.cli.launch.progress import LaunchDisplay
+from disagg.cli.launch.progress import LaunchDisplay, StillBusy
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
 from disagg.cluster.control.cluster import CheckStop, never_stop
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
@@ -283,6 +283,21 @@ def test_a_start_that_takes_long_says_what_goes_on() -> None:
         "  ready  decode-0 (5.8 s)",
         "  ...    gateway: starts (8.2 s)",
         "  ready  gateway (9.0 s)",
+    ]
+
+
+def test_work_that_takes_long_says_so_again() -> None:
+    out, now = io.StringIO(), 0.0
+    busy = StillBusy(Console(file=out, width=200), lambda: now)
+    busy.begin("converting [x]")
+    for moment in (1.0, 2.4, 2.5, 4.9):
+        now = moment
+        busy.look()
+    busy.begin("checking files")
+    assert out.getvalue().splitlines() == [
+        "  converting [x]",
+        "  ...    converting [x] (2.5 s)",
+        "  checking files",
     ]
 
 

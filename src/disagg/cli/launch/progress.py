@@ -42,6 +42,12 @@ class StillBusy:
         """This goes on now; nothing where it is empty."""
         self._text = text
 
+    def begin(self, text: str) -> None:
+        """Print what goes on from now on."""
+        self._console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
+        self.printed()
+        self.doing(text)
+
     def look(self) -> None:
         """Print the line, if it is due."""
         now, text = self._clock(), self._text
