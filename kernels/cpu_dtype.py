@@ -1,14 +1,14 @@
 """In which dtype a CPU computes fastest, of those that are exact for bf16 weights: bf16 itself, or fp32 where the
 products of bf16 are slow. Without torch.
 
-The C++ kernels multiply bf16 at every level of processors from AVX2 on. Where they cannot be used, torch's products of
+The C++ kernels are as fast in bf16 at every level of processors from AVX2 on; below it they take twice as long as in
+fp32 for prompts and batches. Where they cannot be used, torch's products of
 bf16 are those of oneDNN: quick where the processor has instructions for them, else 2 to 8 times as slow as those of
 fp32 (docs/benchmarks/cold-start.md has the figures).
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from disagg.kernels.cpu import build
 _MULTIPLIES_BF16: Final = frozenset({"avx512_bf16", "amx_bf16"})
 """Features of processors for which oneDNN has products of bf16."""
 _VECTORS: Final = ("avx512", "avx2", "neon")
-"""Of processors for which the C++ kernels have products of bf16."""
+"""For which the C++ kernels are fast in bf16."""
 
 
 class CpuDtype(NamedTuple):
@@ -35,26 +35,24 @@ def find_cpu_dtype(environ: Mapping[str, str]) -> CpuDtype:
     `ValueError` where `environ` asks for kernels that cannot be."""
     features = build._features()
     if environ.get("DISAGG_KERNELS") == "reference":
-        return choose("", False, "DISAGG_KERNELS=reference", features)
+        return choose("", "DISAGG_KERNELS=reference", features)
     try:
-        library = build.library(environ)
-        multiplies = hasattr(ctypes.CDLL(str(library.path)), "disagg_linear")
-    except (build.BuildError, OSError) as error:
-        return choose("", False, str(error), features)
-    return choose(library.simd, multiplies, "", features)
+        return choose(build.library(environ).simd, "", features)
+    except build.BuildError as error:
+        return choose("", str(error), features)
 
 
-def choose(simd: str, multiplies: bool, lacks: str, features: frozenset[str]) -> CpuDtype:
+def choose(simd: str, lacks: str, features: frozenset[str]) -> CpuDtype:
     """Pure.
 
     Args:
         simd: what the C++ kernels were compiled for; empty where there are none.
-        multiplies: whether they have products.
         lacks: why there are none.
         features: of the processor, as Linux names them.
     """
-    kernels = f"C++ for {simd}" if simd else "torch"
-    if multiplies and simd.split(" ", maxsplit=1)[0] in _VECTORS:
+    if not simd:
+        return CpuDtype("bfloat16" if features & _MULTIPLIES_BF16 else "float32", "torch", lacks)
+    kernels = f"C++ for {simd}"
+    if simd.split(" ", maxsplit=1)[0] in _VECTORS:
         return CpuDtype("bfloat16", kernels)
-    why = lacks or f"there are no C++ products for this processor ({simd})"
-    return CpuDtype("bfloat16" if features & _MULTIPLIES_BF16 else "float32", kernels, why)
+    return CpuDtype("float32", kernels, "it has no vectors of 256 bits or more, by which bf16 is widened")

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -71,9 +72,9 @@ def copy_pairs(target: Tensor, source: Tensor) -> Tensor:
 def populate(tensor: Tensor) -> None:
     """Have the system give a CPU tensor of `HugePages` its pages before they are used: a first use costs ten times a
     copy, and two seconds a GiB on a virtual machine whose host has the memory elsewhere meanwhile. What is beyond
-    `AT_ONCE_BYTES` follows on a thread that computes only where its core has nothing else to do, and ends with it; the
-    contents stay what they are, so the tensor may be used. Where the system cannot do that the tensor is written here,
-    and has to be zeros.
+    `AT_ONCE_BYTES` follows on a thread that computes only where its core has nothing else to do, and ends with it or
+    with the memory; the contents stay what they are, so the tensor may be used. Where the system cannot do that the
+    tensor is written here, and has to be zeros.
     """
     if not tensor.nbytes:
         return
@@ -82,17 +83,20 @@ def populate(tensor: Tensor) -> None:
     if not _populate(range(first, begun, PAGE_BYTES), end):
         tensor.zero_()
     elif begun < end:
-        pages = range(begun, end, PAGE_BYTES)
-        threading.Thread(target=_populate_when_idle, args=(tensor, pages, end), name="populate", daemon=True).start()
+        memory, pages = weakref.ref(tensor.untyped_storage()), range(begun, end, PAGE_BYTES)
+        threading.Thread(target=_populate_when_idle, args=(memory, pages, end), name="populate", daemon=True).start()
 
 
-def _populate_when_idle(tensor: Tensor, pages: range, end: int) -> None:
-    """`tensor` is kept for as long as its pages are wanted."""
+def _populate_when_idle(memory: weakref.ref[torch.UntypedStorage], pages: range, end: int) -> None:
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     except OSError as error:
         logger.info("memory is populated with the priority of the rest: %s", error)
-    _populate(pages, end)
+    for page in pages:
+        used = memory()
+        if used is None or not _populate(range(page, page + 1), end):
+            return
+        del used
 
 
 def _populate(pages: range, end: int) -> bool:

@@ -36,7 +36,7 @@ def test_one_line_says_what_was_chosen_and_why(said: dict[str, object]) -> None:
     said["is"] = SLOW
     line = "  note   CPUs compute in {}, by torch, which is slow: no C++ compiler on PATH (looked for c++){}; "
     line += "a C++ compiler, such as g++, makes it several times faster"
-    chosen = "; float32 is what torch computes fastest here"
+    chosen = "; float32 is the fastest here"
     assert choose({}) == ("float32", [line.format("float32", chosen)])
     assert choose({"model": {"dtype": "bfloat16"}}) == ("float32", [line.format("bfloat16", "")])
     assert choose({"model": {"quantization": "int8"}})[1] == [line.format("bfloat16", chosen)]

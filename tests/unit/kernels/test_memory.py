@@ -89,6 +89,29 @@ def test_a_system_that_cannot_populate_has_the_memory_written(monkeypatch: pytes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4
 
 
+def test_memory_that_nobody_uses_any_more_is_given_back_unpopulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, dropped, pages = threading.Event(), threading.Event(), list[int]()
+
+    def slow(page: range, end: int) -> bool:
+        pages.append(page.start)
+        begun.set()
+        return len(pages) == 1 or dropped.wait(60.0)
+
+    monkeypatch.setattr(memory, "AT_ONCE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(memory, "_populate", slow)
+    tensor = HugePages().new((8 * PAGE_BYTES,), torch.uint8)
+    storage = weakref.ref(tensor.untyped_storage())
+    populate(tensor)
+    del tensor
+    dropped.set()
+    for thread in threading.enumerate():
+        if thread.name == "populate":
+            thread.join()
+    gc.collect()
+    assert storage() is None
+    assert len(pages) < 4
+
+
 def test_nothing_is_populated_at_once() -> None:
     populate(HugePages().new((0,), torch.uint8))
 

@@ -36,6 +36,6 @@ def cpu_line(found: CpuDtype, dtypes: str, *, is_chosen: bool) -> str:
     line = f"CPUs compute in {dtypes}, by {found.kernels}"
     if not found.slow_because:
         return line
-    chosen = f"; {found.dtype} is what torch computes fastest here" if is_chosen else ""
+    chosen = f"; {found.dtype} is the fastest here" if is_chosen else ""
     hint = f"; {COMPILER_HINT}" if "compiler" in found.slow_because else ""
     return f"{line}, which is slow: {found.slow_because}{chosen}{hint}"
