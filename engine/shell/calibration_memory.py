@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_AGE_S: Final = 86400.0
 MAX_FILES: Final = 64
 MAX_BYTES: Final = 64 << 10
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -60,8 +61,8 @@ Clock::duration processor_time() {
 
 // When the caller computes alone, since waiting for the others takes longer than what they do. Where it has waited for more
 // than 1 / SUSPECT of a window of rounds, processor times are measured in the next one. Alone all of it would take the caller
-// the processor time of all threads, at the rate at which it gets its own core. If that is less, it is alone for PAUSE, and
-// for twice as long each time in a row.
+// the processor time of all threads, at the rate at which it gets its own core. If that is less, it is alone for PAUSE, for
+// twice as long each time that it is again, and for half as long after each time that it is not.
 class Pauses {
    public:
     bool is_alone(Clock::time_point now) const { return now < until_; }
@@ -85,7 +86,7 @@ class Pauses {
     }
 
    private:
-    static constexpr milliseconds WINDOW{10}, PAUSE{25}, LONGEST{2000};
+    static constexpr milliseconds WINDOW{10}, PAUSE{50}, LONGEST{2000};
     static constexpr int SUSPECT = 5;
 
     void judge(Clock::duration others) {
@@ -93,7 +94,7 @@ class Pauses {
         const double alone = static_cast<double>((mine_ + others).count()) * (share > 1.0 ? share : 1.0);
         const bool is_slower = alone < static_cast<double>(total_.count());
         if (is_slower) until_ = Clock::now() + pause_;
-        pause_ = !is_slower ? PAUSE : pause_ * 2 < LONGEST ? pause_ * 2 : LONGEST;
+        pause_ = is_slower ? std::min<Clock::duration>(pause_ * 2, LONGEST) : std::max<Clock::duration>(pause_ / 2, PAUSE);
         if (is_slower) is_measuring_.store(true);
     }
 
