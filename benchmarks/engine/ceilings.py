@@ -1,11 +1,12 @@
-"""What this machine can do at most: how fast it reads memory, and how fast it multiplies bf16 matrices.
+"""What this machine can do at most: how fast it reads memory, and how fast it multiplies.
 
     python -m benchmarks.engine.ceilings [--threads 1 2]
 
-The read rate is that of a loop of our own that adds up a buffer far larger than the caches, one part on each core. The
-rate of products is the faster one of oneDNN's and our own at `GEMM_SHAPE`. Each is the best of a few bursts: what
-slows a burst down are others. The median burst is kept, too: it is what reading gets while others take their part.
-Benchmarks measure both beside the thing itself, so that its share is of the same minute.
+Two loops of our own, a part on each core. One adds up a buffer far larger than the caches. The other one multiplies in
+registers alone, by the instructions for products of bf16 weights that the processor has, or the level that
+`DISAGG_CPU_LEVEL` names: matrix tiles, pairs of bf16, or fp32 multiply-adds. Each rate is the best of a few bursts:
+what slows a burst down are others. The median burst of reading is kept, too: it is what reading gets while others take
+their part. Benchmarks measure both beside the thing itself, so that its share is of the same minute.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from benchmarks.common import print_table
 from disagg.cluster.system.cores import available_cores
-from disagg.kernels import dispatch, linear
+from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
 
 READ_BYTES = 512 << 20
 """Of all cores together; more than any cache."""
 READ_BURSTS = 6
-GEMM_SHAPE = (1024, 2048, 2048)
-"""Rows, inputs, outputs: 8.6 GFLOP, of which the weights (8 MiB) stay in the second-level cache or near it."""
-GEMM_BURSTS = 6
+PRODUCT_ROUNDS = 200_000
+"""Of each core, 12 vectors a round: some milliseconds."""
+PRODUCT_BURSTS = 6
 PAUSE_S = 0.02
-"""Between products and what follows: threads of OpenMP look for work for some milliseconds."""
+"""Before what follows: threads of OpenMP look for work for some milliseconds."""
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,30 +58,28 @@ def measure(num_threads: int) -> Ceilings:
     cores = available_cores()
     if not 1 <= num_threads <= len(cores):
         raise ValueError(f"num_threads: must be in [1, {len(cores)}], not {num_threads}")
-    rates = [READ_BYTES / _read_s(cores[:num_threads]) / 1e9 for _ in range(READ_BURSTS)]
-    gemm_gflop_s = _gemm_gflop_s(num_threads)
+    dispatch.set_num_threads(num_threads)
+    measured = cores[:num_threads]
+    read = [READ_BYTES / _read_s(measured) / 1e9 for _ in range(READ_BURSTS)]
+    products = [_product_rate(measured) for _ in range(PRODUCT_BURSTS)]
     time.sleep(PAUSE_S)
     return Ceilings(
-        read_gb_s=round(max(rates), 2),
-        gemm_gflop_s=round(gemm_gflop_s, 1),
-        median_read_gb_s=round(statistics.median(rates), 2),
+        read_gb_s=round(max(read), 2),
+        gemm_gflop_s=round(max(products), 1),
+        median_read_gb_s=round(statistics.median(read), 2),
     )
 
 
-# ---------------------------------------------------------------- reading
-
-
-def _read_s(cores: Sequence[int]) -> float:
-    """How long the buffer takes, a part on each core, from when all are ready to the last one's end."""
-    parts = np.array_split(_buffer(), len(cores))
+def _seconds(cores: Sequence[int], part: Callable[[int], object]) -> float:
+    """How long `part(index)` takes on all these cores at once, from when all are ready to the last one's end."""
     ready = threading.Barrier(len(cores) + 1)
 
-    def read(core: int, part: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        os.sched_setaffinity(0, [core])  # of this thread
+    def run(index: int) -> None:
+        os.sched_setaffinity(0, [cores[index]])  # of this thread
         ready.wait()
-        _read_loop()(part.ctypes.data, part.size)
+        part(index)
 
-    threads = [threading.Thread(target=read, args=pair) for pair in zip(cores, parts, strict=True)]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cores))]
     for thread in threads:
         thread.start()
     ready.wait()
@@ -89,6 +87,15 @@ def _read_s(cores: Sequence[int]) -> float:
     for thread in threads:
         thread.join()
     return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_s(cores: Sequence[int]) -> float:
+    """How long the buffer takes."""
+    parts = np.array_split(_buffer(), len(cores))
+    return _seconds(cores, lambda index: _read_loop()(parts[index].ctypes.data, parts[index].size))
 
 
 @functools.cache
@@ -109,35 +116,45 @@ def _read_loop() -> Callable[[int, int], int]:
 # ---------------------------------------------------------------- products
 
 
-def _gemm_gflop_s(num_threads: int) -> float:
-    dispatch.set_num_threads(num_threads)
-    rows, inputs, outputs = GEMM_SHAPE
-    x = torch.randn(rows, inputs).bfloat16()
-    weight = torch.randn(outputs, inputs).bfloat16()
-    products = (linear.pack_weight(weight), dispatch.pack_weight(weight))
-    best_s = min(_product_s(x, packed) for _ in range(GEMM_BURSTS) for packed in products)
-    return 2 * rows * inputs * outputs / best_s / 1e9
+def _product_rate(cores: Sequence[int]) -> float:
+    """GFLOP/s."""
+    made = [0] * len(cores)
+
+    def multiply(index: int) -> None:
+        made[index] = _product_loop()(PRODUCT_ROUNDS)
+
+    taken_s = _seconds(cores, multiply)
+    return sum(made) / taken_s / 1e9
 
 
-def _product_s(x: torch.Tensor, weight: torch.Tensor | linear.PackedWeight) -> float:
-    started = time.perf_counter()
-    dispatch.linear(x, weight, None)
-    return time.perf_counter() - started
+@functools.cache
+def _product_loop() -> Callable[[int], int]:
+    """The compiled loop, for the level that is chosen; `BuildError` where there is no compiler."""
+    source = Path(__file__).resolve().with_name("product_rate.cpp")
+    headers = [file for file in build.sources() if file.suffix == ".h"]
+    level = build.level_of(os.environ)
+    library = build.build([source, *headers], build.cache_folder(), build.find_compiler(), level)
+    function = ctypes.CDLL(str(library.path)).disagg_multiply
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    return function
 
 
 # ---------------------------------------------------------------- program
 
 
-def line(num_threads: int, ceilings: Ceilings) -> tuple[str, str, str, str]:
-    """A row of the table."""
-    reads = (f"{ceilings.read_gb_s:.1f}", f"{ceilings.median_read_gb_s:.1f}")
-    return (str(num_threads), *reads, f"{ceilings.gemm_gflop_s:.0f}")
-
-
-def print_ceilings(by_threads: Sequence[tuple[int, Ceilings]]) -> None:
-    """The table that benchmarks begin with."""
-    columns = ("threads", "read GB/s", "median", "bf16 GFLOP/s")
-    print_table("this machine", columns, [line(*each) for each in by_threads])
+def print_ceilings(measured: Sequence[tuple[int, Ceilings, str]]) -> None:
+    """The table that benchmarks begin with: by threads, and the level if it is not this processor's own."""
+    columns = ("threads", "read GB/s", "median", "GFLOP/s")
+    lines = [
+        (
+            ", ".join(filter(None, (str(num_threads), level))),
+            f"{each.read_gb_s:.1f}",
+            f"{each.median_read_gb_s:.1f}",
+            f"{each.gemm_gflop_s:.0f}",
+        )
+        for num_threads, each, level in measured
+    ]
+    print_table("this machine", columns, lines)
 
 
 def main() -> None:
@@ -145,7 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=list(range(1, len(available_cores()) + 1)))
     options = parser.parse_args()
-    print_ceilings([(count, measure(count)) for count in options.threads])
+    level = os.environ.get(build.LEVEL, "")
+    print_ceilings([(count, measure(count), level) for count in options.threads])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ have no limit of that kind, and no share. Ours and the reference take turns, in 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from benchmarks.engine.step_limit import Work
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.kernels.cpu import build
 from disagg.kernels.dispatch import describe
 
 REFERENCE_S = 0.3
@@ -120,7 +122,7 @@ def main() -> None:
     options = parse_arguments()
     pin_process(available_cores()[: options.threads])
     ceilings = measure(options.threads)
-    print_ceilings([(options.threads, ceilings)])
+    print_ceilings([(options.threads, ceilings, os.environ.get(build.LEVEL, ""))])
     model = read_model_config(resolve_model(options.model))
     rows = []
     with torch.inference_mode():

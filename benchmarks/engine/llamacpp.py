@@ -68,6 +68,11 @@ def parse(output: str) -> list[PeerRun]:
     ]
 
 
+def folder_of(folder: Path, level: str) -> Path:
+    """Where the programs for a level of processors are, beside those for this one in `folder`."""
+    return folder.with_name(f"{folder.name}-{level}") if level else folder
+
+
 def open_llama_cpp(folder: Path) -> LlamaCpp:
     """llama.cpp in `folder`; the model is made beside the programs, once, from the default model's own GGUF file.
 

@@ -28,6 +28,7 @@ from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import freeze_start, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
+from disagg.kernels.cpu import build
 
 STOP_TIMEOUT_S = 20.0
 
@@ -125,8 +126,9 @@ def _as_told(config: WorkerConfig) -> dict[str, object]:
 
 
 @contextmanager
-def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterator[Engine]:
-    """An engine on the cores of `config`, until the block ends; that of other sources where `packages` is their `src`.
+def running_engine(config: WorkerConfig, packages: Path | None = None, level: str = "") -> Iterator[Engine]:
+    """An engine on the cores of `config`, until the block ends; that of other sources where `packages` is their `src`,
+    and as on a processor of a `level`.
 
     Raises:
         RuntimeError: if the process does not start, or a task fails; the reason is on its stderr.
@@ -135,6 +137,8 @@ def running_engine(config: WorkerConfig, packages: Path | None = None) -> Iterat
     env = {**os.environ, **thread_environment(config.num_threads)}  # as workers have it
     if packages is not None:
         env["PYTHONPATH"] = str(packages)
+    if level:
+        env[build.LEVEL] = level
     with subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield Engine(process, config)

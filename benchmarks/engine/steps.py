@@ -3,6 +3,9 @@
 python -m benchmarks.engine --json FILE
 python -m benchmarks.engine --llamacpp build/peers/llama.cpp/bin      the programs of scripts/peers/llama_cpp.sh
 python -m benchmarks.engine --quantization none int8
+python -m benchmarks.engine --levels --llamacpp build/peers/llama.cpp/bin
+    the same at each level of processors below this one: AVX-512 without BF16, AVX2. llama.cpp is built for the same
+    levels: llama_cpp.sh FOLDER LEVEL
 
 Each repeat measures, for each engine, the ceilings of its cores, decode steps of several batch sizes and prompts;
 llama.cpp runs after it in one repeat and before it in the next. An engine is a process, pinned to the first cores; the
@@ -27,18 +30,21 @@ import msgspec
 
 from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.engine.ceilings import Ceilings, print_ceilings
-from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, open_llama_cpp
+from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, folder_of, open_llama_cpp
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import Quantization, WorkerConfig
+from disagg.kernels.cpu import build
 
 BATCHES = [1, 2, 4, 6, 8, 16, 32]
 SHARED_BATCHES = (1, 8, 32)
 """Those that are compared with llama.cpp, and stand in the summary."""
 WEIGHT_BYTES: Mapping[Quantization, float] = {"none": 2.0, "int8": 1.0}
+SHORT: Mapping[str, str] = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "armv8-a": "neon"}
+"""Levels that `--levels` measures -> what the summary calls them."""
 PROMPT_REPEATS = 3
 PROMPTS = (1, 2)
 """How many prompts the `--input-tokens` are divided into. Two are computed together, but for their attention."""
@@ -50,12 +56,15 @@ class Kind:
 
     num_threads: int
     quantization: Quantization
+    level: str = ""
+    """Of processors, see `DISAGG_CPU_LEVEL`; empty for this very one."""
 
     @property
     def name(self) -> str:
         """For tables and rows."""
         weights = "bf16" if self.quantization == "none" else self.quantization
-        return f"{weights}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        return ", ".join(filter(None, (weights, threads, self.level)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +103,8 @@ class Measured:
     """All repeats."""
 
     kinds: dict[Kind, list[Repeat]] = field(default_factory=dict)
-    peer: list[list[PeerRun]] = field(default_factory=list)
-    """Of each repeat; none without a peer."""
+    peers: dict[str, list[list[PeerRun]]] = field(default_factory=dict)
+    """By level, of each repeat; none without a peer."""
 
 
 def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
@@ -114,32 +123,45 @@ def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
     return Repeat(ceilings=best_of(seen[:2]), decodes=tuple(decodes), prefills_ms=prefills_ms)
 
 
-def measure(options: argparse.Namespace, model_path: Path, peer: LlamaCpp | None) -> Measured:
-    """All repeats, the order turned round from one to the next."""
-    measured = Measured(kinds={kind: [] for kind in kinds(options)})
+def measure(options: argparse.Namespace, model_path: Path, peers: Mapping[str, LlamaCpp]) -> Measured:
+    """All repeats, the order turned round from one to the next. A peer of a level stands behind its engines."""
+    measured = Measured(kinds={kind: [] for kind in kinds(options)}, peers={level: [] for level in peers})
     with ExitStack() as stack:
         engines = {
-            kind: stack.enter_context(running_engine(worker_config(kind, model_path))) for kind in measured.kinds
+            kind: stack.enter_context(running_engine(worker_config(kind, model_path), level=kind.level))
+            for kind in measured.kinds
         }
+        levels = dict.fromkeys(kind.level for kind in engines)
+        turns: list[Kind | str] = []
+        for level in levels:
+            turns += [kind for kind in engines if kind.level == level]
+            turns += [level] if level in peers else []
         for repeat in range(options.repeats):
-            turns = [*engines, *([None] if peer else [])]
             for turn in turns if repeat % 2 == 0 else reversed(turns):
-                print(f"repeat {repeat + 1}: {turn.name if turn else 'llama.cpp'} ...", file=sys.stderr, flush=True)
-                if turn is not None:
+                name = turn.name if isinstance(turn, Kind) else f"llama.cpp {turn}"
+                print(f"repeat {repeat + 1}: {name} ...", file=sys.stderr, flush=True)
+                if isinstance(turn, Kind):
                     measured.kinds[turn].append(measure_engine(engines[turn], options))
-                elif peer is not None:
+                else:
                     threads = max(options.threads)
-                    measured.peer.append(peer.run(SHARED_BATCHES, options.input_tokens, options.steps, threads))
+                    found = peers[turn].run(SHARED_BATCHES, options.input_tokens, options.steps, threads)
+                    measured.peers[turn].append(found)
     return measured
 
 
 def kinds(options: argparse.Namespace) -> list[Kind]:
-    """Every quantization with every number of threads."""
+    """Every quantization with every number of threads, at every level."""
     return [
-        Kind(num_threads=threads, quantization=quantization)
+        Kind(num_threads=threads, quantization=quantization, level=level)
+        for level in levels_of(options)
         for quantization in options.quantization
         for threads in options.threads
     ]
+
+
+def levels_of(options: argparse.Namespace) -> list[str]:
+    """Those to measure, of all that this processor has and for which there is a name in the summary."""
+    return [level.name for level in build.levels_here() if level.name in SHORT] if options.levels else [""]
 
 
 def worker_config(kind: Kind, model_path: Path) -> WorkerConfig:
@@ -171,6 +193,7 @@ def decode_rows(measured: Measured, model: ModelConfig, context: float) -> list[
                 "engine": kind.name,
                 "threads": kind.num_threads,
                 "quantization": kind.quantization,
+                "level": kind.level,
                 "batch": first.batch,
                 "step_ms": _median(steps_ms),
                 "tok_s": _median([repeat.decodes[index].tok_s for repeat in repeats]),
@@ -195,9 +218,10 @@ def _beside_limit(works: Sequence[Work], ceilings: Sequence[Ceilings], times_ms:
 
 def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) -> dict[str, float]:
     """llama.cpp's tokens/s and ours over them, where both have this batch size and as many threads."""
-    if not measured.peer or batch not in SHARED_BATCHES or kind.num_threads != _peer_threads(measured):
+    peer = measured.peers.get(kind.level)
+    if not peer or batch not in SHARED_BATCHES or kind.num_threads != _peer_threads(measured):
         return {}
-    theirs = [next(each.decode_tok_s for each in runs if each.batch == batch) for runs in measured.peer]
+    theirs = [next(each.decode_tok_s for each in runs if each.batch == batch) for runs in peer]
     ours = [repeat.decodes[index].tok_s for repeat in measured.kinds[kind]]
     return {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(ours, theirs)}
 
@@ -222,43 +246,47 @@ def _prefill_row(measured: Measured, model: ModelConfig, kind: Kind, index: int,
         "engine": kind.name,
         "threads": kind.num_threads,
         "quantization": kind.quantization,
+        "level": kind.level,
         "prompts": count,
         "tokens": num_tokens,
         "ms": _median(times_ms),
         "tok_s": _median(tok_s),
         **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
     }
-    if count == 1 and measured.peer and kind.num_threads == _peer_threads(measured):
-        theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in measured.peer]
+    peer = measured.peers.get(kind.level)
+    if count == 1 and peer and kind.num_threads == _peer_threads(measured):
+        theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in peer]
         row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(tok_s, theirs)}
     return row
 
 
 def ceiling_rows(measured: Measured) -> list[dict[str, Any]]:
-    """The ceilings of every repeat, by number of threads."""
+    """The ceilings of every repeat, by number of threads and level."""
     return [
-        {"what": "ceilings", "threads": threads, **msgspec.to_builtins(each)}
-        for threads, found in ceilings_by_threads(measured).items()
+        {"what": "ceilings", "threads": threads, "level": level, **msgspec.to_builtins(each)}
+        for (threads, level), found in ceilings_of(measured).items()
         for each in found
     ]
 
 
-def ceilings_by_threads(measured: Measured) -> dict[int, list[Ceilings]]:
-    """All that were measured."""
-    found: dict[int, list[Ceilings]] = {}
+def ceilings_of(measured: Measured) -> dict[tuple[int, str], list[Ceilings]]:
+    """All that were measured, by number of threads and level."""
+    found: dict[tuple[int, str], list[Ceilings]] = {}
     for kind, repeats in measured.kinds.items():
         for repeat in repeats:
             of_decodes = [decode.ceilings for decode in repeat.decodes]
-            found.setdefault(kind.num_threads, []).extend([repeat.ceilings, *of_decodes])
+            found.setdefault((kind.num_threads, kind.level), []).extend([repeat.ceilings, *of_decodes])
     return found
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Flat figures. `decode_limit_share_b<B>` is of one thread, which is what a worker has by default, and
     `..._t2` of two; of quantized weights, after their name. `decode_share_of_usual_b<B>` is the share at the median
-    burst of reading."""
+    burst of reading. Those of levels: `level_summary`."""
     flat: dict[str, float] = {}
     for row in rows:
+        if row["level"]:
+            continue
         prefix = "" if row["quantization"] == "none" else f"{row['quantization']}_"
         suffix = "" if row["threads"] == 1 else f"_t{row['threads']}"
         if row["what"] == "decode":
@@ -277,6 +305,33 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return flat
 
 
+def level_summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each level with as many threads as it was measured with at most: shares of the limit, tokens/s over llama.cpp,
+    and over those of bf16 for other weights; `_b<B>` for B sequences, `_prompt` for one prompt."""
+    flat: dict[str, float] = {}
+    most = max((row["threads"] for row in rows), default=0)
+    bf16 = {(row["level"], _work(row)): row["tok_s"] for row in rows if _is_bf16(row, most)}
+    for row in rows:
+        if not row["level"] or row["threads"] != most or row.get("prompts", 1) != 1:
+            continue
+        end = f"{SHORT[row['level']]}_{_work(row)}"
+        if _is_bf16(row, most):
+            flat[f"share_{end}"] = row["share"]
+            if "over_llamacpp" in row:
+                flat[f"over_llamacpp_{end}"] = row["over_llamacpp"]
+        elif (row["level"], _work(row)) in bf16:
+            flat[f"{row['quantization']}_over_bf16_{end}"] = round(row["tok_s"] / bf16[row["level"], _work(row)], 4)
+    return flat
+
+
+def _is_bf16(row: Mapping[str, Any], num_threads: int) -> bool:
+    return bool(row["threads"] == num_threads and row["quantization"] == "none" and row.get("prompts", 1) == 1)
+
+
+def _work(row: Mapping[str, Any]) -> str:
+    return f"b{row['batch']}" if row["what"] == "decode" else "prompt"
+
+
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of the ratios of each repeat."""
     return _median([above / below for above, below in zip(numerators, denominators, strict=True)])
@@ -293,8 +348,7 @@ def _peer_threads(measured: Measured) -> int:
 
 def print_tables(rows: Sequence[dict[str, Any]], measured: Measured) -> None:
     """Ceilings, then one table of everything."""
-    best = [(threads, best_of(found)) for threads, found in sorted(ceilings_by_threads(measured).items())]
-    print_ceilings(best)
+    print_ceilings([(threads, best_of(found), level) for (threads, level), found in ceilings_of(measured).items()])
     columns = ("engine", "work", "ms", "tok/s", "limit ms", "share", "of usual", "llama.cpp tok/s", "ours over it")
     lines = []
     for row in rows:
@@ -347,6 +401,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=64, help="decode steps of each batch size")
     parser.add_argument("--repeats", type=positive, default=6)
     parser.add_argument("--llamacpp", type=Path, help="the folder of its programs; needs the default model")
+    parser.add_argument("--levels", action="store_true", help="at each level of processors below this one")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
     if options.llamacpp and options.model != DEFAULT_MODEL:
@@ -362,12 +417,14 @@ def main() -> None:
     """Measure, print the tables, write the report."""
     options = parse_arguments()
     model_path = resolve_model(options.model)
-    peer = open_llama_cpp(options.llamacpp) if options.llamacpp else None
-    measured = measure(options, model_path, peer)
+    peers = {}
+    if options.llamacpp:
+        peers = {level: open_llama_cpp(folder_of(options.llamacpp, level)) for level in levels_of(options)}
+    measured = measure(options, model_path, peers)
     model = read_model_config(model_path)
     rows = decode_rows(measured, model, options.input_tokens + options.steps / 2)
     rows += prefill_rows(measured, model, options.input_tokens)
     print_tables(rows, measured)
     if options.json:
-        write_json(options.json, report([*ceiling_rows(measured), *rows], summary(rows)))
+        write_json(options.json, report([*ceiling_rows(measured), *rows], {**summary(rows), **level_summary(rows)}))
         print(f"report: {options.json}")

@@ -148,10 +148,15 @@ def library(environ: Mapping[str, str]) -> Library:
         BuildError: there are none.
         ValueError: there is no such level, or this processor is below it.
     """
-    level = chosen_level(environ, platform.machine(), _features())
+    level = level_of(environ)
     if folder := environ.get(PREBUILT):
         return find_prebuilt(Path(folder), platform.machine(), _features(), level)
     return build(sources(), cache_folder(), find_compiler(), level)
+
+
+def level_of(environ: Mapping[str, str]) -> Level:
+    """The level that `environ` names for this processor, else `NATIVE`. Raises ValueError as `chosen_level` does."""
+    return chosen_level(environ, platform.machine(), _features())
 
 
 def chosen_level(environ: Mapping[str, str], machine: str, features: frozenset[str]) -> Level:

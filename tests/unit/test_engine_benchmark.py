@@ -82,7 +82,7 @@ def test_a_limit_adds_up_what_each_work_waits_for() -> None:
 # ---------------------------------------------------------------- the engine's report
 
 
-def measured() -> Measured:
+def measured(level: str = "") -> Measured:
     """Two repeats on two threads: steps at half and at a quarter of the limit, twice and four times the peer. The
     median burst reads half as fast as the best."""
     limit = decode_works(MODEL, 1, 10)
@@ -101,7 +101,8 @@ def measured() -> Measured:
         [PeerRun(batch=1, decode_tok_s=tok_s[0] / 2, prefill_tok_s=500.0)],
         [PeerRun(batch=1, decode_tok_s=tok_s[1] / 4, prefill_tok_s=125.0)],
     ]
-    return Measured(kinds={Kind(num_threads=2, quantization="none"): repeats}, peer=peer)
+    kind = Kind(num_threads=2, quantization="none", level=level)
+    return Measured(kinds={kind: repeats}, peers={level: peer})
 
 
 def test_ratios_are_those_of_each_repeat() -> None:
@@ -119,6 +120,31 @@ def test_ratios_are_those_of_each_repeat() -> None:
     assert found["prefill_over_llamacpp"] == 3.0  # 1000 and 500 tok/s over 500 and 125
     assert found["prefill_tok_s_t2"] == 750.0
     assert found["prefill_2_prompts_tok_s_t2"] == 2000.0
+
+
+def test_a_level_is_compared_with_the_peer_of_its_level() -> None:
+    it = measured("x86-64-v3")
+    v3 = Kind(num_threads=2, quantization="none", level="x86-64-v3")
+    it.kinds[Kind(num_threads=2, quantization="none", level="x86-64-v4")] = it.kinds[v3]
+    it.kinds[Kind(num_threads=1, quantization="none", level="x86-64-v3")] = it.kinds[v3]
+    it.kinds[Kind(num_threads=2, quantization="int8", level="x86-64-v3")] = it.kinds[v3]
+    rows = steps.decode_rows(it, MODEL, context=10) + steps.prefill_rows(it, MODEL, num_tokens=8)
+    assert steps.summary(rows) == {}
+    assert steps.level_summary(rows) == {
+        "share_avx2_b1": 0.375,
+        "share_avx2_prompt": rows[4]["share"],
+        "over_llamacpp_avx2_b1": 3.0,
+        "over_llamacpp_avx2_prompt": 3.0,
+        "share_avx512_b1": 0.375,
+        "share_avx512_prompt": rows[4]["share"],
+        "int8_over_bf16_avx2_b1": 1.0,
+        "int8_over_bf16_avx2_prompt": 1.0,
+    }
+    assert [(threads, level) for threads, level in steps.ceilings_of(it)] == [
+        (2, "x86-64-v3"),
+        (2, "x86-64-v4"),
+        (1, "x86-64-v3"),
+    ]
 
 
 def test_of_several_ceilings_the_highest_and_the_median_of_the_medians() -> None:
@@ -154,6 +180,11 @@ def test_llama_cpp_lines() -> None:
         '{"n_kv_max": 18432, "pp": 512, "tg": 64, "pl": 8, "speed_pp": 1288.5, "t_tg": 1.0, "speed_tg": 484.0}\n\n'
     )
     assert llamacpp.parse(output) == [PeerRun(batch=8, decode_tok_s=484.0, prefill_tok_s=1288.5)]
+
+
+def test_llama_cpp_of_a_level_is_beside_that_of_this_processor() -> None:
+    assert llamacpp.folder_of(Path("peers/bin"), "") == Path("peers/bin")
+    assert llamacpp.folder_of(Path("peers/bin"), "x86-64-v3") == Path("peers/bin-x86-64-v3")
 
 
 def test_llama_cpp_that_is_not_there(tmp_path: Path) -> None:
