@@ -26,7 +26,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -70,6 +70,10 @@ test-tp: export OMP_NUM_THREADS = 1
 test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over
 	@echo "Testing wide workers (about a minute)"
 	@$(BIN)/python -m pytest tests/ranks $(ARGS)
+
+test-arm: $(STAMP) ## the C++ kernels on Arm; needs g++-aarch64-linux-gnu and qemu-user of the system
+	@echo "Testing the kernels on Arm (about a minute)"
+	@$(BIN)/python -m pytest tests/arm $(ARGS)
 
 test-cluster: export OMP_NUM_THREADS = 1
 test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, which follow the load, to `ray down`

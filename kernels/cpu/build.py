@@ -84,7 +84,10 @@ LEVELS: Final[Mapping[str, tuple[Level, ...]]] = {
         Level("x86-64-v3", ("-march=x86-64-v3",), "avx2", _V3),
         Level("x86-64", ("-march=x86-64",), "sse2", frozenset({"sse2"})),
     ),
-    "aarch64": (Level("armv8-a", ("-march=armv8-a",), "neon", frozenset({"asimd"})),),
+    "aarch64": (
+        Level("armv8.2-a+bf16", ("-march=armv8.2-a+bf16",), "neon", frozenset({"asimd", "bf16"})),
+        Level("armv8-a", ("-march=armv8-a",), "neon", frozenset({"asimd"})),
+    ),
 }
 """By machine, the best first."""
 

@@ -219,8 +219,6 @@ void widen_row(const T* x, int64_t depth, float* out, int64_t stride) {
     for (; i < stride; i += LANES) store(out + i, i < depth ? load(x + i, static_cast<int>(depth - i)) : splat(0.0f));
 }
 
-constexpr int64_t MIN_PARALLEL_NUMBERS = 1 << 15;
-
 template <class T, class Source>
 void multiply_by_fma(const Linear& args) {
     static thread_local std::vector<vf> memory;

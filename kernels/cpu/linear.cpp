@@ -1,9 +1,9 @@
 // Linear layers: products of rows and packed weights (`panels.h`), at every level of processors.
 //
-//   bf16 or int8 weights    matrix tiles (AMX), any number of rows            tiles.h    sums of 32 inputs at a time
-//                           pairs of bf16 (AVX512-BF16)                       pairs.h    sums of pairs, in order
-//                           fp32 multiply-adds                                fma.h      one input after the other
-//   fp32 weights            fp32 multiply-adds
+//   bf16, int8    matrix tiles (AMX), any number of rows           tiles.h     sums of 32 inputs at a time
+//                 pairs of bf16 (AVX512-BF16; int8 with VBMI)      pairs.h     sums of pairs, in order
+//   bf16          products of matrices of bf16 (Arm's BFMMLA)      bfmmla.h    sums of four inputs at a time
+//   any           fp32 multiply-adds                               fma.h       one input after the other
 //
 // Weights are bf16, int8 with a scale for each column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
 // several tiles on each panel. Each output is one chain of fp32 sums along K, in the order that its way has: a row's result does
@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "bfmmla.h"
 #include "calls.h"
 #include "elementwise.h"
 #include "fma.h"
@@ -89,8 +90,12 @@ void linear(const Linear& args) {
 #ifdef __AVX512BF16__
     if (are_pairs(args.weights)) return linear_of_pairs(args);
 #endif
+#ifdef DISAGG_BFMMLA
+    if (args.weights == Weights::BF16) return multiply_by_bfmmla(args);
+#else
     if constexpr (!are_pairs(Weights::BF16))
         if (args.weights == Weights::BF16) return multiply_by_fma<bf16, Bf16Inputs>(args);
+#endif
     if constexpr (!are_pairs(Weights::INT8))
         if (args.weights == Weights::INT8) return multiply_by_fma<bf16, Int8Inputs>(args);
     multiply_by_fma<float, Fp32Inputs>(args);
@@ -127,7 +132,10 @@ int64_t disagg_int8_pairs() { return disagg::are_pairs(disagg::Weights::INT8); }
 // How a model with weights of a kind is computed: results of the same arithmetic have the same bits.
 const char* disagg_arithmetic(int64_t kind) {
     using namespace disagg;
-    const auto weights = static_cast<Weights>(kind);
+    [[maybe_unused]] const auto weights = static_cast<Weights>(kind);
+#ifdef DISAGG_BFMMLA
+    if (weights == Weights::BF16) return "bfmmla";
+#endif
 #ifdef __AVX512BF16__
     if (weights != Weights::FP32) {  // attention is of pairs, whatever the weights are
         if (!are_pairs(weights)) return "avx512-bf16, int8 by fma";

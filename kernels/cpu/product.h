@@ -20,6 +20,9 @@ constexpr int64_t MAX_UNPREFETCHED_ROWS_SHARED = 8;
 // Rows of a call that are copied at a time, so that the memory of the copies, which is kept, is small.
 constexpr int64_t COPIED_ROWS = 480;
 
+// Numbers of rows to copy from which threads share that.
+constexpr int64_t MIN_PARALLEL_NUMBERS = 1 << 15;
+
 enum class Weights : int32_t { BF16 = 0, INT8 = 1, FP32 = 2 };
 
 // x, bias and out are bf16, or fp32 where the weights are.

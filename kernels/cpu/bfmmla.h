@@ -1,0 +1,115 @@
+// Products of matrices of bf16 (Arm's BFMMLA): GEMMs of a few rows by one panel of a packed weight; see `linear.cpp` and
+// `panels.h`.
+//
+// The instruction multiplies two rows of four inputs by two columns of them. Two pairs of inputs of two columns are what a panel
+// has in two registers, of which one interleaving makes the operand. Rows are copied before, two side by side, the last one beside
+// zeros where their number is odd. Each output is one chain of the instruction's sums of four inputs, in order, whatever the
+// number of rows. No processor of that kind was there to tune it.
+
+#pragma once
+
+#include "product.h"
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define DISAGG_BFMMLA 1
+
+#include <algorithm>
+#include <vector>
+
+#include "scratch.h"
+#include "thread_pool.h"
+
+namespace disagg {
+
+constexpr int MAX_ROW_PAIRS = 3;
+constexpr int64_t QUAD = 4;  // inputs
+
+// Pairs of rows, in groups of four inputs: [pair of rows][group][row][input].
+struct RowPairs {
+    const bf16* at;
+    int64_t num_groups, num_input_pairs;
+};
+
+// sums[r][c] of 2 * PAIRS rows and the sixteen columns from `panel` on.
+template <int PAIRS>
+void bfmmla_tile(const RowPairs& x, const bf16* panel, float (*sums)[COLUMNS]) {
+    float32x4_t acc[PAIRS][LANES / 2];
+#pragma GCC unroll 3
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANES / 2; ++v) acc[p][v] = vdupq_n_f32(0.0f);
+    alignas(16) static const uint32_t no_inputs[LANES] = {};
+    for (int64_t group = 0; group < x.num_groups; ++group, panel += 2 * PAIR) {
+        const auto* first = reinterpret_cast<const uint32_t*>(panel);
+        const auto* second = 2 * group + 1 < x.num_input_pairs ? first + COLUMNS : no_inputs;
+        bfloat16x8_t rows[PAIRS];
+#pragma GCC unroll 3
+        for (int p = 0; p < PAIRS; ++p)
+            rows[p] = vld1q_bf16(reinterpret_cast<const bfloat16_t*>(x.at) + (p * x.num_groups + group) * 2 * QUAD);
+#pragma GCC unroll 4
+        for (int v = 0; v < LANES / 4; ++v) {
+            const uint32x4_t low = vld1q_u32(first + 4 * v), high = vld1q_u32(second + 4 * v);
+            const bfloat16x8_t columns[2] = {vreinterpretq_bf16_u32(vzip1q_u32(low, high)),
+                                             vreinterpretq_bf16_u32(vzip2q_u32(low, high))};
+#pragma GCC unroll 3
+            for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; ++i) acc[p][2 * v + i] = vbfmmlaq_f32(acc[p][2 * v + i], rows[p], columns[i]);
+        }
+    }
+#pragma GCC unroll 3
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANES / 2; ++v) {
+            vst1_f32(sums[2 * p] + 2 * v, vget_low_f32(acc[p][v]));
+            vst1_f32(sums[2 * p + 1] + 2 * v, vget_high_f32(acc[p][v]));
+        }
+}
+
+// The outputs of one panel.
+inline void panel_by_bfmmla(const Linear& args, const RowPairs& x, int64_t column, const bf16* panel) {
+    constexpr void (*TILES[])(const RowPairs&, const bf16*, float (*)[COLUMNS]) = {bfmmla_tile<1>, bfmmla_tile<2>, bfmmla_tile<3>};
+    const int64_t pairs = (args.num_rows + 1) / 2, tiles = num_tiles(pairs, MAX_ROW_PAIRS);
+    float sums[2 * MAX_ROW_PAIRS][COLUMNS];
+    for (int64_t at = 0; at < COLUMNS; at += LANES)
+        for (int64_t t = 0; t < tiles; ++t) {
+            const TileRows tile = rows_of(t, tiles, pairs);
+            const RowPairs rows{x.at + tile.first * x.num_groups * 2 * QUAD, x.num_groups, x.num_input_pairs};
+            TILES[tile.count - 1](rows, panel + 2 * at, sums);
+            const int64_t first = 2 * tile.first, count = std::min(2 * tile.count, args.num_rows - first);
+            finish<bf16>(args, first, static_cast<int>(count), column + at, 1, [&](int r, int) { return load(sums[r]); });
+        }
+}
+
+inline void multiply_by_bfmmla(const Linear& args) {
+    static thread_local std::vector<bf16> memory;
+    const int64_t num_groups = (args.depth + QUAD - 1) / QUAD, input_pairs = (args.depth + 1) / 2;
+    const auto* packed = static_cast<const bf16*>(args.packed);
+    Linear block = args;
+    for (int64_t first = 0; first < args.num_rows; first += COPIED_ROWS) {
+        block.num_rows = std::min(COPIED_ROWS, args.num_rows - first);
+        block.out = static_cast<bf16*>(args.out) + first * args.num_columns;
+        const int64_t pairs = (block.num_rows + 1) / 2;
+        bf16* copies = at_least(memory, pairs * num_groups * 2 * QUAD);
+        const auto copy = [&](int64_t r) {
+            bf16* out = copies + (r / 2 * num_groups * 2 + r % 2) * QUAD;
+            const bf16* x = r < block.num_rows ? static_cast<const bf16*>(args.x) + (first + r) * args.x_stride : nullptr;
+            for (int64_t group = 0; group < num_groups; ++group, out += 2 * QUAD) {
+                const int64_t count = x ? std::min(QUAD, args.depth - group * QUAD) : 0;
+                std::fill(std::copy_n(x ? x + group * QUAD : out, count, out), out + QUAD, bf16{0});
+            }
+        };
+        if (block.num_rows * args.depth < MIN_PARALLEL_NUMBERS)
+            for (int64_t r = 0; r < 2 * pairs; ++r) copy(r);
+        else
+            parallel_for(2 * pairs, copy);
+        const RowPairs x{copies, num_groups, input_pairs};
+        parallel_for_dynamic(args.num_panels(), PANELS_A_RUN, [&](int64_t p, int64_t end) {
+            for (; p < end; ++p) panel_by_bfmmla(block, x, p * COLUMNS, packed + p * args.panel_size());
+        });
+    }
+}
+
+}  // namespace disagg
+
+#endif

@@ -1,0 +1,1 @@
+"""The C++ kernels on Arm, by a cross compiler and an emulator."""
