@@ -1,6 +1,7 @@
 """The kernels on Arm, compiled by a cross compiler and run by an emulator, without Python.
 
-`kernels.cpp` compares results with sums in double. What is computed by fp32 multiply-adds has the bits of x86 with AVX2.
+`kernels.cpp` compares results with sums in double. What is computed by fp32 multiply-adds has the bits of x86 with
+AVX2.
 Needs `aarch64-linux-gnu-g++` and `qemu-aarch64` (Debian: g++-aarch64-linux-gnu, qemu-user).
 """
 
