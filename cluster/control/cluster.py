@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from disagg.cluster.config.cluster_config import ClusterConfig, unused_pools
+from disagg.cluster.config.memory import machine_memory
 from disagg.cluster.control import state_diff
 from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
 from disagg.cluster.hosts.twin import key_for, obstacle
@@ -54,13 +55,19 @@ class Cluster(ABC):
         self, config: ClusterConfig, progress: Progress, start_timeout_s: float, cpu_dtype: Dtype = "bfloat16"
     ) -> None:
         """`cpu_dtype`: as in `ClusterPlan`."""
-        self._plan = plan_cluster(config, cpu_dtype=cpu_dtype)
+        memory_bytes = machine_memory() if self._is_one_machine(config) else None
+        self._plan = plan_cluster(config, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes)
         self._progress = progress
         self._start_timeout_s = start_timeout_s
         self._started: list[str] = []
         """Names of processes that were reported as starting; `stop` reports their end."""
         self._doing: dict[str, str] = {}
         """What was reported of each worker that starts."""
+
+    @staticmethod
+    def _is_one_machine(config: ClusterConfig) -> bool:
+        """Whether all workers are on this machine."""
+        return True
 
     @property
     def plan(self) -> ClusterPlan:

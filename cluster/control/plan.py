@@ -26,6 +26,7 @@ from disagg.cluster.config.cluster_config import (
     pool_path,
 )
 from disagg.cluster.config.core_layout import CorePlan, plan_cores, with_threads, worker_cores, worker_device
+from disagg.cluster.config.memory import PoolCache, check_block, check_fits
 from disagg.cluster.config.model_pools import with_sizes
 from disagg.cluster.control.gateways import GATEWAY, gateway_names
 from disagg.cluster.control.workers import worker_id
@@ -99,6 +100,8 @@ class ClusterPlan:
     """Counts requests to replace workers though nothing differs."""
     cpu_dtype: Dtype = "bfloat16"
     """What `model.dtype: auto` is on its CPUs."""
+    memory_bytes: int | None = None
+    """Of the machine of all workers; None where they may be on several."""
 
     @property
     def cores(self) -> CorePlan:
@@ -314,18 +317,40 @@ def port_of(address: str) -> int | None:
 
 
 def plan_cluster(
-    config: ClusterConfig, available: tuple[int, ...] | None = None, cpu_dtype: Dtype = "bfloat16"
+    config: ClusterConfig,
+    available: tuple[int, ...] | None = None,
+    cpu_dtype: Dtype = "bfloat16",
+    memory_bytes: int | None = None,
 ) -> ClusterPlan:
-    """Find the model and lay out the processes on the `available` cores; without these on all that this process may
-    use. `cpu_dtype`: as in `ClusterPlan`. Raises `ConfigError`."""
+    """Find the models, and what of them cannot be served.
+
+    Args:
+        config: of the cluster.
+        available: the cores to lay out processes on; None for all that this process may use.
+        cpu_dtype: as in `ClusterPlan`.
+        memory_bytes: of the machine of all workers; None where they may be on several.
+
+    Raises:
+        ConfigError: naming a field.
+    """
     check_installed(config.transfer.transport)
     paths = {key: _find_model(alone) for key, alone in models_of(config).items()}
-    for key, path in paths.items():
+    caches: list[PoolCache] = []
+    for key, alone in models_of(config).items():
+        if paths[key] == FAKE_MODEL:
+            continue
+        model, options = read_model_config(paths[key]), alone.model
         pools = [(name, pool) for name, pool in active_pools(config) if model_of(name) == key]
-        if path != FAKE_MODEL and any(pool.tp > 1 for _, pool in pools):
-            check_ranks(pools, read_model_config(path))
-    available = available_cores() if available is None else available
-    return ClusterPlan(config, paths, available, cpu_dtype=cpu_dtype)
+        check_ranks(pools, model)
+        for name, pool in pools:
+            dtype = "fp8" if options.kv_cache_dtype == "fp8" else resolved_dtype(options, pool.device, cpu_dtype)
+            caches.append(PoolCache(name, pool, model, dtype))
+    for cache in caches:
+        check_block(cache)
+    if memory_bytes is not None:
+        check_fits(caches, memory_bytes)
+    cores = available_cores() if available is None else available
+    return ClusterPlan(config, paths, cores, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes)
 
 
 def _find_model(alone: ClusterConfig) -> str:
@@ -334,13 +359,15 @@ def _find_model(alone: ClusterConfig) -> str:
 
 
 def check_gateway(config: ClusterConfig) -> None:
-    """Find out before models are loaded that a port of the gateway is taken, or that keys or certificates cannot be
-    used; raises `LaunchError` or `ConfigError`."""
+    """Find out before models are loaded that a port of the gateway is taken, or that keys, certificates or folders
+    cannot be used; raises `LaunchError` or `ConfigError`."""
     from disagg.proto.connections.channels import check_given  # loads gRPC, as the next one
     from disagg.router.gateway.auth.security import check_files
+    from disagg.router.gateway.stores import check_stores
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)
+    check_stores(gateway, gateway.record_events)
     if config.network.certificates is not None:
         check_given(config.network.certificates)
     _check_port(gateway.host, gateway.port, "--port 0 takes any free one")

@@ -61,7 +61,7 @@ class RayCluster(Cluster):
         cpu_dtype: Dtype = "bfloat16",
     ) -> None:
         super().__init__(config, progress, start_timeout_s, cpu_dtype)
-        self._is_private = config.ray.address == PRIVATE
+        self._is_private = self._is_one_machine(config)
         self._session: Session
         if self._is_private:
             num_processes = 1 + config.gateway.replicas + sum(worker.tp for worker in self._plan.workers)
@@ -73,6 +73,11 @@ class RayCluster(Cluster):
         """host:port of the controller, where it was last."""
         self._secret: ClusterSecret | None = None
         self._state: ControlState = state_diff.EMPTY_STATE
+
+    @staticmethod
+    @override
+    def _is_one_machine(config: ClusterConfig) -> bool:
+        return config.ray.address == PRIVATE
 
     @property
     @override

@@ -10,6 +10,7 @@ import threading
 
 import msgspec
 
+from disagg.cluster.config.memory import machine_memory
 from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.control.server import Controller
 from disagg.cluster.hosts.twin import twin_of
@@ -75,7 +76,8 @@ class ControllerActor:
         await asyncio.sleep(record_start(CONTROLLER))
         saved = ray_store.load(ray_store.DESIRED, SavedState)
         config = settings.config if saved is None else saved.present
-        plan = plan_cluster(config, cpu_dtype=settings.cpu_dtype)
+        memory_bytes = machine_memory() if settings.is_private else None
+        plan = plan_cluster(config, cpu_dtype=settings.cpu_dtype, memory_bytes=memory_bytes)
         pin_process(plan.cores.gateway if settings.is_private else ())
         controller = Controller(
             plan,

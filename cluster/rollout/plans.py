@@ -23,6 +23,7 @@ from disagg.cluster.rollout.rollout import Desired, Plan, Target, configured
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlRefused, PoolName
 from disagg.proto.errors import ConfigError
+from disagg.router.gateway.stores import check_stores
 from disagg.router.gateway.text import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,14 @@ class Plans:
         self.configured = 1 if saved is None else configured(saved.desired)
         """The generation whose settings hold for which no process is restarted."""
         self._available, self._cpu_dtype = plan.available, plan.cpu_dtype
+        self._memory_bytes = plan.memory_bytes
         if saved is None:
             self._plans = {1: replace(plan, layout=self._layout)}
             return
         self._plans = {}
         for number, generation in saved.generations.items():
             try:
-                found = plan_cluster(generation.config, plan.available, plan.cpu_dtype)
+                found = plan_cluster(generation.config, plan.available, plan.cpu_dtype, plan.memory_bytes)
             except ConfigError as error:
                 if number == self.configured:
                     raise
@@ -138,9 +140,10 @@ class Plans:
             ConfigError: naming a field that has a bad value or cannot be changed.
         """
         config = read_config(request.config)
+        check_stores(config.gateway, config.gateway.record_events)
         old = self._plans[running.generation]
         new = replace(
-            plan_cluster(config, self._available, self._cpu_dtype),
+            plan_cluster(config, self._available, self._cpu_dtype, self._memory_bytes),
             layout=self._layout,
             restarts=old.restarts + request.restart,
         )

@@ -74,6 +74,10 @@ class ModelConfig:
     """The LM head is the embedding matrix."""
     eos_token_ids: tuple[int, ...]
 
+    def kv_head_bytes(self, element_bytes: int) -> int:
+        """Bytes of one token's K and V in one KV head of all layers."""
+        return 2 * self.num_layers * self.head_dim * element_bytes
+
     @property
     def max_exact_len(self) -> int:
         """Longest sequence that full attention computes as the checkpoint means it."""

@@ -5,6 +5,7 @@ SQLite's locks do not work over network file systems, so the folder must be on a
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -12,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from disagg.router.gateway.private_files import make_folder, make_private
+from disagg.router.gateway.private_files import check_folder, make_folder, make_private
 
 _OPEN_PAUSE_S: Final = 0.05
+_MAGIC: Final = b"SQLite format 3\0"
 _BESIDE: Final = ("-wal", "-shm")
 
 
@@ -46,6 +48,26 @@ def open_database(
         db.close()
         raise
     return db
+
+
+def check_database(path: Path) -> None:
+    """Find out whether `open_database` could use a file, without changing anything.
+
+    Raises:
+        OSError: if the folder cannot be made or used, or the file is none that this user can write.
+        sqlite3.DatabaseError: if it is no database.
+    """
+    check_folder(path.parent)
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise OSError(f"{path.name} is no file")
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise PermissionError(f"this user ({os.geteuid()}) cannot read and write {path.name}")
+    with path.open("rb") as file:
+        begin = file.read(len(_MAGIC))
+    if begin and begin != _MAGIC:
+        raise sqlite3.DatabaseError(f"{path.name} is no SQLite database")
 
 
 def _switch_to_wal(db: sqlite3.Connection, deadline: float) -> None:

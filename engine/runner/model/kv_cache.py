@@ -32,7 +32,7 @@ def kv_layout(config: ModelConfig, dtype: str) -> KvLayout:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes,
+        bytes_per_token=config.num_kv_heads * config.kv_head_bytes(element_bytes),
     )
 
 

@@ -35,6 +35,7 @@ from disagg.proto.errors import InvalidRequestError, LimitError
 from disagg.router.gateway.database import add_columns, open_database, transaction
 from disagg.router.gateway.private_files import create_private, make_folder
 
+FILE: Final = "batches.sqlite"
 _BUSY_TIMEOUT_S: Final = 10.0
 RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
 """States with work left for an owner."""
@@ -156,7 +157,7 @@ class BatchStore:
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._contents = folder / "files"
         self._limits = limits
-        self._db = open_database(folder / "batches.sqlite", _SCHEMA, "FULL", _BUSY_TIMEOUT_S)
+        self._db = open_database(folder / FILE, _SCHEMA, "FULL", _BUSY_TIMEOUT_S)
         try:
             _migrate(self._db)
         except BaseException:

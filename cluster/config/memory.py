@@ -1,0 +1,92 @@
+"""Whether the KV caches of a configuration can be: a block fits into each, and all fit into the machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from disagg.cluster.config.cluster_config import PoolConfig, pool_path
+from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.config import device_defaults
+from disagg.engine.sharding.shards import Shard
+from disagg.proto.control import PoolName
+from disagg.proto.errors import ConfigError
+
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+class PoolCache(NamedTuple):
+    """The KV caches of a pool's workers."""
+
+    name: PoolName
+    pool: PoolConfig
+    model: ModelConfig
+    dtype: str
+    """Of the KV."""
+
+    @property
+    def configured_bytes(self) -> int | None:
+        """`kv_cache_bytes` of each rank; None for what is measured on a GPU, and where blocks are given instead."""
+        size = self.pool.kv_cache_bytes
+        if size == "auto":
+            size = device_defaults(self.pool.device).kv_cache_bytes
+        return None if size == "auto" or self.pool.num_blocks is not None else size
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, with the heads of the first rank."""
+        num_heads = len(Shard(0, self.pool.tp).kv_heads(self.model.num_kv_heads))
+        return self.model.kv_head_bytes(_ELEMENT_BYTES[self.dtype]) * num_heads * self.pool.tokens_per_block
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all workers; 0 for what is measured."""
+        each = (self.pool.num_blocks or 0) * self.block_bytes + (self.configured_bytes or 0)
+        return each * self.pool.tp * self.pool.size
+
+
+def check_block(cache: PoolCache) -> None:
+    """Raises `ConfigError`, with both sizes, for a cache that holds no block."""
+    num_bytes, block_bytes = cache.configured_bytes, cache.block_bytes
+    if num_bytes is not None and num_bytes < block_bytes:
+        raise ConfigError(
+            f"{pool_path(cache.name)}.kv_cache_bytes: {num_bytes} bytes hold no block of {cache.pool.tokens_per_block} "
+            f"tokens of this model, which takes {block_bytes}"
+        )
+
+
+def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
+    """Raises `ConfigError`, with the sizes, where the caches of all workers on CPUs are more than their machine has.
+
+    Args:
+        caches: of all pools.
+        memory_bytes: of the machine.
+    """
+    on_cpu = [cache for cache in caches if cache.pool.device == "cpu"]
+    total = sum(cache.num_bytes for cache in on_cpu)
+    if total <= memory_bytes:
+        return
+    largest = max(on_cpu, key=lambda cache: cache.num_bytes)
+    key = "kv_cache_bytes" if largest.pool.num_blocks is None else "num_blocks"
+    size = largest.pool.size
+    raise ConfigError(
+        f"{pool_path(largest.name)}.{key}: {_shown(largest.num_bytes)} for {size} worker{'s' if size > 1 else ''}; the "
+        f"KV caches of all workers take {_shown(total)}, and this machine has {_shown(memory_bytes)}"
+    )
+
+
+def machine_memory() -> int:
+    """Bytes that the processes of this machine, or of this container, may have together."""
+    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+    memory = int(fields["MemTotal"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or it has `max`
+        memory = min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
+    return memory
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,76 @@
+"""KV caches that cannot be are refused before a worker is started, with the field and both sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.cluster.config import memory
+from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.config.memory import machine_memory
+from disagg.cluster.control.plan import plan_cluster
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.proto.errors import ConfigError
+from tests.support.tiny_models import make_checkpoint
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def refusal(path: Path | str, raw: dict[str, Any], memory_bytes: int | None = 16 * GIB) -> str:
+    """What is wrong with a configuration; empty for nothing."""
+    config = parse_config({"model": {"path": str(path)}, **raw})
+    try:
+        plan_cluster(config, (0, 1), memory_bytes=memory_bytes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated", "elastic"])
+def test_a_cache_that_holds_no_block_is_refused(checkpoint: Path, mode: str) -> None:
+    model = read_model_config(checkpoint)
+    block_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 2
+    name = {"disaggregated": "decode", "colocated": "colocated", "elastic": "workers"}[mode]
+    for num_bytes, is_refused in ((1, True), (block_bytes - 1, True), (block_bytes, False)):
+        found = refusal(checkpoint, {"mode": mode, "pools": {name: {"kv_cache_bytes": num_bytes}}})
+        wrong = f"pools.{name}.kv_cache_bytes: {num_bytes} bytes hold no block of 16 tokens of this model, which takes "
+        assert found == (f"{wrong}{block_bytes}" if is_refused else "")
+    assert refusal(checkpoint, {"mode": mode, "pools": {name: {"kv_cache_bytes": 1, "num_blocks": 4}}}) == ""
+
+
+def test_caches_that_the_machine_cannot_hold_are_refused(checkpoint: Path) -> None:
+    large = {"pools": {"decode": {"size": 2, "kv_cache_bytes": 8 * GIB}}}
+    assert refusal(checkpoint, large) == (
+        "pools.decode.kv_cache_bytes: 16.0 GiB for 2 workers; the KV caches of all workers take 17.0 GiB, and this "
+        "machine has 16.0 GiB"
+    )
+    assert refusal(checkpoint, large, 17 * GIB) == ""
+    assert refusal(checkpoint, large, None) == ""  # the workers may be on other machines
+    blocks = refusal(checkpoint, {"pools": {"prefill": {"num_blocks": 10**9}}})
+    assert blocks.startswith("pools.prefill.num_blocks: ")
+    assert blocks.endswith("and this machine has 16.0 GiB")
+
+
+def test_what_is_measured_on_a_gpu_and_what_has_no_cache_is_taken(checkpoint: Path) -> None:
+    cuda = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:1", "kv_cache_bytes": 80 * GIB}}
+    assert refusal(checkpoint, {"pools": cuda}) == ""
+    assert refusal("fake", {"pools": {"decode": {"kv_cache_bytes": 1}}}) == ""
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       16384000 kB\nMemFree:  5 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "limit")
+    found = []
+    for limit in (None, "max\n", "2147483648\n"):
+        if limit is not None:
+            (tmp_path / "limit").write_text(limit)
+        found.append(machine_memory())
+    assert found == [16384000 * 1024, 16384000 * 1024, 2 * GIB]
