@@ -11,8 +11,6 @@ Only own children are ever signalled.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +43,7 @@ from disagg.cluster.system.children import (
 from disagg.cluster.system.cores import num_cuda_devices
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
+from disagg.cluster.system.temp_folders import TempFolder
 from disagg.cluster.system.templates import IS_SUPPORTED
 from disagg.engine.config import Dtype, WorkerConfig
 from disagg.engine.device_environment import device_environment
@@ -249,8 +248,9 @@ class ProcessCluster(Cluster):
         super().__init__(config, progress, start_timeout_s, cpu_dtype)
         self.secret = new_secret(config.network)
         """By which its processes authenticate each other."""
-        self._keep_logs = log_dir is not None
         self._log_dir = log_dir
+        self._own_logs: TempFolder | None = None
+        """Where no folder was given."""
         self._launcher: ProcessLauncher | None = None
         self._controller: ControllerThread | None = None
         self._twin: TwinProcess | None = None
@@ -300,7 +300,8 @@ class ProcessCluster(Cluster):
 
     def _make_log_dir(self) -> Path:
         if self._log_dir is None:
-            self._log_dir = Path(tempfile.mkdtemp(prefix="disagg-logs-"))
+            self._own_logs = TempFolder("disagg-logs-")
+            self._log_dir = self._own_logs.path
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return self._log_dir
 
@@ -330,6 +331,6 @@ class ProcessCluster(Cluster):
         for name in self._started:
             self._progress(name, "stopped")
         self._started = []
-        if self._log_dir is not None and not self._keep_logs:
-            shutil.rmtree(self._log_dir, ignore_errors=True)
-            self._log_dir = None
+        if self._own_logs is not None:
+            self._own_logs.remove()
+            self._own_logs = self._log_dir = None

@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +38,7 @@ from disagg.cluster.models.files import (
     write_manifest,
 )
 from disagg.cluster.system.children import child_environment
+from disagg.cluster.system.temp_folders import temp_folder
 from disagg.engine.cache_folder import cache_folder
 from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
 from disagg.proto.errors import ConfigError
@@ -189,8 +189,8 @@ def _fill(source: str, staging: Path, progress: Progress) -> str:
     """Bring the files; the commit of the hub's repository, empty for other sources."""
     path = Path(source).expanduser()
     if source == DEFAULT_MODEL and not path.exists():
-        with tempfile.TemporaryDirectory(prefix="disagg-import-") as temp:
-            convert_gguf(fetch_default_gguf(Path(temp), progress), staging, progress)
+        with temp_folder("disagg-import-") as temp:
+            convert_gguf(fetch_default_gguf(temp, progress), staging, progress)
     elif path.is_file() and path.suffix == ".gguf":
         convert_gguf(path, staging, progress)
     elif path.is_dir():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from disagg.cluster.on_ray.store import SLOT
 from disagg.cluster.system.children import NOT_FOR_CHILDREN, LaunchError
 from disagg.cluster.system.cores import pin_unpinned
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
+from disagg.cluster.system.temp_folders import PREFIX, TempFolder
 
 MARK: Final = "DISAGG_RAY_CLUSTER"
 """Environment variable that the processes of one private Ray are found by when it ends."""
@@ -102,7 +102,7 @@ def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def make_temp_dir(parent: str | None) -> Path:
+def make_temp_dir(parent: str | None) -> TempFolder:
     """A fresh folder that only this user can enter, in `parent` or in the system's place for temporary files. Ray's
     sockets and logs are to be in its subfolder `RAY_DIR`.
 
@@ -110,14 +110,14 @@ def make_temp_dir(parent: str | None) -> Path:
         LaunchError: if `parent` is too long for Ray, or cannot be written.
     """
     if parent is None:
-        return Path(tempfile.mkdtemp(prefix="disagg-", dir=_short_temp_root()))
+        return TempFolder(PREFIX, _short_temp_root())
     if len(str(Path(parent).absolute())) > MAX_TEMP_DIR_CHARS:
         raise LaunchError(
             f"ray.temp_dir: {parent} is too long for Ray's sockets; at most {MAX_TEMP_DIR_CHARS} characters"
         )
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="r", dir=parent)).absolute()
+        return TempFolder("r", parent)
     except OSError as error:
         raise LaunchError(f"ray.temp_dir: cannot make a folder in {parent} ({error.strerror})") from None
 
@@ -170,7 +170,7 @@ class PrivateSession(Session):
         self._asked_dir = temp_dir
         self._cores = cores
         self._num_processes = num_processes
-        self._folder: Path | None = None
+        self._folder: TempFolder | None = None
         self._environment = PrivateEnvironment()
         self._mark = uuid.uuid4().hex
         self.is_open = False
@@ -189,7 +189,7 @@ class PrivateSession(Session):
                 num_cpus=self._num_processes,
                 resources={SLOT: NUM_SLOTS},
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder / RAY_DIR),
+                _temp_dir=str(self._folder.path / RAY_DIR),
                 _node_ip_address="127.0.0.1",
                 **INIT_OPTIONS,
             )
@@ -208,7 +208,7 @@ class PrivateSession(Session):
         self._environment.leave()
         end_processes([*family, *self.family()], grace_s)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def settle(self) -> None:

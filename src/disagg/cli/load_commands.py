@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from disagg.cli.up import build_config
 from disagg.client.credentials import is_local
+from disagg.cluster.system.temp_folders import temp_folder
 from disagg.loadtests.campaign import compare as load_compare
 from disagg.loadtests.campaign import report as load_report
 from disagg.loadtests.campaign import sweep as load_sweep
@@ -85,8 +85,8 @@ class Common:
 def run(options: Common, address: str, record: Path | None, console: Console) -> int:
     """One run against a running cluster; the exit status is 0 if enough requests met their limits."""
     scenario, slo = options.load()
-    with tempfile.TemporaryDirectory(prefix="disagg-load-") if record is None else nullcontext() as folder:
-        path = Path(folder, "run.jsonl") if folder is not None else record
+    with temp_folder("disagg-load-") if record is None else nullcontext() as folder:
+        path = folder / "run.jsonl" if folder is not None else record
         assert path is not None
         info = play(scenario, address, path, options.generator, slo=slo, label=options.name)
         records = read_file(path)

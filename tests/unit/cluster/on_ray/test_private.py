@@ -93,15 +93,17 @@ def test_the_mark_is_there_only_inside_and_the_operator_s_key_only_outside(monke
 def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = Path(tempfile.mkdtemp(prefix="dt", dir="/tmp"))
     monkeypatch.chdir(short)
-    folder = make_temp_dir("r")
-    assert (folder.parent, folder.stat().st_mode & 0o777) == (short / "r", 0o700)
-    assert make_temp_dir("r") != folder
+    folder, other = make_temp_dir("r"), make_temp_dir("r")
+    assert (folder.path.parent, folder.path.stat().st_mode & 0o777) == (short / "r", 0o700)
+    assert other.path != folder.path
+    for each in (folder, other):
+        each.remove()
     shutil.rmtree(short)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "x" * 40)
     fallback = make_temp_dir(None)
-    assert fallback.parent == Path("/tmp")
-    fallback.rmdir()
+    assert fallback.path.parent == Path("/tmp")
+    fallback.remove()
 
 
 @pytest.mark.parametrize(
