@@ -127,11 +127,12 @@ bench: model ## engine, ops and serving, with the limits of the machine and with
 	@$(BIN)/python -m benchmarks.serving --engine --shapes colocated-2x1 --json build/serving.json \
 	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 
-bench-gateway: model ## cost of a token for the gateway, by protocol, and of slow, silent and invalid clients (ten minutes)
+bench-gateway: model ## cost of a token for the gateway, by protocol, and of slow, silent and invalid clients (twenty minutes)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
 	@$(BIN)/python -m benchmarks.bad_input --generated 12000 --json build/bad-input.json
+	@$(BIN)/python -m benchmarks.bad_input --fields 0 --json build/fields.json
 
 gpu-check: ## tests and benchmarks of the GPU path, in less than fifteen minutes; needs a GPU, but neither .venv nor a network
 	@mkdir -p build

@@ -2,6 +2,7 @@
 
     python -m benchmarks.bad_input [--address 127.0.0.1:8470] [--json FILE]      times, one kind a row
     python -m benchmarks.bad_input --generated 12000 [--seed 1] [--json FILE]    generated input, over HTTP and gRPC
+    python -m benchmarks.bad_input --fields 0 [--seed 1] [--json FILE]           every field with every kind of value
 
 Times are of everything that can be seen before tokenizing. Requests go one at a time over one open connection, so the
 figure is the round trip plus the check. The target is 10 ms. A deadline that has passed already is not here: the
@@ -9,6 +10,7 @@ client's own library answers it.
 
 Generated input (generated_http.py, generated_grpc.py) goes to a cluster of processes with the model without weights.
 Each must be refused, no worker may compute or hold anything, and good requests must be answered before and after.
+What every field of a request makes of every kind of value is in fields.py.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
+from benchmarks.bad_input.fields import sweep
 from benchmarks.bad_input.generated import Outcomes, throw_at_a_cluster
 from benchmarks.clients.load import channel, only_model, service
 from benchmarks.common import percentiles, print_table, report, write_json
@@ -166,8 +169,12 @@ def generated_rows(outcomes: Outcomes) -> list[dict[str, object]]:
 def main() -> None:
     """Measure, print the table, write the report."""
     options = parse_arguments()
+    outcomes = None
     if options.generated:
         outcomes = throw_at_a_cluster(options.seed, options.generated)
+    elif options.fields is not None:
+        outcomes = sweep(options.seed, options.fields)
+    if outcomes is not None:
         show_outcomes(outcomes)
         rows, flat = generated_rows(outcomes), outcomes.summary()
     else:
@@ -180,7 +187,7 @@ def main() -> None:
     if options.json:
         write_json(options.json, report(rows, flat))
         print(f"report: {options.json}")
-    if options.generated and outcomes.problems:
+    if outcomes is not None and outcomes.problems:
         sys.exit(1)
 
 
@@ -203,5 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=200, help="requests of each kind")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--generated", type=int, default=0, help="throw so many generated inputs instead")
+    parser.add_argument("--fields", type=int, help="try so many values of fields instead; 0 for all, ten minutes")
     parser.add_argument("--seed", type=int, default=1, help="of the generated inputs")
     return parser.parse_args()

@@ -1,15 +1,18 @@
 """Bad input of every kind, over HTTP and gRPC, against a whole cluster: each is refused, nothing is computed or held,
 and good requests are answered as before.
 
-`python -m benchmarks.bad_input --generated 12000` does the same with more of them.
+`python -m benchmarks.bad_input --generated 12000` does the same with more of them, `--fields 0` with each value of each
+field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from benchmarks.bad_input.fields import configuration, try_all
 from benchmarks.bad_input.generated import CONFIG, MODEL, answers_well, run
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
@@ -17,6 +20,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from tests.support.workers import wait_until_workers_idle
 
 NUM_REQUESTS = 1500
+NUM_FIELDS = 400
 SEED = 20_261_121
 NUM_KINDS = 90
 """Fewer would mean that the generator lost some."""
@@ -50,3 +54,13 @@ async def test_all_of_it_is_refused(cluster: ProcessCluster) -> None:
     assert len(outcomes.kinds) >= NUM_KINDS
     assert await num_requests_in(cluster) == 2, "bad input reached the router"
     assert await answers_well(cluster.address, cluster.http_address, MODEL) == []
+
+
+async def test_values_of_fields_get_no_fault_and_end_neither_process_nor_recording(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with ProcessCluster(configuration(tmp_path), log_dir=logs) as running:
+        outcomes = await try_all(running, tmp_path, SEED, NUM_FIELDS)
+        await wait_until_workers_idle(running.workers, running.secret)
+    assert outcomes.problems == []
+    assert running.killed == []
+    assert [file.name for file in logs.iterdir() if "Traceback" in file.read_text(errors="replace")] == []

@@ -391,4 +391,7 @@ def small_value(given: object) -> object:
         return None
     if not isinstance(given, msgspec.Raw) or memoryview(given).nbytes > _MAX_SMALL_BYTES:
         return given
-    return msgspec.json.decode(given)
+    try:
+        return msgspec.json.decode(given)
+    except msgspec.DecodeError:  # a number that is out of range, which means something
+        return given

@@ -68,6 +68,7 @@ class _NamedChoice(msgspec.Struct, frozen=True):
 _CHOICE: Final = msgspec.json.Decoder(str | _NamedChoice | None)
 _TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
+_ANY: Final = msgspec.json.Decoder()
 
 
 class OfferedTools(NamedTuple):
@@ -190,7 +191,7 @@ def _checked(tool: _Tool, place: str) -> dict[str, Any]:
     place = f"{place}.function.parameters"
     if num_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequestError(place, f"at most {MAX_SCHEMA_BYTES} bytes of JSON, not {num_bytes}")
-    schema = msgspec.json.decode(function.parameters)
+    schema = decode_field(function.parameters, _ANY, place)
     if schema is None:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, dict):

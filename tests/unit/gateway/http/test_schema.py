@@ -18,6 +18,10 @@ from disagg.router.gateway.http.schema import (
     TokenizeBody,
     decode,
 )
+from disagg.router.gateway.text.tokenizer import ServedModel
+from tests.support.http_app import CHAT as CHAT_BODY
+from tests.support.http_app import TEXT as TEXT_BODY
+from tests.support.http_app import TestApp
 
 CHAT = msgspec.json.Decoder(ChatBody)
 TEXT = msgspec.json.Decoder(CompletionBody)
@@ -105,3 +109,35 @@ def test_each_integer_of_a_body_has_64_bits(kind: type[msgspec.Struct]) -> None:
                 body.setdefault("prompt", "x")
             with pytest.raises(msgspec.ValidationError, match="Expected `int` "):
                 msgspec.convert(body, kind)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 5000])
+@pytest.mark.parametrize(
+    ("path", "field", "form"),
+    [
+        ("/v1/chat/completions", "skip_special_tokens", '"skip_special_tokens": @'),
+        ("/v1/chat/completions", "use_beam_search", '"use_beam_search": @'),
+        ("/v1/completions", "suffix", '"suffix": @'),
+        ("/v1/responses", "background", '"background": @'),
+        ("/v1/messages", "speed", '"speed": @'),
+        (
+            "/v1/chat/completions",
+            "tools[0].function.parameters",
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": @}}}]',
+        ),
+        ("/v1/messages", "tools[0].input_schema", '"tools": [{"name": "f", "input_schema": {"a": @}}]'),
+        (
+            "/v1/responses",
+            "tools[0].parameters",
+            '"tools": [{"type": "function", "name": "f", "parameters": {"a": @}}]',
+        ),
+    ],
+)
+async def test_a_number_that_is_out_of_range_names_its_field(
+    model: ServedModel, path: str, field: str, form: str, number: str
+) -> None:
+    base = {**CHAT_BODY, "input": "hi"} if path != "/v1/completions" else TEXT_BODY
+    raw = msgspec.json.encode({**base, "max_tokens": 2})[:-1] + f", {form.replace('@', number)}}}".encode()
+    response = await TestApp(model).client.post(path, content=raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{field}: ")
