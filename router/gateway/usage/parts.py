@@ -1,14 +1,13 @@
 """What a call that continues an answer is counted for, from what earlier calls of it were. (pure)
 
 What the client says of the past is not believed. Two calls are of one answer if tenant, prompt, seed, all settings and
-the model's version are the same, and what was counted is what agrees, token by token, in both. A token that was counted
-may be delivered once more for nothing, because it may have been lost on the way.
+the model's version are the same, and so is each token that both have; else it is another answer, which counts like any
+other. A token that was counted may be delivered once more for nothing, because it may have been lost on the way.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from typing import Final, NamedTuple
 
 from disagg.router.gateway.usage.counts import Counts, Part
@@ -52,19 +51,18 @@ def continued(part: Part, before: Known | None) -> Continued:
         before: of earlier calls of the same answer.
     """
     counts, marks = part.counts, marks_of(part.token_ids)
-    if before is None or before.num_continued >= MAX_CONTINUED:
-        known = Known(counts.failed, counts.prompt_tokens, counts.completion_tokens, marks, counts.completion_tokens, 0)
-        return Continued(counts, known)
-    num_counted = _num_agreeing(before, marks)
+    if before is None or before.num_continued >= MAX_CONTINUED or not _is_same(before.marks, marks):
+        num_tokens = counts.completion_tokens
+        return Continued(counts, Known(counts.failed, counts.prompt_tokens, num_tokens, marks, num_tokens, 0))
+    num_counted = before.completion_tokens
     delivered_again = max(0, min(num_counted, counts.completion_tokens) - part.num_had)
     for_nothing = min(delivered_again, before.num_again)
     num_new = max(0, counts.completion_tokens - num_counted)
-    num_more = num_new + delivered_again - for_nothing
     known = Known(
         max(before.failed, counts.failed),
         max(before.prompt_tokens, counts.prompt_tokens),
         max(num_counted, counts.completion_tokens),
-        max(marks, before.marks[: _MARK_BYTES * num_counted], key=len),
+        max(marks, before.marks, key=len),
         before.num_again - for_nothing + num_new,
         before.num_continued + 1,
     )
@@ -73,7 +71,7 @@ def continued(part: Part, before: Known | None) -> Continued:
         failed=max(0, counts.failed - before.failed),
         prompt_tokens=max(0, counts.prompt_tokens - before.prompt_tokens),
         cached_tokens=0 if before.prompt_tokens else counts.cached_tokens,
-        completion_tokens=num_more,
+        completion_tokens=num_new + delivered_again - for_nothing,
     )
     return Continued(less, known)
 
@@ -91,12 +89,7 @@ def marks_of(token_ids: bytes) -> bytes:
     return bytes(marks)
 
 
-def _num_agreeing(before: Known, marks: bytes) -> int:
-    """How many tokens that were counted are tokens of this answer, too. Where all that both have agree, the answer is
-    the same, also in what was made and never came here."""
-    both = min(len(before.marks), len(marks)) // _MARK_BYTES
-    form = f"{both}H"
-    first, second = (struct.unpack_from(form, given) for given in (before.marks, marks))
-    if first == second:
-        return before.completion_tokens
-    return next(i for i in range(both) if first[i] != second[i])
+def _is_same(first: bytes, second: bytes) -> bool:
+    """Whether two answers agree in all tokens that both have: then also in what was made and never came here."""
+    length = min(len(first), len(second))
+    return first[:length] == second[:length]

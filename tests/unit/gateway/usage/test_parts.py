@@ -56,14 +56,13 @@ def test_tokens_that_were_made_and_never_came_here_count_once() -> None:
 
 
 def test_another_answer_counts_though_its_client_says_that_it_goes_on() -> None:
-    """As with another text in `resume`: what agrees was counted, the rest was not."""
+    """As with another text in `resume`."""
     other = (*ANSWER[:7], 5, *ANSWER[8:])
-    counts, known = _count(_part(ANSWER[:199]), _part(other[:199], had=7), _part(other[:199], had=7))
-    assert [each.completion_tokens for each in counts] == [199, 192, 0]
-    assert [each.requests for each in counts] == [1, 0, 0]
+    counts, known = _count(_part(ANSWER[:199]), _part(other[:199], had=7), _part(other[:199], had=190))
+    assert counts == [Counts(1, 0, 40, 16, 199), Counts(1, 0, 40, 16, 199), Counts()]
+    assert (known.completion_tokens, known.num_continued) == (199, 1)
     counts, _ = _count(_part(ANSWER[:199]), *(_part((i, *ANSWER[1:199]), had=1) for i in range(9)))
-    assert [each.completion_tokens for each in counts] == [199] * 10
-    assert known.completion_tokens == 199
+    assert counts == [Counts(1, 0, 40, 16, 199)] * 10
 
 
 def test_an_answer_is_delivered_twice_at_most_for_what_it_counts() -> None:
