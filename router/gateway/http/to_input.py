@@ -193,6 +193,7 @@ def _read_best_of(body: CompletionBody) -> int | None:
     num_answers = 1 if body.n is None else body.n
     if body.best_of is None or body.best_of == num_answers:
         return None
+    check_int(num_answers, "n", 1, MAX_ANSWERS_EACH)  # of the answers, and not only of those that are made
     if body.best_of < num_answers:
         raise InvalidRequestError("best_of", f"must be at least n {shown(num_answers)}, not {shown(body.best_of)}")
     if body.stream:
