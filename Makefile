@@ -127,7 +127,7 @@ bench: model ## engine, ops and serving, with the limits of the machine and with
 	@$(BIN)/python -m benchmarks.serving --engine --shapes colocated-2x1 --json build/serving.json \
 	  $(if $(wildcard build/peers/vllm/.installed),--peer vllm) $(ARGS)
 
-bench-gateway: model ## cost of a token for the gateway, by protocol, and of slow, silent and invalid clients (twenty minutes)
+bench-gateway: model ## cost of a token for the gateway, by protocol, and of slow, silent and invalid clients (ten minutes)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json

@@ -210,6 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=200, help="requests of each kind")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--generated", type=int, default=0, help="throw so many generated inputs instead")
-    parser.add_argument("--fields", type=int, help="try so many values of fields instead; 0 for all, ten minutes")
+    parser.add_argument("--fields", type=int, help="try so many values of fields instead; 0 for all, a minute")
     parser.add_argument("--seed", type=int, default=1, help="of the generated inputs")
     return parser.parse_args()
