@@ -227,11 +227,16 @@ def test_workers_that_cannot_start_are_taken_back_and_the_old_ones_never_stop_to
 ) -> None:
     with running(content(models[0])) as cluster:
         before, old = pids(cluster), all_answers(cluster.address)
+        with pytest.raises(ConfigError, match=r"decode\.kv_cache_bytes: 1000 bytes hold no block.*nothing was changed"):
+            apply(cluster, content(models[0], num_blocks=None, kv_cache_bytes=1000), tmp_path)
+        assert pids(cluster) == before
+        broken = shutil.copytree(models[0], tmp_path / "broken")
+        (broken / "model.safetensors").write_bytes(b"no weights")
         taken_back = pytest.raises(
-            LaunchError, match=r"generation 2 was taken back: decode-2 failed 3 times: .*kv_cache"
+            LaunchError, match=r"generation 2 was taken back: (prefill|decode)-\d failed 3 times: .*safetensors"
         )
         with Load(cluster.address) as load, taken_back:
-            apply(cluster, content(models[0], num_blocks=None, kv_cache_bytes=1000), tmp_path)
+            apply(cluster, content(broken), tmp_path)
         assert load.check(old)[0] > 5
         assert pids(cluster) == before
         state = cluster.state()

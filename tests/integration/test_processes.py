@@ -27,6 +27,7 @@ from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.tiny_models import make_checkpoint
 from tests.support.waiting import wait_until
 
 PATIENT = {"suspect_after_s": 30.0, "kill_after_s": 60.0}
@@ -106,10 +107,10 @@ def test_a_start_can_be_ended_and_leaves_nothing() -> None:
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    cluster = ProcessCluster(parse_config({**FAKE, "model": {"path": str(tmp_path)}}), log_dir=tmp_path / "logs")
-    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json") as caught:
+    model = make_checkpoint("llama", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    cluster = ProcessCluster(parse_config({**FAKE, "model": {"path": str(model)}}), log_dir=tmp_path / "logs")
+    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*model\.safetensors") as caught:
         cluster.start()
     name = str(caught.value).partition(":")[0]
     assert children_mentioning("disagg.cluster.hosts") == []  # templates, too
