@@ -334,6 +334,16 @@ class Fleet:
         """Sequences that the workers which take new requests can decode at a time."""
         return self._num_places if self.longest_new_sequence else 0
 
+    def kv_room(self) -> tuple[int, int]:
+        """KV tokens of the workers that take new requests and decode, and how many of these are in use."""
+        total = used = 0
+        for group in self._groups.values():
+            for bucket in group.decode_buckets():
+                its_total, its_used = bucket.kv_tokens
+                total += its_total
+                used += its_used
+        return total, used
+
     def missing_role(self) -> RoleName | None:
         """The role without a worker; None when requests can be served."""
         if self.longest_sequence:

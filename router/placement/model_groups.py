@@ -302,6 +302,8 @@ class WorkerBucket:
         """Members with a free prefill slot and a free decode place."""
         self.backlog_ms = 0.0
         """The sum of the members' backlogs."""
+        self.used_blocks = 0
+        """The sum of the members' KV blocks in use."""
         self._policy = policy
         self._room = info.num_blocks - max(int(info.num_blocks * watermark), info.watermark_blocks)
         self._decodes = "decode" in info.roles
@@ -316,6 +318,7 @@ class WorkerBucket:
         self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full
         self.backlog_ms += worker.backlog_ms
+        self.used_blocks += worker.used_blocks
         self._by_rank.changed[worker] = self._by_room.changed[worker] = None
 
     def remove(self, worker: Worker) -> None:
@@ -324,21 +327,30 @@ class WorkerBucket:
         self.mask &= ~worker.bit
         self.num_open -= worker.has_slot and not worker.is_full
         self.backlog_ms -= worker.backlog_ms
+        self.used_blocks -= worker.used_blocks
         self._by_rank.remove(worker)
         self._by_room.remove(worker)
 
     def changed(self, worker: Worker) -> bool:
         """The assignments or the reports of a worker changed. Returns whether it has a slot now and had none before."""
         self.backlog_ms -= worker.backlog_ms
+        self.used_blocks -= worker.used_blocks
         was_open = worker.has_slot and not worker.is_full
         worker.refresh()
         self.backlog_ms += worker.backlog_ms
+        self.used_blocks += worker.used_blocks
         self._by_rank.changed[worker] = self._by_room.changed[worker] = None
         is_open = worker.has_slot and not worker.is_full
         if is_open is was_open:
             return False
         self.num_open += is_open - was_open
         return is_open
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens of the KV blocks that placement may use, of all members, and how many of these are in use."""
+        block_size = self._shape.block_size
+        return len(self.members) * self._room * block_size, self.used_blocks * block_size
 
     def fastest(self, without: Collection[WorkerId]) -> Worker | None:
         """The first in the ranking that is not in `without`; any member where all are full."""
@@ -352,6 +364,8 @@ class WorkerBucket:
     def check_integrity(self) -> list[str]:
         """What does not add up; empty when all is well."""
         workers = self.members.values()
+        if self.used_blocks != sum(worker.used_blocks for worker in workers):
+            return [f"bucket of {', '.join(self.members)}: {self.used_blocks} KV blocks are counted as used"]
         if self.num_open != sum(worker.has_slot and not worker.is_full for worker in workers):
             return [f"bucket of {', '.join(self.members)}: {self.num_open} workers are counted as open"]
         return []

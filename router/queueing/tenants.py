@@ -7,14 +7,16 @@ the queue.
 An admitted answer counts as waiting until its request is submitted or refunded, while its prompt is tokenized. So the
 requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
 
-Beside its own limits a tenant that is not the only one gets a share of the queue, and of the decode places, that
-shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each. So there is
-room for one that comes later, without anything being set apart for each.
+Beside its own limits a tenant that is not the only one gets a share of the queue, of the decode places and of the KV
+tokens, that shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each.
+So there is room for one that comes later, without anything being set apart for each.
 
-A tenant is guaranteed as many decode places as it had requests at a time in the last `DEMAND_S` to twice that, up to
-its part of all places by weight. Others leave those free, so that long answers of one do not take what another needs
-from one second to the next. Where the next place becomes free within `SOON_S` on average, turns in the queue are
-enough, and nothing is left free.
+Places to decode and KV tokens are shared out in the same way (`shares.py`): each tenant is guaranteed what it asked for
+lately, up to its part by weight, and others leave that free. Where the next place becomes free within `SOON_S` on
+average, turns in the queue are enough, and nothing is left free for guarantees.
+
+A tenant of which nothing is under way is forgotten `FORGET_S` after its last call, once its limits for a minute are
+whole again. What an event costs does not depend on how many tenants are known.
 
 The limits for a minute are of all models of a gateway: the routers are replicas of what was taken. Each notes what it
 charged (`charges`), and takes what the others did (`charged_elsewhere`), before anything else happens to any of them.
@@ -26,34 +28,38 @@ Owner: the router core.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from disagg.proto.block_hash import tenant_tag
 from disagg.proto.errors import LimitError
-from disagg.router.api import CallDemand, Quota, RateCharge, RateView, TenantLimits
+from disagg.router.api import CallDemand, Quota, RateCharge, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.queue import Share
+from disagg.router.queueing.shares import Part, SharedResource
+from disagg.router.queueing.token_bucket import TokenBucket, sized, take
 
-DEMAND_S = 30.0
 SOON_S = 0.05
+FORGET_S = 600.0
+_LOOKS = 2
+"""Tenants, of those that have not called for the longest time, that are looked at for one that calls."""
 
 
 class Tenant:
     """The counts and limits of one tenant. Updated by the router core with each change of a request's state."""
 
     __slots__ = (
-        "earlier_peak",
+        "called_at",
+        "is_over_share",
         "is_unlimited",
+        "kv",
         "limits",
         "name",
         "num_admitted",
         "num_boosted",
-        "num_guaranteed",
-        "num_kept",
         "num_running",
         "num_waiting",
-        "peak",
+        "places",
         "requests",
         "share",
         "tag",
@@ -71,12 +77,11 @@ class Tenant:
         self.num_running = 0
         self.num_boosted = 0
         """Requests that are queued by a target of their own."""
-        self.peak = self.earlier_peak = 0
-        """Peak of its requests in flight, in this period and in the one before."""
-        self.num_guaranteed = 0
-        """Decode places that it is guaranteed."""
-        self.num_kept = 0
-        """Of these, those that are unused now."""
+        self.places, self.kv = Part(), Part()
+        """What it has of places to decode and of KV tokens."""
+        self.is_over_share = False
+        """Whether it has as much KV as it may for its next request, as of the present pass of the queue."""
+        self.called_at = now
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self.set_limits(limits, now)
@@ -89,8 +94,23 @@ class Tenant:
         )
         """Whether no limit applies to it."""
         self.share.weight = limits.weight
-        self.requests = _bucket(self.requests, limits.requests_per_minute, now)
-        self.tokens = _bucket(self.tokens, limits.tokens_per_minute, now)
+        self.requests = sized(self.requests, limits.requests_per_minute, now)
+        self.tokens = sized(self.tokens, limits.tokens_per_minute, now)
+
+    @property
+    def num_kept(self) -> int:
+        """Decode places that others leave free for it."""
+        return self.places.kept
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not (self.num_admitted or self.num_waiting or self.num_running or self.num_boosted)
+
+    def is_whole(self, now: float) -> bool:
+        """Whether nothing is missing of its limits for a minute."""
+        buckets = (self.requests, self.tokens)
+        return all(each is None or each.level(now) >= each.per_minute for each in buckets)
 
 
 class Tenants:
@@ -99,64 +119,75 @@ class Tenants:
     Args:
         config: the shares.
         num_places: sequences that the present workers decode at a time.
+        kv_room: KV tokens that they have, and how many of these are in use.
     """
 
-    def __init__(self, config: RouterConfig, num_places: Callable[[], int]) -> None:
+    def __init__(
+        self, config: RouterConfig, num_places: Callable[[], int], kv_room: Callable[[], tuple[int, int]]
+    ) -> None:
         self._config = config
         self._num_places = num_places
-        self._tenants: dict[str, Tenant] = {}
+        self._kv_room = kv_room
+        self._places = SharedResource(num_places, config.tenant_place_share)
+        self._kv = SharedResource(lambda: kv_room()[0], config.tenant_place_share)
+        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
+        """The one that has not called for the longest time first."""
+        self._active: dict[str, Tenant] = {}
+        """Those with requests in flight."""
+        self._over_share: list[Tenant] = []
         self._stated: dict[str, TenantLimits] = {}
         """The latest limits of the key file. Calls that began earlier bring older ones."""
-        self._num_running = 0
         self.num_admitted = 0
         """Answers of admitted calls that are not submitted yet."""
-        self._num_kept = 0
-        """Guaranteed places that are unused."""
-        self._shared_out: int | None = None
-        """The number of places at the last distribution of guarantees; None where the demand changed since."""
-        self._period_ends = 0.0
         self._ends = EndTimes()
         self._now = 0.0
         self.charges: list[RateCharge] | None = None
         """Those that other routers have not taken; None where there is no other."""
-        share = config.tenant_place_share
-        self._per_free_place = share / (1 - share) if share < 1 else None
-        """Places that a tenant may have for each free one, so that alone it gets its share."""
 
     def configure(self, config: RouterConfig) -> None:
         """The queue may be another length."""
         self._config = config
 
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
-        """The tenant, under these limits from now on, or those that were stated for it."""
+        """The tenant that calls, under these limits from now on, or those that were stated for it."""
         limits = self._stated.get(name, limits)
-        tenant = self._tenants.get(name)
+        tenant = self._tenants.pop(name, None)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name, limits, now)
+            tenant = Tenant(name, limits, now)
+            self._set_limits(tenant, limits, now)
         elif tenant.limits is not limits and tenant.limits != limits:
-            tenant.set_limits(limits, now)
+            self._set_limits(tenant, limits, now)
+        self._tenants[name] = tenant
+        tenant.called_at = now
+        self._forget_old(now)
         return tenant
 
     def set_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
         """Set the limits of all tenants; tenants that are not in `limits` have those that their calls bring."""
         self._stated = dict(limits)
-        self._shared_out = None
         for tenant in self._tenants.values():
-            self.get(tenant.name, tenant.limits, now)
+            its_limits = self._stated.get(tenant.name, tenant.limits)
+            if its_limits != tenant.limits:
+                self._set_limits(tenant, its_limits, now)
 
     def note_time(self, now: float) -> None:
         """Time passed: forget demand of earlier periods."""
         self._now = now
-        if now < self._period_ends:
-            return
-        self._period_ends = now + DEMAND_S
-        self._shared_out = None
-        for tenant in self._tenants.values():
-            tenant.earlier_peak, tenant.peak = tenant.peak, tenant.num_waiting + tenant.num_running
+        self._places.note_time(now)
+        self._kv.note_time(now)
 
     def in_flight(self) -> dict[str, tuple[int, int]]:
-        """By tenant: requests that wait, and that run."""
-        return {name: (each.num_waiting, each.num_running) for name, each in self._tenants.items()}
+        """By tenant that has any: requests that wait, and that run."""
+        return {name: (each.num_waiting, each.num_running) for name, each in self._active.items()}
+
+    def check_integrity(self) -> list[str]:
+        """What does not add up; empty when all is well."""
+        tenants = self._tenants.values()
+        problems = self._places.check_integrity([each.places for each in tenants])
+        problems += self._kv.check_integrity([each.kv for each in tenants])
+        if {each.name for each in tenants if each.num_waiting or each.num_running} != self._active.keys():
+            problems.append("other tenants count as active than those with requests in flight")
+        return problems
 
     def quota(self, name: str, limits: TenantLimits, now: float) -> Quota:
         """What is left to a tenant whose calls bring `limits`. Changes nothing."""
@@ -203,20 +234,29 @@ class Tenants:
     def charge(self, tenant: Tenant, num_tokens: int, prepaid: int | None, now: float) -> None:
         """Charge an accepted request."""
         self._take(tenant, int(prepaid is None), num_tokens - (prepaid or 0), now)
-        self.note_time(now)
-        if tenant.limits.is_sole:
-            return
-        num_asked = tenant.num_waiting + tenant.num_running + 1
-        if num_asked > tenant.peak:
-            tenant.peak = num_asked
-            self._shared_out = None
+
+    def entered(self, tenant: Tenant, kv_tokens: int, now: float) -> None:
+        """A request that needs so many KV tokens was accepted."""
+        self._active[tenant.name] = tenant
+        is_shared = not tenant.limits.is_sole
+        if is_shared:
+            self.note_time(now)
+        self._places.asks(tenant.places, 1, now, is_shared=is_shared)
+        self._kv.asks(tenant.kv, kv_tokens, now, is_shared=is_shared)
+
+    def left(self, tenant: Tenant, kv_tokens: int) -> None:
+        """That request has ended."""
+        if not (tenant.num_waiting or tenant.num_running):
+            self._active.pop(tenant.name, None)
+        self._places.no_longer_asks(tenant.places, 1)
+        self._kv.no_longer_asks(tenant.kv, kv_tokens)
 
     def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
         """Another router of the gateway charged these."""
         for charge in charges:
             tenant = self.get(charge.tenant, charge.limits, now)
-            _take(tenant.requests, charge.num_answers, now)
-            _take(tenant.tokens, charge.num_tokens, now)
+            take(tenant.requests, charge.num_answers, now)
+            take(tenant.tokens, charge.num_tokens, now)
 
     def taken(self, now: float) -> list[RateCharge]:
         """What is missing of the limits for a minute, as charges: for the router of a model that comes."""
@@ -233,22 +273,20 @@ class Tenants:
                 found.append(charge)
         return found
 
-    # ---------------------------------------------------------------- places
+    # ---------------------------------------------------------------- places and KV
 
-    def started(self, tenant: Tenant) -> None:
-        """One of its requests was placed."""
+    def started(self, tenant: Tenant, kv_tokens: int) -> None:
+        """One of its requests was placed, and has so many KV tokens."""
         tenant.num_running += 1
-        self._num_running += 1
-        if tenant.num_guaranteed:
-            self._keep(tenant)
+        self._places.takes(tenant.places, 1)
+        self._kv.takes(tenant.kv, kv_tokens)
 
-    def stopped(self, tenant: Tenant, now: float) -> None:
-        """One of its requests runs no longer."""
+    def stopped(self, tenant: Tenant, kv_tokens: int, now: float) -> None:
+        """It runs no longer."""
         self._ends.add(now)
         tenant.num_running -= 1
-        self._num_running -= 1
-        if tenant.num_guaranteed:
-            self._keep(tenant)
+        self._places.gives_back(tenant.places, 1)
+        self._kv.gives_back(tenant.kv, kv_tokens)
 
     def may_run(self, name: str) -> bool:
         """Whether a tenant may have one more request running."""
@@ -260,44 +298,59 @@ class Tenants:
             return False
         if limits.is_sole or not num_running:
             return True
-        num_places = self._num_places()
-        if self._shared_out != num_places:
-            self._share_out(num_places)
-        if num_running < tenant.num_guaranteed:
-            return True
-        num_left = num_places - self._num_running - 1
-        if num_left < self._num_kept - tenant.num_kept and self._ends.wait_s(self._now) > SOON_S:
+        if tenant.is_over_share:
             return False
-        return self._per_free_place is None or num_running < self._per_free_place * num_left
+        num_free = self._num_places() - self._places.num_used
+        return self._places.may_take(tenant.places, 1, num_free, leaves_kept=self._leaves_kept)
+
+    def may_have(self, tenant: Tenant, kv_tokens: int) -> bool:
+        """Whether a tenant may have so many KV tokens more. One of which nothing runs always may. One that may not has
+        to wait until the next pass."""
+        if tenant.limits.is_sole or not tenant.num_running:
+            return True
+        total, used = self._kv_room()
+        if self._kv.may_take(tenant.kv, kv_tokens, total - used, leaves_kept=self._leaves_kept):
+            return True
+        if not tenant.is_over_share:
+            tenant.is_over_share = True
+            self._over_share.append(tenant)
+        return False
+
+    def begin_pass(self) -> None:
+        """Something may have become free."""
+        for tenant in self._over_share:
+            tenant.is_over_share = False
+        self._over_share.clear()
 
     # ---------------------------------------------------------------- inside
 
-    def _share_out(self, num_places: int) -> None:
-        """Distribute guaranteed places by recent demand."""
-        asking = [(each, most) for each in self._tenants.values() if (most := max(each.peak, each.earlier_peak))]
-        weights = sum(each.limits.weight for each, _ in asking)
-        for tenant in self._tenants.values():
-            tenant.num_guaranteed = 0
-        for tenant, most in asking:
-            if tenant.limits.running is not None:
-                most = min(most, tenant.limits.running)
-            part = min(tenant.limits.weight / weights, self._config.tenant_place_share)
-            tenant.num_guaranteed = min(most, int(num_places * part))
-        for tenant in self._tenants.values():
-            self._keep(tenant)
-        self._shared_out = num_places
+    @property
+    def _leaves_kept(self) -> bool:
+        return self._ends.wait_s(self._now) > SOON_S
 
-    def _keep(self, tenant: Tenant) -> None:
-        num_kept = max(0, tenant.num_guaranteed - tenant.num_running)
-        self._num_kept += num_kept - tenant.num_kept
-        tenant.num_kept = num_kept
+    def _set_limits(self, tenant: Tenant, limits: TenantLimits, now: float) -> None:
+        tenant.set_limits(limits, now)
+        self._places.set_limits(tenant.places, limits.weight, limits.running)
+        self._kv.set_limits(tenant.kv, limits.weight, None)
+
+    def _forget_old(self, now: float) -> None:
+        """Forget those of which nothing is left. One that has not called for long and is not idle waits anew."""
+        for _ in range(_LOOKS):
+            name, tenant = next(iter(self._tenants.items()))
+            if now < tenant.called_at + FORGET_S:
+                return
+            del self._tenants[name]
+            is_left = tenant.is_idle and not (tenant.places.is_asking or tenant.kv.is_asking)
+            if not (is_left and tenant.is_whole(now)):
+                self._tenants[name] = tenant
+                tenant.called_at = now
 
     def _take(self, tenant: Tenant, num_answers: int, num_tokens: int, now: float) -> None:
         """Charge a tenant's limits for a minute."""
         if tenant.requests is None and tenant.tokens is None:
             return
-        _take(tenant.requests, num_answers, now)
-        _take(tenant.tokens, num_tokens, now)
+        take(tenant.requests, num_answers, now)
+        take(tenant.tokens, num_tokens, now)
         if self.charges is not None and (num_answers or num_tokens):
             charge = RateCharge(
                 tenant=tenant.name, limits=tenant.limits, num_answers=num_answers, num_tokens=num_tokens
@@ -315,7 +368,7 @@ class Tenants:
         num_coming = num_answers + tenant.num_admitted
         num_free = 0
         if (num_coming > 1 or self.num_admitted) and (limits.queued is not None or not limits.is_sole):
-            num_free = num_places = max(0, self._num_places() - self._num_running)
+            num_free = num_places = max(0, self._num_places() - self._places.num_used)
             num_waiting += max(0, self.num_admitted - tenant.num_admitted - num_places)
             if limits.running is not None:
                 num_free = min(num_free, max(0, limits.running - tenant.num_running))
@@ -334,21 +387,6 @@ class Tenants:
         num_waiting = tenant.num_waiting + tenant.num_admitted
         message = f"{num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
         return LimitError(tenant.name, "queued", message, self._config.retry_after_s)
-
-
-def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
-    if per_minute is None:
-        return None
-    if bucket is None:
-        return TokenBucket(per_minute, now)
-    if bucket.per_minute != per_minute:
-        bucket.resize(per_minute, now)
-    return bucket
-
-
-def _take(bucket: TokenBucket | None, amount: int, now: float) -> None:
-    if bucket is not None and amount:
-        bucket.take(amount, now)
 
 
 def _over_rate(
@@ -409,49 +447,3 @@ class EndTimes:
         open_us = max(0.0, (now - self._latest) * 1e6)
         total_us = self._sum + open_us
         return (self._square_sum + open_us * open_us) / (2e6 * total_us) if total_us else 0.0
-
-
-_PERIOD_S = 60.0
-
-
-class TokenBucket:
-    """What may be taken in a minute: full at first, refilled at an even rate; time is an argument.
-
-    Args:
-        per_minute: its size, and what is refilled in a minute.
-        now: the time.
-    """
-
-    __slots__ = ("_level", "_updated", "per_minute")
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._updated = now
-
-    def missing_s(self, amount: float, now: float) -> float | None:
-        """Seconds until `amount` can be taken: 0 for now; None for never."""
-        if amount > self.per_minute:
-            return None
-        return max(0.0, (amount - self.level(now)) * _PERIOD_S / self.per_minute)
-
-    def level(self, now: float) -> float:
-        """What can be taken now."""
-        passed_s = max(0.0, now - self._updated)
-        return min(self.per_minute, self._level + passed_s * self.per_minute / _PERIOD_S)
-
-    def view(self, now: float) -> RateView:
-        """Its state for the tenant."""
-        level = self.level(now)
-        return RateView(self.per_minute, max(0, int(level)), (self.per_minute - level) * _PERIOD_S / self.per_minute)
-
-    def resize(self, per_minute: int, now: float) -> None:
-        """Change its size. The fill ratio stays the same, so that neither what was taken nor a debt is forgotten."""
-        self._level = self.level(now) * per_minute / self.per_minute
-        self._updated = max(self._updated, now)
-        self.per_minute = per_minute
-
-    def take(self, amount: float, now: float) -> None:
-        """Take `amount`, or give it back where it is negative. Raises nothing: see `missing_s`."""
-        self._level = min(self.per_minute, self.level(now) - amount)
-        self._updated = max(self._updated, now)

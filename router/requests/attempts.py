@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from disagg.proto import messages
@@ -31,9 +31,11 @@ from disagg.router.placement.placement import (
     Shortlist,
     choose,
     choose_pair,
+    count_shared,
     decode_assignment,
     prefill_assignment,
 )
+from disagg.router.queueing.tenants import Tenant
 from disagg.router.requests.events import CancelOn, Dispatch
 from disagg.router.requests.explain import Placed
 from disagg.router.requests.record import Attempt, RequestRecord
@@ -47,11 +49,16 @@ TRIAL_TOKENS = 32
 """Tokens of an answer after which the trial of a decode worker counts as passed; its end may be minutes away."""
 
 
+MayHave = Callable[[Tenant, int], bool]
+"""See `Tenants.may_have`."""
+
+
 class Blocked(enum.Enum):
     """Why a request was not placed."""
 
     NO_ROOM = "no worker has room"
     WAITS = "the best worker has no free slot just now"
+    OVER_SHARE = "its tenant has as many KV blocks as it may"
 
 
 class Attempts:
@@ -74,7 +81,7 @@ class Attempts:
         self._num_started = 0
         self.decisions: Counter[str] = Counter()
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
-        colocated, probe; no_room and no_slot left the request in the queue."""
+        colocated, probe; no_room, no_slot and no_share left the request in the queue."""
 
     def configure(self, config: RouterConfig, policy: Policy) -> None:
         """Place what comes next so."""
@@ -82,10 +89,11 @@ class Attempts:
         self.hopeless_last = policy.hopeless_last
 
     def try_start(
-        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId] = ()
+        self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId], may_have: MayHave
     ) -> Dispatch | Blocked:
         """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
-        see `Demand`; `kept`: workers that are held for another request."""
+        see `Demand`; `kept`: workers that are held for another request; `may_have`: whether its tenant may have so many
+        KV tokens more."""
         demand = self.demand(record, now, queued_ms)
         avoided: Collection[WorkerId] = record.avoided(now)
         if kept:
@@ -97,6 +105,11 @@ class Attempts:
         if not choice.has_slot:
             self.decisions["no_slot"] += 1
             return Blocked.WAITS
+        if not record.tenant.is_unlimited:
+            count_shared(choice.decode, record.block_hashes)
+            if not may_have(record.tenant, _kv_tokens(choice.decode.worker, choice.decode.assigned_blocks)):
+                self.decisions["no_share"] += 1
+                return Blocked.OVER_SHARE
         self.decisions[_reason(choice, shortlists)] += 1
         return self._start(record, choice, demand, now)
 
@@ -340,6 +353,7 @@ class Attempts:
             *(key, prefill_id, decode_id, live, marks),
             num_before=len(record.output.released),
             pair_timeout_s=pair_timeout_s,
+            kv_tokens=_kv_tokens(decode, assignment.blocks),
         )
         if not fleet.breakers.is_clear:
             attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode_id)
@@ -350,6 +364,10 @@ class Attempts:
         record.trace.placement = Placed(self._policy, demand, choice)
         message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
         return Dispatch(first.worker_id, message)
+
+
+def _kv_tokens(worker: Worker, num_blocks: int) -> int:
+    return num_blocks * worker.info.block_size
 
 
 FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(

@@ -195,12 +195,14 @@ class Endings:
 
     def _end_attempt(self, record: RequestRecord, now: float) -> list[Command]:
         self._migrations.attempt_ends(record.running, now)
+        kv_tokens = record.running.kv_tokens
         commands: list[Command] = [*self._attempts.end(record, now)]
-        self._tenants.stopped(record.tenant, now)
+        self._tenants.stopped(record.tenant, kv_tokens, now)
         return commands
 
     def _close(self, record: RequestRecord, outcome: str, now: float, num_answered: int | None = None) -> None:
         del self._requests[record.request_id]
+        self._tenants.left(record.tenant, record.kv_tokens)
         if not record.is_probe:
             tenant = record.tenant
             tenant.num_boosted -= record.is_boosted

@@ -73,6 +73,8 @@ class Attempt(msgspec.Struct, gc=False):
     """Tokens of the answer that it brought, counted while it is a trial."""
     num_before: int = 0
     """Tokens of the answer that were released before it."""
+    kv_tokens: int = 0
+    """Tokens of the KV blocks that were assigned where it decodes."""
     pair_timeout_s: float | None = None
     """Seconds that it may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
@@ -117,6 +119,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     tenant: Tenant
     cost: int
     """Upper limit of its tokens, prompt and answer: what its tenant is charged."""
+    kv_tokens: int
+    """Tokens for which KV blocks are assigned where it decodes, if none of them is shared."""
     arrival_order: int
     output: OutputBuffer
     trace: RequestTrace
@@ -307,11 +311,13 @@ def new_record(
     if request.ttft_slo_s is not None:
         is_boosted = limits.boosted is None or tenant.num_boosted < limits.boosted
         target_s = max(request.ttft_slo_s, limits.min_ttft_s) if is_boosted else config.ttft_slo_s
+    reserve_tokens = min(request.sampling.max_tokens, config.decode_reserve_tokens)
     due = trace.arrival + (config.queue_horizon_s if target_s is None else target_s)
     return RequestRecord(
         request=request,
         tenant=tenant,
         cost=trace.num_prompt_tokens + request.sampling.max_tokens,
+        kv_tokens=-(-(trace.num_prompt_tokens + reserve_tokens) // HASH_BLOCK_TOKENS) * HASH_BLOCK_TOKENS,
         arrival_order=arrival_order,
         output=OutputBuffer(
             request.sampling.max_tokens, request.sampling.logprobs >= 0, list(request.resumed_token_ids)

@@ -100,7 +100,7 @@ class RouterCore:
         self._policy, self._links = policy, links
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
         self._timers = Timers()
-        self._tenants = Tenants(config, self._fleet.num_places)
+        self._tenants = Tenants(config, self._fleet.num_places, self._fleet.kv_room)
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
         self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
         self._migrations = Migrations(config, self._requests, self._fleet, policy, self._attempts, self._telemetry)
@@ -265,7 +265,8 @@ class RouterCore:
 
     def check_integrity(self) -> list[str]:
         """What does not fit together; empty when all is well."""
-        return integrity_problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
+        problems = integrity_problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
+        return problems + self._tenants.check_integrity()
 
     # ---------------------------------------------------------------- clients
 
@@ -301,13 +302,14 @@ class RouterCore:
         self._requests[request.request_id] = record
         if record.deadline is not None:
             self._timers.add(record.deadline, request.request_id)
+        self._tenants.entered(tenant, record.kv_tokens, now)
         if dispatch is None:
             if not tenant.is_unlimited:
                 self._tenants.charge(tenant, record.cost, request.prepaid_tokens, now)
             tenant.num_boosted += record.is_boosted
             dispatch = self._waiting.add(record, now)
         else:
-            self._tenants.started(tenant)
+            self._tenants.started(tenant, record.running.kv_tokens)
         if dispatch is not None:
             self._out.append(dispatch)
 

@@ -8,10 +8,11 @@ could even if empty.
          unschedulable ──the grace is over──> the core fails it
 
 A pass goes through the queue from its head. A request that is not placed lets others pass: it avoids a worker, or the
-best worker for it has no free slot just now and waiting is cheaper than what is free, or it needs more KV blocks than
-are free. In the last case only smaller ones are tried, and after a while a worker is held for it: else large requests
-would starve, see `WorkerHold`. At most `MAX_LOOKS` requests are tried for one event, and none when nothing happened
-that could have freed capacity, so an event costs the same however long the queue. The request for which a worker is
+best worker for it has no free slot just now and waiting is cheaper than what is free, or its tenant has its share of
+the KV blocks (then those of other tenants), or it needs more KV blocks than are free. In the last case only smaller
+ones are tried, and after a while a worker is held for it: else large requests would starve, see `WorkerHold`. At most
+`MAX_LOOKS` requests are tried for one event, and none when nothing happened that could have freed capacity, so an event
+costs the same however long the queue. The request for which a worker is
 held is tried in every pass, however far back it is: those before it may not use that worker, and could take all tries.
 
 Owner: the router core.
@@ -109,6 +110,8 @@ class Waiting:
             if result is Blocked.NO_ROOM:
                 self._note_lacking(record, now)
                 self._note_large(record, now)
+            elif result is Blocked.OVER_SHARE:
+                self.queue.skipped_a_tenant = True
             elif may_run and not fits:
                 self._note_lacking(record, now)
         record.tenant.num_waiting += 1
@@ -235,6 +238,9 @@ class Waiting:
                     position = 0
                 elif self.queue.has_turns:  # Its tenant moved back, so that others are at positions already tried.
                     position = 0
+            elif result is Blocked.OVER_SHARE:  # None of its tenant is tried any more.
+                self.queue.look()
+                position, num_looks = 0, num_looks + 1
             else:
                 position, num_looks = position + 1, num_looks + 1
             if not self._fleet.has_opening:
@@ -272,16 +278,17 @@ class Waiting:
     def _mark_seen(self) -> None:
         """What happened so far is no reason for another pass."""
         self._must_look = False
+        self._tenants.begin_pass()
         self._least_lacking = self._least_lacking_unheld = None
         self._seen_openings, self._seen_releases = self._fleet.num_openings, self._fleet.num_releases
 
     def _try_start(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
         queued_ms = self._queued_ms(position) if position else 0.0
         kept = () if self._hold.holder is None else self._hold.kept_from(record)
-        result = self._attempts.try_start(record, now, queued_ms, kept)
+        tenant = record.tenant
+        result = self._attempts.try_start(record, now, queued_ms, kept, self._tenants.may_have)
         if isinstance(result, Dispatch):
-            tenant = record.tenant
-            self._tenants.started(tenant)
+            self._tenants.started(tenant, record.running.kv_tokens)
             if not record.is_charged:
                 record.is_charged = True
                 self.queue.charge(tenant.share, record.cost)

@@ -28,7 +28,7 @@ class MeteredRouter(FakeRouter):
 
     def __init__(self) -> None:
         super().__init__([[75]])
-        self.tenants = Tenants(RouterConfig(), lambda: 4)
+        self.tenants = Tenants(RouterConfig(), lambda: 4, lambda: (4096, 0))
 
     @override
     def admit(self, call: CallDemand) -> None:

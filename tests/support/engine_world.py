@@ -289,7 +289,7 @@ class EngineWorld:
     def occupy(self, name: str, request: RoutedRequest) -> None:
         """Another router's request has room there."""
         config = RouterConfig()
-        tenant = Tenants(config, lambda: 1000).get(request.tenant, request.limits, 0.0)
+        tenant = Tenants(config, lambda: 1000, lambda: (1 << 20, 0)).get(request.tenant, request.limits, 0.0)
         record = new_record(request, new_trace(request, 0.0, 0.0, config), tenant, 0, config)
         spec = record.spec(AttemptKey(request.request_id, 0), GatewayId("g1"), 64.0, self.now)
         (answer,) = self.decodes[name].core.handle(Reserve(spec), self.now)

@@ -18,7 +18,7 @@ from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
-DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "no_room", "no_slot")
+DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "no_room", "no_slot", "no_share")
 
 
 def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterator[Metric]:
@@ -80,13 +80,14 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
 def _tenants(view: ClusterView) -> Iterator[Metric]:
     """The names of tenants come from the file of keys, so there are no more than it has."""
     usage = sorted(view.stats.tenants.items())
+    in_flight = {**dict.fromkeys(view.stats.tenants, (0, 0)), **view.tenants}
     yield gauge(
         "disagg_tenant_requests_in_flight",
         "Requests of a tenant that wait for a worker (queued), and that have one (running).",
         ("tenant", "state"),
         [
             ((tenant, state), count)
-            for tenant, counts in sorted(view.tenants.items())
+            for tenant, counts in sorted(in_flight.items())
             for state, count in zip(("queued", "running"), counts, strict=True)
         ],
     )

@@ -12,7 +12,8 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepSample
 from disagg.router.api import CallDemand, Quota, RateView, RoutedRequest, TenantLimits
 from disagg.router.config import RouterConfig
-from disagg.router.queueing.tenants import EndTimes, Tenants, TokenBucket
+from disagg.router.queueing.tenants import EndTimes, Tenants
+from disagg.router.queueing.token_bucket import TokenBucket
 from disagg.router.requests.events import LimitsChanged
 from disagg.router.statistics import TenantUsage
 from tests.support.router import (
@@ -93,7 +94,7 @@ def test_what_a_tenant_asked_for_lately_is_kept_free_for_it() -> None:
         it.cancel(f"b{number}")
     it.now = 31.0
     assert it.report(worker_report("d0", 0)) == []
-    assert it.core.view(31.0).tenants == {"a": (7, 13), "b": (0, 0)}
+    assert it.core.view(31.0).tenants == {"a": (7, 13)}
     it.now = 62.0
     assert it.report(worker_report("d0", 1)) == ["dispatch p0 a13/0 -> d0"]
 
@@ -145,7 +146,8 @@ def test_a_part_of_all_places_by_weight_is_the_most_that_is_kept() -> None:
     # A quarter is b's, and none of it could be had by a.
     assert it.core.view(0.0).tenants["b"][1] >= 4
     tenants = it.core._tenants
-    assert [tenants.get(name, limits, 0.0).num_guaranteed for name, limits in (("a", heavy), ("b", SHARED))] == [12, 4]
+    parts = [tenants.get(name, limits, 0.0).places for name, limits in (("a", heavy), ("b", SHARED))]
+    assert [tenants._places.guaranteed(part) for part in parts] == [12, 4]
 
 
 def test_a_sole_tenant_may_have_all_places() -> None:
@@ -480,7 +482,7 @@ def test_a_placement_that_changes_the_order_hides_nobody_from_the_looks() -> Non
     d0 = worker_info("d0", num_blocks=100, max_num_seqs=64, max_model_len=4096)
     it = Scenario(p0, d0, config=config)
     for name, num_blocks in (("x0", 55), ("x1", 40)):
-        assert it.submit(of("x", name, num_blocks * 16 - 4)) == [f"dispatch p0 {name}/0 -> d0"]
+        assert it.submit(of("x", name, num_blocks * 16 - 4, limits=TenantLimits())) == [f"dispatch p0 {name}/0 -> d0"]
     assert it.submit(of("a", "a0", 70 * 16)) == []
     assert it.submit(of("a", "a1", 10 * 16, max_tokens=1900)) == []
     assert it.submit(of("b", "b0", 10 * 16)) == []
@@ -494,7 +496,7 @@ LIMITED = TenantLimits(requests_per_minute=6, tokens_per_minute=600, is_sole=Fal
 
 
 def replicas(count: int = 2) -> list[Tenants]:
-    found = [Tenants(RouterConfig(), lambda: 8) for _ in range(count)]
+    found = [Tenants(RouterConfig(), lambda: 8, lambda: (4096, 0)) for _ in range(count)]
     for tenants in found:
         tenants.charges = []
     return found
@@ -544,14 +546,15 @@ def test_what_waits_and_runs_is_counted_by_each_model() -> None:
     for tenants in both:
         tenant = tenants.get("a", limits, 0.0)
         tenants.charge(tenant, 10, None, 0.0)
-        tenants.started(tenant)
+        tenants.entered(tenant, 10, 0.0)
+        tenants.started(tenant, 10)
         spread(tenants, both, 0.0)
         assert not tenants.may_run("a")
     assert (first.in_flight(), second.in_flight()) == ({"a": (0, 1)}, {"a": (0, 1)})
 
 
 def test_tenants_without_limits_for_a_minute_and_gateways_of_one_model_note_nothing() -> None:
-    (shared,), alone = replicas(1), Tenants(RouterConfig(), lambda: 8)
+    (shared,), alone = replicas(1), Tenants(RouterConfig(), lambda: 8, lambda: (4096, 0))
     assert shared.admit(call(4, 100, limits=TenantLimits(running=4)), 0, 0.0) is None
     assert alone.admit(call(4, 100, limits=LIMITED), 0, 0.0) is None
     assert (shared.charges, alone.charges) == ([], None)

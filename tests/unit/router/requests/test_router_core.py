@@ -9,7 +9,7 @@ from disagg.proto.block_hash import tenant_tag
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import BlocksStored, Load, StepUpdate
 from disagg.router.config import RouterConfig
-from disagg.router.requests.attempts import Blocked
+from disagg.router.requests.attempts import Blocked, MayHave
 from disagg.router.requests.events import Dispatch
 from disagg.router.requests.record import RequestRecord
 from tests.support.router import (
@@ -221,9 +221,11 @@ def test_only_what_may_have_made_room_looks_at_the_queue(monkeypatch: pytest.Mon
     looks: list[str] = []
     try_start = it.core._attempts.try_start
 
-    def counting(record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId]) -> Dispatch | Blocked:
+    def counting(
+        record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId], may_have: MayHave
+    ) -> Dispatch | Blocked:
         looks.append(record.request_id)
-        return try_start(record, now, queued_ms, kept)
+        return try_start(record, now, queued_ms, kept, may_have)
 
     monkeypatch.setattr(it.core._attempts, "try_start", counting)
     it.start(routed_request("r0", 300), "p0", "d0")

@@ -439,8 +439,8 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def places_are_kept_as_counted(self) -> None:
         tenants = self.core._tenants
-        assert tenants._num_kept == sum(each.num_kept for each in tenants._tenants.values())
-        assert tenants._num_running == sum(each.num_running for each in tenants._tenants.values())
+        assert tenants.check_integrity() == []
+        assert tenants._places.num_used == sum(each.num_running for each in tenants._tenants.values())
         assert all(each.share.claimed >= 0 for each in tenants._tenants.values())
 
     @invariant()

@@ -1,0 +1,219 @@
+"""What each of several tenants may have of a resource that runs out: places to decode, KV tokens. Pure.
+
+    asks ──> its peak rises ──> guaranteed: as much as it asked for lately, up to its part by weight
+    takes, gives back ──> what it has, and what of its guarantee is unused
+
+A tenant is guaranteed as much as it had and waited for at a time in the last `DEMAND_S` to twice that, up to its part
+by weight. Others leave that free, so that long answers of one do not take what another needs from one second to the
+next. Beyond its guarantee a tenant may have a multiple of what is free: alone at most `most_share` of all, several less
+each. So there is room for one that comes later, without anything being set apart for each.
+
+What an event costs does not depend on how many tenants are known. Guarantees are kept up to date one by one; a tenant
+that begins to ask, or ceases to, changes the parts of the others. Parts are the same for all of one weight, and
+multiples of a grain of which there are about a thousand: all of a weight are looked at only when their part changes,
+and where there are more of them than grains it stays 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+DEMAND_S = 30.0
+NUM_GRAINS = 1024
+"""Guarantees are multiples of so small a part of all."""
+MAX_SHIFTS = 8
+"""Parts whose demand is looked at in one call; the rest waits for the next one."""
+
+
+class Part:
+    """What one tenant has of one resource. Owner: the `SharedResource`.
+
+    Args:
+        weight: its share while others ask too, relative to theirs.
+        most: it never has more than that; None is no limit.
+    """
+
+    __slots__ = ("asked", "earlier_peak", "guaranteed", "is_asking", "most", "peak", "used", "weight")
+
+    def __init__(self, weight: float = 1.0, most: int | None = None) -> None:
+        self.weight = weight
+        self.most = most
+        self.used = 0
+        """What its running requests have."""
+        self.asked = 0
+        """The same, and what those that wait need."""
+        self.peak = self.earlier_peak = 0
+        """Peaks of `asked` in this period and in the one before."""
+        self.guaranteed = 0
+        self.is_asking = False
+        """Whether it has a peak, so that it counts among those that share."""
+
+    @property
+    def kept(self) -> int:
+        """What others leave free for it."""
+        return max(0, self.guaranteed - self.used)
+
+
+class SharedResource:
+    """The parts of all tenants of one resource.
+
+    Args:
+        total: how much of it there is.
+        most_share: the share of all that one of several tenants may have.
+    """
+
+    def __init__(self, total: Callable[[], int], most_share: float) -> None:
+        self._total = total
+        self._most_share = most_share
+        self._per_free = most_share / (1 - most_share) if most_share < 1 else None
+        """What a tenant may have for each free unit, so that alone it gets its share."""
+        self.num_used = 0
+        """Of all tenants, those without a guarantee included."""
+        self.num_kept = 0
+        """The sum over all parts of what is kept."""
+        self._asking: dict[float, dict[Part, None]] = {}
+        """Those that share, by weight."""
+        self._weights = 0.0
+        """Their sum."""
+        self._guarantee: dict[float, int] = {}
+        """The most that each of a weight is guaranteed."""
+        self._shared_out: int | None = None
+        """The total for which these are right; None where another set of tenants asks."""
+        self._due: deque[tuple[float, Part]] = deque()
+        """When the period of each asking part ends, in this order."""
+
+    # ---------------------------------------------------------------- demand
+
+    def asks(self, part: Part, amount: int, now: float, *, is_shared: bool) -> None:
+        """A request of the tenant needs so much. `is_shared`: whether the tenant is one of several."""
+        part.asked += amount
+        if is_shared and part.asked > part.peak:
+            part.peak = part.asked
+            if not part.is_asking:
+                self._joins(part, now)
+            self._set(part)
+
+    def no_longer_asks(self, part: Part, amount: int) -> None:
+        """That request has ended."""
+        part.asked -= amount
+
+    def note_time(self, now: float) -> None:
+        """Time passed: forget demand of earlier periods."""
+        for _ in range(min(MAX_SHIFTS, len(self._due))):
+            ends, part = self._due[0]
+            if now < ends:
+                return
+            self._due.popleft()
+            part.earlier_peak, part.peak = part.peak, part.asked
+            if part.peak or part.earlier_peak:
+                self._due.append((now + DEMAND_S, part))
+                self._set(part)
+            else:
+                self._leaves(part)
+
+    def set_limits(self, part: Part, weight: float, most: int | None) -> None:
+        """The tenant has other limits."""
+        if part.is_asking and weight != part.weight:
+            self._remove(part)
+            part.weight = weight
+            self._add(part)
+        part.weight, part.most = weight, most
+        self._set(part)
+
+    # ---------------------------------------------------------------- use
+
+    def takes(self, part: Part, amount: int) -> None:
+        """A request of the tenant was placed."""
+        self.num_used += amount
+        self._use(part, amount)
+
+    def gives_back(self, part: Part, amount: int) -> None:
+        """It runs no longer."""
+        self.num_used -= amount
+        self._use(part, -amount)
+
+    def may_take(self, part: Part, amount: int, num_free: int, *, leaves_kept: bool) -> bool:
+        """Whether one of several tenants may take so much more. `num_free`: what nobody has now; `leaves_kept`: whether
+        it leaves free what is kept for others."""
+        self._share_out()
+        if part.used + amount <= part.guaranteed:
+            return True
+        num_left = num_free - amount
+        if leaves_kept and num_left < self.num_kept - part.kept:
+            return False
+        return self._per_free is None or part.used + amount <= self._per_free * num_left
+
+    def guaranteed(self, part: Part) -> int:
+        """What it is guaranteed now."""
+        self._share_out()
+        return part.guaranteed
+
+    def check_integrity(self, parts: list[Part]) -> list[str]:
+        """What does not add up, with all parts that there are; empty when all is well. Changes nothing."""
+        problems = []
+        asking = [part for part in parts if part.is_asking]
+        if self.num_kept != sum(part.kept for part in parts) or self.num_used != sum(part.used for part in parts):
+            problems.append("sums of what tenants have, or of what is kept for them, are wrong")
+        if {part for parts in self._asking.values() for part in parts} != set(asking) or len(self._due) != len(asking):
+            problems.append("other tenants share than those that ask")
+        return problems
+
+    # ---------------------------------------------------------------- inside
+
+    def _joins(self, part: Part, now: float) -> None:
+        part.is_asking = True
+        self._due.append((now + DEMAND_S, part))
+        self._add(part)
+
+    def _leaves(self, part: Part) -> None:
+        part.is_asking = False
+        self._remove(part)
+        self._set(part)
+
+    def _add(self, part: Part) -> None:
+        self._asking.setdefault(part.weight, {})[part] = None
+        self._weights += part.weight
+        self._shared_out = None
+        self._share_out()  # At once: later there may be many more of them.
+
+    def _remove(self, part: Part) -> None:
+        same = self._asking[part.weight]
+        del same[part]
+        if not same:
+            del self._asking[part.weight]
+            self._guarantee.pop(part.weight, None)
+        self._weights = self._weights - part.weight if self._asking else 0.0
+        self._shared_out = None
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Bring guarantees up to date with the total and with who asks."""
+        total = self._total()
+        if self._shared_out == total:
+            return
+        self._shared_out = total
+        grain = max(1, total // NUM_GRAINS)
+        for weight, parts in self._asking.items():
+            share = min(weight / self._weights, self._most_share)
+            guarantee = int(total * share) // grain * grain
+            if self._guarantee.get(weight) != guarantee:
+                self._guarantee[weight] = guarantee
+                for part in parts:
+                    self._set(part)
+
+    def _set(self, part: Part) -> None:
+        """Its guarantee, of its demand and its part."""
+        guaranteed = 0
+        if part.is_asking:
+            guaranteed = min(max(part.peak, part.earlier_peak), self._guarantee.get(part.weight, 0))
+            if part.most is not None:
+                guaranteed = min(guaranteed, part.most)
+        before = part.kept
+        part.guaranteed = guaranteed
+        self.num_kept += part.kept - before
+
+    def _use(self, part: Part, amount: int) -> None:
+        before = part.kept
+        part.used += amount
+        self.num_kept += part.kept - before
