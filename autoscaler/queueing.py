@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from disagg.autoscaler.transfer import exposed_s
-from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork, decode_s, prefill_s
+from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork, chunks_s, decode_s, prefill_s
 
 AVERAGED = 0.74
 """Variance of the mean of an exponentially correlated process over one correlation time, in parts of its own:
 2 (1 - (1 - 1/e))."""
 _MAX_POISSON = 400
+_STATES_PER_ROOT = 16
 
 MAX_KINDS = 64
 """Kinds of requests that an estimate goes through."""
@@ -168,6 +169,8 @@ def erlang_c(num_servers: int, offered: float) -> float:
     blocking = 1.0  # Erlang's B by its recursion
     for servers in range(1, num_servers + 1):
         blocking = offered * blocking / (servers + offered * blocking)
+        if blocking < 1e-30:  # From here on it only falls.
+            return 0.0
     share = offered / num_servers
     return blocking / (1.0 - share + share * blocking)
 
@@ -251,39 +254,53 @@ class Sharing:
     """The probability that there is no place for one more."""
 
 
+class _State(NamedTuple):
+    number: int
+    """Of sequences."""
+    log_weight: float
+    """Of its probability."""
+    count: int
+    """Of states that it stands for: those behind the one before it."""
+
+
 def sharing(
     rate_per_s: float, work_tokens: float, num_workers: int, most: int, token_s: Callable[[float], float]
 ) -> Sharing | None:
     """The equilibrium of `num_workers` on which together `rate_per_s` requests of `work_tokens` arrive. `token_s(n)`
     is the time of a token with n sequences on the worker, of which it holds `most`. None where the work does not get
-    done."""
+    done.
+
+    Of many states some stand for those around them: the distribution is about as wide as the root of its mean, of which
+    the distance between two of them is a sixteenth."""
     if most < 1 or rate_per_s * work_tokens * token_s(float(most)) >= num_workers * most:
         return None
     largest = num_workers * most
     offered = rate_per_s * work_tokens
-    log_weight, log_weights, times = 0.0, [0.0], [token_s(1.0)]
-    highest = 0.0
-    for number in range(1, largest + 1):
-        seconds = token_s(max(1.0, number / num_workers))
-        times.append(seconds)
-        log_weight += math.log(offered * seconds / number)
-        log_weights.append(log_weight)
+    log_weight = highest = 0.0
+    states = [_State(0, 0.0, 1)]
+    while (before := states[-1].number) < largest and log_weight >= highest - 40.0:
+        count = min(largest - before, max(1, math.isqrt(before) // _STATES_PER_ROOT))
+        number = before + count
+        middle = before + (count + 1) / 2
+        # The sum over the states from the one before it on, of log(offered * t / n).
+        ratio = offered * token_s(max(1.0, middle / num_workers))
+        log_weight += count * math.log(ratio) - (math.lgamma(number + 1) - math.lgamma(before + 1))
+        states.append(_State(number, log_weight, count))
         highest = max(highest, log_weight)
-        if log_weight < highest - 40.0:
-            break
-    weights = [math.exp(each - highest) for each in log_weights]
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
-    mean = sum(number * share for number, share in enumerate(shares))
+    weights = [math.exp(state.log_weight - highest) for state in states]
+    total = sum(weight * state.count for weight, state in zip(weights, states, strict=True))
+    shares = [weight * state.count / total for weight, state in zip(weights, states, strict=True)]
+    mean = sum(state.number * share for state, share in zip(states, shares, strict=True))
     # An arrival finds the same distribution, and adds itself.
-    met = [times[min(number + 1, len(times) - 1)] for number in range(len(shares))]
+    last = states[-1].number
+    met = [token_s(max(1.0, min(state.number + 1, last) / num_workers)) for state in states]
     first = sum(share * seconds for share, seconds in zip(shares, met, strict=True))
     second = sum(share * seconds * seconds for share, seconds in zip(shares, met, strict=True))
     return Sharing(
         mean_batch=mean / num_workers,
         mean_tpot_s=first,
         tpot_deviation_s=math.sqrt(max(0.0, second - first * first)),
-        full=shares[largest] if len(shares) > largest else 0.0,
+        full=weights[-1] / total if last == largest else 0.0,
     )
 
 
@@ -477,14 +494,8 @@ def _mixed(kind: Lengths, worker: WorkerModel, batch: float, context: float) -> 
     """(seconds, steps) that a prompt takes beside a batch of decodes."""
     decodes = round(batch)
     room = max(1, worker.token_budget - decodes)
-    seconds, steps, done = 0.0, 0, kind.cached
-    while done < kind.prompt:
-        chunk = min(room, kind.prompt - done)
-        pairs = chunk * done + chunk * (chunk + 1) // 2
-        seconds += worker.times.step_s(StepWork(chunk, pairs, decodes, round(decodes * context), 1))
-        steps += 1
-        done += chunk
-    return seconds, steps
+    seconds = chunks_s(worker.times, kind.computed, room, kind.cached, decodes, round(decodes * context))
+    return seconds, -(-kind.computed // room)
 
 
 def _limit_s(own_s: float, of_all_s: float | None) -> float:

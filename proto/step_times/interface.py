@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+MAX_CHUNKS = 32
+"""Of a prompt whose times are computed one by one."""
+
 
 class StepWork(NamedTuple):
     """What one engine step computes; counts as in `proto.messages.StepSample`."""
@@ -39,12 +42,30 @@ class LinkTimes:
 
 def prefill_s(times: StepTimes, tokens: int, token_budget: int, before: int = 0) -> float:
     """Seconds to compute a prompt alone, in chunks of at most `token_budget`, behind `before` cached tokens."""
-    seconds, done = 0.0, before
-    end = before + tokens
-    while done < end:
-        chunk = min(token_budget, end - done)
-        seconds += times.step_s(StepWork(chunk, chunk * done + chunk * (chunk + 1) // 2, 0, 0, 1))
-        done += chunk
+    return chunks_s(times, tokens, token_budget, before)
+
+
+def chunks_s(
+    times: StepTimes, tokens: int, chunk: int, before: int = 0, num_decodes: int = 0, decode_context: int = 0
+) -> float:
+    """Seconds of the steps that compute a prompt in chunks of at most `chunk` tokens, behind `before` cached ones, each
+    beside these decodes.
+
+    Steps of a full chunk differ only in how much it attends to. Of more than `MAX_CHUNKS` of them several in a row
+    count as so many of their mean, which is exact where the time is linear in that: both numbers are a user's, and a
+    chunk may be of one token.
+    """
+    num_full, rest = divmod(tokens, chunk)
+    num_each = -(-num_full // MAX_CHUNKS)
+    seconds, first = 0.0, 0
+    while first < num_full:
+        count = min(num_each, num_full - first)
+        attended = (chunk * (2 * before + chunk * (2 * first + count - 1)) + chunk * (chunk + 1)) // 2
+        seconds += count * times.step_s(StepWork(chunk, attended, num_decodes, decode_context, 1))
+        first += count
+    if rest:
+        attended = rest * (before + tokens - rest) + rest * (rest + 1) // 2
+        seconds += times.step_s(StepWork(rest, attended, num_decodes, decode_context, 1))
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Parts of tenants: an event costs the same however many are known, and those of which nothing is left are forgotten."""
+"""Parts of tenants: an event costs the same however many are known, and what is over is forgotten."""
 
 from __future__ import annotations
 
