@@ -14,12 +14,17 @@ under one name, which is what a router without turns does.
 
 Large request: ten decode workers of which each has 55 % of its KV blocks in use by small requests; then one that needs
 70 % of a worker arrives every ten seconds. The first `FILLING_S` do not count.
+
+KV: a tenant that asks for more KV blocks than 1, 2 or 4 decode workers have, in answers of several sizes, and another
+one that asks for 2 tokens twice a second. Each of these should have its first token within the time for which requests
+pass one that waits for room, and a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import percentile, print_table, report, write_json
-from benchmarks.virtual_cluster import Seen, VirtualCluster, Wish
+from benchmarks.virtual_cluster import STEP_MS, Seen, VirtualCluster, Wish
 from disagg.router.api import TenantLimits
 from disagg.router.config import RouterConfig
 
@@ -52,6 +57,15 @@ NEIGHBOUR = Wish(
 )
 CAPACITY_PER_S = NUM_DECODES * PLACES / 1.2
 """Answers of that kind, of 60 steps of 20 ms."""
+
+KV_FLOODS = {
+    "prompts of 32": (20, 300, 32, 0.2),
+    "n = 16": (100, 500, 16, 0.3),
+    "small": (20, 20, 1, 20.0),
+    "large": (1100, 100, 1, 1.0),
+    "large and long": (700, 500, 1, 0.5),
+}
+"""Prompt and output tokens, answers of a call, calls per second and decode worker."""
 
 Row = dict[str, Any]
 
@@ -160,6 +174,37 @@ def large_row(seconds: float, *, with_large: bool) -> Row:
     }
 
 
+def kv_row(name: str, num_decodes: int, seconds: float) -> Row:
+    """Decode workers of 100 blocks, and places for all."""
+    config = RouterConfig(local_prefill="never")
+    cluster = VirtualCluster(2, num_decodes, 256, 100, config)
+    prompt, output, num_answers, calls_per_s = KV_FLOODS[name]
+    flood = Wish(
+        label="flood", tenant="flood", limits=SHARED, prompt_tokens=prompt, output_tokens=output, max_tokens=output
+    )
+    times = arrivals(calls_per_s * num_decodes, seconds, random.Random(4))
+    _schedule(cluster, [0.0] * 3 + times, flood, num_answers)
+    small = replace(flood, label="small", tenant="small", prompt_tokens=20, output_tokens=2, max_tokens=2)
+    _schedule(cluster, [FILLING_S + number / 2 for number in range(int(2 * (seconds - FILLING_S)))], small)
+    cluster.run(seconds + REST_S)
+    asked = [seen for seen in cluster.seen.values() if seen.wish.label == "small"]
+    waits = [math.inf if seen.ttft_s is None else seen.ttft_s for seen in asked]
+    return {
+        "part": "kv",
+        "load": f"{name}, {num_decodes} D",
+        "requests": len(asked),
+        "attainment": round(sum(wait <= config.bypass_s + STEP_MS / 1e3 for wait in waits) / len(asked), 4),
+        **_ttft(asked),
+        "longest_ms": round(1000 * max(waits), 1),
+        "refused": sum(bool(seen.error) for seen in asked),
+        "flood_answers": len(cluster.seen) - len(asked),
+        "flood_answered": sum(
+            seen.ended is not None and not seen.error for seen in cluster.seen.values() if seen.wish is not small
+        )
+        - len([seen for seen in asked if seen.ended is not None and not seen.error]),
+    }
+
+
 def measure(seconds: float, progress: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """All rows."""
     rows = []
@@ -170,6 +215,7 @@ def measure(seconds: float, progress: Callable[[Row], None] = lambda row: None) 
         *(functools.partial(neighbour_row, name, flood, seconds, one_tenant=True) for name, flood in FLOODS.items()),
         functools.partial(large_row, seconds, with_large=False),
         functools.partial(large_row, seconds, with_large=True),
+        *(functools.partial(kv_row, name, number, seconds) for name in KV_FLOODS for number in (1, 2, 4)),
     ):
         rows.append(make())
         progress(rows[-1])
@@ -185,6 +231,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "neighbour_alone_percent": round(100 * alone, 2),
         "neighbour_most_lost_points": round(100 * (alone - min(beside)), 2),
         "small_ttft_p99_ratio": round(with_large / without, 3),
+        "kv_small_longest_ms": max(row["longest_ms"] for row in rows if row["part"] == "kv"),
         "large_longest_wait_ms": max(row.get("large_longest_ms", 0.0) for row in rows),
     }
 
@@ -201,6 +248,7 @@ COLUMNS = (
     "flood_answered",
     "large_answered",
     "large_longest_ms",
+    "longest_ms",
 )
 
 

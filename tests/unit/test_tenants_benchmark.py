@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.isolation.tenants import FLOODS, arrivals, large_row, main, neighbour_row, summary
+from benchmarks.isolation.tenants import FLOODS, KV_FLOODS, arrivals, kv_row, large_row, main, neighbour_row, summary
 from benchmarks.virtual_cluster import VirtualCluster, Wish
 from disagg.router.api import TenantLimits
 
@@ -45,6 +45,14 @@ def test_small_requests_do_not_wait_for_a_large_one() -> None:
     assert with_large["ttft_p99_ms"] <= 1.2 * without["ttft_p99_ms"]
 
 
+@pytest.mark.parametrize("num_decodes", [1, 2])
+@pytest.mark.parametrize("name", KV_FLOODS)
+def test_no_flood_takes_the_kv_blocks_that_a_small_request_needs(name: str, num_decodes: int) -> None:
+    row = kv_row(name, num_decodes, 12.0)
+    assert (row["attainment"], row["refused"]) == (1.0, 0)
+    assert row["flood_answers"] > 0
+
+
 def test_a_run_that_is_too_short_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,9 +76,11 @@ def test_the_summary_names_the_most_that_is_lost() -> None:
     rows += [{"part": "neighbour", "load": "many calls", "one_tenant": True, "attainment": 0.1}]
     rows += [{"part": "large", "load": "", "ttft_p99_ms": 5.0}]
     rows += [{"part": "large", "load": "", "ttft_p99_ms": 5.5, "large_longest_ms": 900.0}]
+    rows += [{"part": "kv", "load": "", "longest_ms": longest_ms} for longest_ms in (1.0, 46.0)]
     assert summary(rows) == {
         "neighbour_alone_percent": 99.0,
         "neighbour_most_lost_points": 1.0,
         "small_ttft_p99_ratio": 1.1,
+        "kv_small_longest_ms": 46.0,
         "large_longest_wait_ms": 900.0,
     }
