@@ -259,7 +259,7 @@ class _State(NamedTuple):
     """Of sequences."""
     log_weight: float
     """Of its probability."""
-    count: int
+    width: int
     """Of states that it stands for: those behind the one before it."""
 
 
@@ -288,8 +288,8 @@ def sharing(
         states.append(_State(number, log_weight, count))
         highest = max(highest, log_weight)
     weights = [math.exp(state.log_weight - highest) for state in states]
-    total = sum(weight * state.count for weight, state in zip(weights, states, strict=True))
-    shares = [weight * state.count / total for weight, state in zip(weights, states, strict=True)]
+    total = sum(weight * state.width for weight, state in zip(weights, states, strict=True))
+    shares = [weight * state.width / total for weight, state in zip(weights, states, strict=True)]
     mean = sum(state.number * share for state, share in zip(states, shares, strict=True))
     # An arrival finds the same distribution, and adds itself.
     last = states[-1].number
