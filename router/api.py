@@ -409,6 +409,8 @@ class ClusterView:
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By tenant: requests that wait for a worker, and that run."""
     placement: PlacementView = field(default_factory=PlacementView)
+    notes: tuple[str, ...] = ()
+    """What an operator should know of the configuration: a target that no worker can meet."""
 
 
 class RouterViews(Protocol):

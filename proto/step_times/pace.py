@@ -10,6 +10,11 @@ prompts, its slack is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from disagg.proto.ids import WorkerId
+from disagg.proto.step_times.step_model import StepCoefficients
+
 MARGIN = 1.2
 """Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
 expected."""
@@ -37,3 +42,18 @@ def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float, paced
     `paced_ms` for all tokens after the first; None where it would be late even alone on the worker, with steps of
     `alone_ms`."""
     return None if left_ms < rest * alone_ms else left_ms - RESERVE * paced_ms - MARGIN * rest * step_ms
+
+
+def note_of_target(tpot_ms: float | None, steps: Mapping[WorkerId, StepCoefficients]) -> str:
+    """What an operator should know of a configured TPOT target that no worker can meet; empty where one can, or nothing
+    was measured. `steps`: of the workers that decode."""
+    if tpot_ms is None or not steps:
+        return ""
+    alone_ms = {worker_id: each.base_ms + each.decode_ms for worker_id, each in steps.items()}
+    fastest = min(alone_ms, key=lambda worker_id: alone_ms[worker_id])
+    if tpot_ms >= alone_ms[fastest]:
+        return ""
+    return (
+        f"slo.tpot_ms is {tpot_ms:g}, and a decode step of one sequence takes {alone_ms[fastest]:.3g} ms on {fastest}: "
+        "no answer can meet it, so it counts for nothing"
+    )

@@ -76,6 +76,7 @@ def together(views: Sequence[ClusterView]) -> ClusterView:
         restarts={name: count for view in views for name, count in view.restarts.items()},
         events=_added(view.events for view in views),
         tenants=_pairs(view.tenants for view in views),
+        notes=tuple(note for view in views for note in view.notes),
     )
 
 

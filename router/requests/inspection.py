@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
 from disagg.proto.ids import RequestId
-from disagg.router.api import STAGES, BackgroundView, ClusterView
+from disagg.proto.step_times.pace import note_of_target
+from disagg.router.api import STAGES, BackgroundView, ClusterView, WorkerView
 from disagg.router.placement.fleet import Fleet
 from disagg.router.requests.record import RequestRecord
 from disagg.router.states import AttemptState, RequestState
@@ -42,6 +43,17 @@ def cluster_view(
         restarts=fleet.counts.restarts(),
         events=dict(events),
     )
+
+
+def notes_on(workers: Iterable[WorkerView], tpot_slo_s: float | None) -> tuple[str, ...]:
+    """What an operator should know of the configured TPOT target."""
+    steps = {
+        worker.info.worker_id: worker.steps
+        for worker in workers
+        if worker.steps is not None and "decode" in worker.info.roles
+    }
+    note = note_of_target(None if tpot_slo_s is None else 1e3 * tpot_slo_s, steps)
+    return (note,) if note else ()
 
 
 def _background(records: Iterable[RequestRecord]) -> BackgroundView:

@@ -51,7 +51,7 @@ from disagg.router.requests.admission import predicted_miss, queue_refusal, refu
 from disagg.router.requests.attempts import Attempts, note_answer, note_prefilled
 from disagg.router.requests.endings import Endings
 from disagg.router.requests.events import Command, Event
-from disagg.router.requests.inspection import cluster_view, integrity_problems
+from disagg.router.requests.inspection import cluster_view, integrity_problems, notes_on
 from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED
@@ -242,7 +242,8 @@ class RouterCore:
         view = cluster_view(self._fleet, self._requests.values(), self._telemetry, events, now)
         policy, config = self._policy, self._config
         placement = PlacementView(policy.name, policy.decodes, config.admission, *self._links.typical())
-        return replace(view, tenants=self._tenants.in_flight(), placement=placement)
+        notes = notes_on(view.workers, config.tpot_slo_s)
+        return replace(view, tenants=self._tenants.in_flight(), placement=placement, notes=notes)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
         """A running or recent request."""

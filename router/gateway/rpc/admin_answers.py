@@ -78,6 +78,7 @@ def cluster_state(
         http_address=next((g.http_address for g in known.gateways if g.http_address), ""),
         gateways=[_gateway_state(gateway, with_addresses) for gateway in known.gateways],
         gateway_start_phases=_start_phases(start_phases),
+        notes=view.notes,
     )
 
 

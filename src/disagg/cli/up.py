@@ -25,6 +25,10 @@ from disagg.cluster.system.service_manager import READY, STOPPING, notify
 from disagg.cluster.system.terminal import table
 from disagg.engine.config import Dtype
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import model_of
+from disagg.proto.messages import WorkerInfo
+from disagg.proto.step_times.pace import note_of_target
+from disagg.proto.step_times.step_model import StepModel
 
 Launcher = Literal["ray", "processes"]
 
@@ -178,10 +182,25 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
         soft_wrap=True,
     )
     console.print(workers)
+    for note in _target_notes(cluster.workers, config):
+        console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
     console.print("\ntry it from another terminal:", style="dim")
     for line in lines_to_try(cluster.address, http_address, names, config.gateway):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops the cluster", style="dim")
+
+
+def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[str]:
+    """Configured TPOT targets that no worker can meet, as it was calibrated."""
+    notes = []
+    for model, alone in models_of(config).items():
+        steps = {
+            info.worker_id: StepModel(info.calibration).coefficients
+            for info in workers
+            if "decode" in info.roles and info.calibration and model_of(info.worker_id) == model
+        }
+        notes.append(note_of_target(alone.slo.tpot_ms, steps))
+    return [note for note in notes if note]
 
 
 def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway: GatewaySection) -> list[str]:

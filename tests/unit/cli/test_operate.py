@@ -123,3 +123,11 @@ def test_times_of_the_command_line(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused_by_the_name_of_its_option(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--deadline: expected a time such as 30s or 2min; got "):
         parse_seconds("--deadline", text)
+
+
+def test_notes_on_the_configuration_are_shown() -> None:
+    state = make_state(1, decode_0="ready")
+    state.notes.append("slo.tpot_ms is 30, and a decode step takes [60] ms")
+    out = io.StringIO()
+    operate.show_state(state, Console(file=out, width=120))
+    assert "note slo.tpot_ms is 30, and a decode step takes [60] ms\n" in out.getvalue()

@@ -7,18 +7,20 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from disagg.cli import up
 from disagg.cli.launch.progress import LaunchDisplay, StillBusy
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
+from disagg.cluster.config.schema import SloConfig
 from disagg.cluster.control.cluster import CheckStop, never_stop
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlState
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import WorkerInfo
+from disagg.proto.messages import StepSample, WorkerInfo
 from tests.support.control import settled
 from tests.unit.cluster.control.test_plan import make_info
 
@@ -109,6 +111,21 @@ def test_notes_are_shown_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> No
     run.cluster.look = lambda: signal.raise_signal(signal.SIGTERM)
     assert run() == 0
     assert f"  note   {run.cluster.notes[0]}\n" in run.out.getvalue()
+
+
+@pytest.mark.parametrize(("tpot_ms", "is_noted"), [(30.0, True), (60.0, False), (None, False)])
+def test_a_target_that_no_worker_can_meet_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tpot_ms: float | None, is_noted: bool
+) -> None:
+    run = Run(monkeypatch)
+    steps = [StepSample(50.0 + rows, 0, 0, rows, rows * each) for rows in (1, 8, 32) for each in (64, 512)]
+    slow = msgspec.structs.replace(make_info("decode-0"), roles=("decode",), calibration=tuple(steps))
+    monkeypatch.setattr(StubCluster, "workers", [make_info("prefill-0"), slow])
+    run.config = msgspec.structs.replace(run.config, slo=SloConfig(tpot_ms=tpot_ms))
+    run.cluster.look = lambda: signal.raise_signal(signal.SIGTERM)
+    assert run() == 0
+    assert ("slo.tpot_ms is 30, and a decode step of one sequence takes 51" in run.out.getvalue()) is is_noted
+    assert ("no answer can meet it" in run.out.getvalue()) is is_noted
 
 
 def gateway_of(**keys: object) -> GatewaySection:

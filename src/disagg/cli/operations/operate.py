@@ -170,6 +170,8 @@ def show_state(state: ClusterState, console: Console) -> None:
     for worker in state.workers:
         if worker.detail and (worker.phase != "ready" or worker.detail.startswith(QUARANTINED)):
             console.print(f"{escape(worker.worker_id)}: {escape(worker.detail)}", highlight=False, soft_wrap=True)
+    for note in state.notes:
+        console.print(f"[yellow]note[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
     if state.HasField("rollout"):
         console.print(rollout_line(state), highlight=False, soft_wrap=True)
     if state.HasField("rolled_back"):

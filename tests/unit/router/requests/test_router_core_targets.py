@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from disagg.proto.errors import OverloadedError
-from disagg.proto.messages import Load, Targets, WorkerInfo
+from disagg.proto.messages import Load, StepSample, Targets, WorkerInfo
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from tests.support.placing import samples
 from tests.support.router import (
     EMPTY,
+    PLAIN,
     Scenario,
     end_update,
     prefilled_update,
@@ -281,3 +282,11 @@ def test_requests_without_targets_bring_none_to_workers() -> None:
     it = Scenario("c0")
     it.submit("r0")
     assert it.dispatched["r0/0"].message.spec.targets is None
+
+
+@pytest.mark.parametrize(("tpot_slo_s", "is_noted"), [(0.009, True), (0.011, False), (None, False)])
+def test_a_configured_target_that_no_worker_can_meet_is_noted(tpot_slo_s: float | None, is_noted: bool) -> None:
+    steps = tuple(StepSample(9.0 + rows, 0, 0, rows, rows * 64) for rows in (1, 8, 32) for _ in range(4))
+    config = msgspec.structs.replace(PLAIN, tpot_slo_s=tpot_slo_s)
+    it = Scenario("p0", worker_info("d0", calibration=steps), config=config)
+    assert ["no answer can meet it" in note for note in it.core.view(0.0).notes] == [True] * is_noted
