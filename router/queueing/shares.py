@@ -214,6 +214,9 @@ class SharedResource:
         self.num_kept += part.kept - before
 
     def _use(self, part: Part, amount: int) -> None:
+        if not part.guaranteed:
+            part.used += amount
+            return
         before = part.kept
         part.used += amount
         self.num_kept += part.kept - before

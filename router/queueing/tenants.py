@@ -151,15 +151,16 @@ class Tenants:
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
         """The tenant that calls, under these limits from now on, or those that were stated for it."""
         limits = self._stated.get(name, limits)
-        tenant = self._tenants.pop(name, None)
+        tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = Tenant(name, limits, now)
+            tenant = self._tenants[name] = Tenant(name, limits, now)
             self._set_limits(tenant, limits, now)
         elif tenant.limits is not limits and tenant.limits != limits:
             self._set_limits(tenant, limits, now)
-        self._tenants[name] = tenant
+        self._tenants.move_to_end(name)
         tenant.called_at = now
-        self._forget_old(now)
+        if len(self._tenants) > 1:
+            self._forget_old(now)
         return tenant
 
     def set_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
