@@ -100,6 +100,8 @@ class SharedResource:
 
     def note_time(self, now: float) -> None:
         """Time passed: forget demand of earlier periods."""
+        if not self._due or now < self._due[0][0]:
+            return
         for _ in range(min(MAX_SHIFTS, len(self._due))):
             ends, part = self._due[0]
             if now < ends:

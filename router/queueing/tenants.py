@@ -319,6 +319,8 @@ class Tenants:
 
     def begin_pass(self) -> None:
         """Something may have become free."""
+        if not self._over_share:
+            return
         for tenant in self._over_share:
             tenant.is_over_share = False
         self._over_share.clear()
