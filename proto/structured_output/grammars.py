@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 32 << 10
 """Of a grammar's text, as the client wrote it and as workers get it."""
+_PROVED_STEPS = 4
+"""Tokens of an answer that `prove` takes."""
 
 
 def grammar_limits() -> LLParserLimits:
@@ -53,3 +55,21 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     if matcher.is_error():
         raise ValueError(matcher.get_error().split("\n")[0][:300])
     return matcher
+
+
+def prove(tokenizer: LLTokenizer, grammar: str) -> None:
+    """Compile a grammar, and do with it some of what a worker does: compute masks, take tokens, look for forced ones.
+
+    Raises `ValueError` where it is wrong or beyond the limits. Where the library itself fails, this process ends: so
+    only one that may end calls it with a client's grammar.
+    """
+    matcher = new_matcher(tokenizer, grammar)
+    for step in range(_PROVED_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if step == 0 and matcher.is_error():
+            raise ValueError(matcher.get_error().split("\n")[0][:300])
+        if matcher.is_error() or matcher.is_stopped() or not mask:
+            return
+        forced = matcher.compute_ff_tokens()
+        lowest = (mask & -mask).bit_length() - 1
+        matcher.consume_tokens(forced[:1] or [lowest if step % 2 else mask.bit_length() - 1])

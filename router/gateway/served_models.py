@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import RequestId
@@ -18,6 +19,9 @@ from disagg.router.gateway.all_routers import AllRouters
 from disagg.router.gateway.answers.generation import Generator
 from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.grammars.compiler import CompilerStart
+from disagg.router.gateway.grammars.compiler_process import CompilerProcess
+from disagg.router.gateway.grammars.grammars import Grammars
 from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.models import Models
 from disagg.router.gateway.requests.validate import Limits
@@ -38,6 +42,18 @@ def load_served(source: ModelSource, config: GatewayConfig) -> ServedModel:
     )
 
 
+def _grammars_of(model: ServedModel, source: ModelSource) -> Grammars:
+    info = model.info
+    if not info.eos_token_ids:
+        return Grammars(None)
+    start = CompilerStart(
+        tokenizer_file=str(Path(source.path) / "tokenizer.json"),
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+    )
+    return Grammars(CompilerProcess(start))
+
+
 class ServedModels:
     """Owner of all that is of one model. The routers are started and stopped by the caller.
 
@@ -56,6 +72,7 @@ class ServedModels:
         self._make: Callable[[str], Generator] | None = None
         """After `begin`."""
         self._generators: dict[str, Generator] = {}
+        self._grammars: dict[str, Grammars] = {}
         self.sources = {source.key: source for source in config.models}
         """By key, as everything here; also of models that are withdrawn."""
         self.loaded = {source.key: load_served(source, config) for source in config.models}
@@ -78,6 +95,8 @@ class ServedModels:
 
         def make(key: str) -> Generator:
             model = self.loaded[key]
+            grammars = self._grammars[key] = _grammars_of(model, self.sources[key])
+            grammars.prepare()
             return Generator(
                 model,
                 self.routers[key],
@@ -88,6 +107,7 @@ class ServedModels:
                 mint_id=self._mint_id,
                 offload=offload,
                 guardrails=guardrails,
+                grammars=grammars,
             )
 
         self._make = make
@@ -115,8 +135,14 @@ class ServedModels:
         view = self.routers[key].view()
         return not (view.workers or view.unreachable or view.num_queued or view.num_running)
 
+    def close(self) -> None:
+        """End the processes that are here for the models. Idempotent."""
+        for grammars in self._grammars.values():
+            grammars.close()
+
     def remove(self, key: str) -> None:
         """Forget one that was withdrawn."""
+        self._grammars.pop(key).close()
         for of_models in (self._generators, self.sources, self.loaded, self.routers, self.probes):
             of_models.pop(key)
         self._observe()

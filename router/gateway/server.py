@@ -237,6 +237,7 @@ class GatewayServer:
             await server.stop(None)
             await self._stop_http(0.0)
             self._offload.close()
+            self.served.close()
             await self._usage.stop()
             if self._batches is not None:
                 self._batches.close()
@@ -288,6 +289,7 @@ class GatewayServer:
             await self._guardrails.close()
         await asyncio.to_thread(self._security.watch.stop)
         self._offload.close()
+        self.served.close()
 
     def _leave(self, server: grpc.aio.Server, deadline: float) -> asyncio.Task[None]:
         """Close the ports that other gateways share, so that the kernel gives them all new connections. gRPC tells its

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
+from disagg.proto.structured_output.grammars import grammar_tokenizer
 from disagg.router.api import (
     CallDemand,
     ClusterView,
@@ -29,6 +30,8 @@ from disagg.router.api import (
 from disagg.router.config import Decodes
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.router.gateway.event_loop.turns import Turns
+from disagg.router.gateway.grammars.compiler import verdict_of
+from disagg.router.gateway.grammars.grammars import Grammars
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 
@@ -98,6 +101,31 @@ def served_model(folder: Path, max_model_len: int | None = None) -> ServedModel:
 def limits_of(model: ServedModel, max_prompt_bytes: int = 4096) -> Limits:
     """The model's, and at most `max_prompt_bytes` of prompt text."""
     return Limits(model.info, max_prompt_bytes)
+
+
+class CompilerHere:
+    """Implements `Compiler` in this process, for grammars that do it no harm."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self.num_verdicts = 0
+
+    def prepare(self) -> None:
+        """It loads when it is used."""
+
+    def verdict(self, grammar: str) -> str:
+        self.num_verdicts += 1
+        info = self._model.info
+        text = self._model.tokenizer.backend.to_str()
+        return verdict_of(grammar_tokenizer(text, info.vocab_size, info.eos_token_ids), grammar)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def grammars_here(model: ServedModel) -> Grammars:
+    """Without a thread or a process."""
+    return Grammars(CompilerHere(model) if model.info.eos_token_ids else None, is_inline=True)
 
 
 def make_turns() -> Turns:

@@ -29,7 +29,7 @@ from disagg.router.gateway.models import Models
 from disagg.router.gateway.readiness import Readiness
 from disagg.router.gateway.text.tokenizer import ServedModel
 from disagg.router.gateway.usage.recorder import UsageRecorder
-from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of, make_turns
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, grammars_here, limits_of, make_turns
 
 CREATED = 1_700_000_000
 NOW = 1_700_000_100.5
@@ -79,6 +79,7 @@ class TestApp:
             mint_seed=lambda: 7,
             mint_id=self._mint_id,
             guardrails=guardrails,
+            grammars=grammars_here(model),
         )
         self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)

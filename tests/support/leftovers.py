@@ -31,6 +31,8 @@ LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeo
 not start, such as gRPC's own, once it has logged something."""
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python keeps as long as the process, by a part of their command line."""
+FORKING_PROCESSES = ("disagg.router.gateway.grammars.compiler",)
+"""Processes that replace their children as they see fit, as long as they run, by a part of their command line."""
 
 _cancel_all = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]  # the one place where a runner sees them
 
@@ -77,13 +79,20 @@ def _new_since(before: Snapshot) -> list[str]:
     processes = [
         f"process {pid}: {command}"
         for pid in sorted(all_pids() - before.pids)
-        if is_ours(pid) and not _lasts(command := _command_line(pid), LASTING_PROCESSES)
+        if is_ours(pid)
+        and not _lasts(command := _command_line(pid), LASTING_PROCESSES)
+        and not _belongs_to_one_that_lasts(pid, before)
     ]
     return threads + processes
 
 
 def _lasts(text: str, parts: tuple[str, ...]) -> bool:
     return any(part in text for part in parts)
+
+
+def _belongs_to_one_that_lasts(pid: int, before: Snapshot) -> bool:
+    parent = _parent(pid)
+    return parent in before.pids and _lasts(_command_line(parent), FORKING_PROCESSES)
 
 
 def all_pids() -> frozenset[int]:
@@ -97,11 +106,22 @@ def is_ours(pid: int) -> bool:
     """Whether a process was started by this test run and still runs; a zombie does not."""
     if not PROC.exists():
         return True
-    fields = _read(pid, "stat").rpartition(b") ")[2].split()
+    fields = _stat(pid)
     if not fields or fields[0] == b"Z":
         return False
     mark = f"{MARK}={os.environ[MARK]}".encode()
     return int(fields[1]) == os.getpid() or mark in _read(pid, "environ").split(b"\0")
+
+
+def _parent(pid: int) -> int:
+    """0 for a process that has just ended."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _stat(pid: int) -> list[bytes]:
+    """From the state on: what follows the name, which may have anything in it."""
+    return _read(pid, "stat").rpartition(b") ")[2].split()
 
 
 def _command_line(pid: int) -> str:

@@ -27,12 +27,12 @@ from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids, unpack_token_ids
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 from disagg.router.gateway.answers.answer import Answer, Delta, Finish
-from disagg.router.gateway.answers.grammars import Grammars
 from disagg.router.gateway.answers.guarded import GuardedAnswer, guarded_rest
 from disagg.router.gateway.answers.merge import merge
 from disagg.router.gateway.auth.auth import CALLER, Caller
 from disagg.router.gateway.auth.rights import require_model
 from disagg.router.gateway.event_loop.offload import Offload
+from disagg.router.gateway.grammars.grammars import Grammars
 from disagg.router.gateway.guardrails.answers import AnswerGuard
 from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.request_headers import sibling_of
@@ -85,6 +85,7 @@ class Generator:
         prefix_root: block hashes start from it.
         offload: tokenizes large prompts; `None` tokenizes all on the event loop.
         guardrails: on prompts and answers; `None` for none.
+        grammars: verdicts on clients' grammars; `None` refuses all of them.
         clock: monotonic seconds, the clock of the deadlines.
         mint_seed: 64 random bits.
         mint_id: a request id that was never used, for all answers of a call but the first.
@@ -102,6 +103,7 @@ class Generator:
         mint_id: Callable[[], RequestId],
         offload: Offload | None = None,
         guardrails: Guardrails | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -112,9 +114,7 @@ class Generator:
         self._mint_id = mint_id
         self._offload = offload
         self._guardrails = guardrails
-        self._grammars = Grammars(model)
-        if offload is not None:
-            self._grammars.prepare()
+        self._grammars = grammars or Grammars(None)
 
     async def run(
         self,
@@ -244,23 +244,10 @@ class Generator:
         return Quota() if caller.limits is NO_LIMITS else self._router.quota(caller.tenant, caller.limits)
 
     async def _check_grammar(self, checked: CheckedRequest, call: Call) -> None:
-        """Compile it on a thread, where its verdict is not known. Raises `InvalidRequestError`, or as `Offload.run`."""
-        grammar, field = checked.sampling.grammar, checked.structured_field
-        if not grammar:
-            return
-        wrong, offload = self._grammars.known(grammar), self._offload
-        if wrong is None and offload is None:
-            wrong = self._grammars.compiled(grammar)
-        elif wrong is None and offload is not None:
-            wrong = await offload.run(
-                lambda: self._grammars.compiled(grammar),
-                tenant=call.caller.tenant,
-                num_bytes=len(grammar),
-                deadline=call.deadline,
-                is_long=True,
-            )
-        if wrong:
-            raise InvalidRequestError(field, wrong)
+        """Raises `InvalidRequestError`, or as `Grammars.check`."""
+        grammar = checked.sampling.grammar
+        if grammar and (wrong := await self._grammars.check(grammar, call.caller.tenant, call.deadline)):
+            raise InvalidRequestError(checked.structured_field, wrong)
 
     async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""

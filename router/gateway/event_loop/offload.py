@@ -29,6 +29,7 @@ class Offload:
         inline_bytes: work with an input up to this size runs on the event loop.
         max_bytes: of all inputs that wait or are worked on; beyond that work is refused.
         max_tenant_bytes: the same for one tenant.
+        what: the inputs are, for errors.
         clock: monotonic seconds, the clock of the deadlines.
     """
 
@@ -39,10 +40,11 @@ class Offload:
         inline_bytes: int,
         max_bytes: int,
         max_tenant_bytes: int,
+        what: str = "prompts",
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._inline_bytes = inline_bytes
-        self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1))
+        self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1), what)
         self._clock = process_clock().now if clock is None else clock
         self._num_idle = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
@@ -70,7 +72,6 @@ class Offload:
         tenant: str,
         num_bytes: int,
         deadline: float | None = None,
-        is_long: bool = False,
     ) -> T:
         """What `work` returns or raises.
 
@@ -79,13 +80,12 @@ class Offload:
             tenant: whose turn it takes.
             num_bytes: size of its input.
             deadline: it is not started later.
-            is_long: it goes to a thread however small its input is.
 
         Raises:
             OverloadedError: if too many bytes wait, of the tenant or of all.
             DeadlineError: if the deadline passed before its turn.
         """
-        if not is_long and self.is_inline(num_bytes):
+        if self.is_inline(num_bytes):
             return work()
         entry = Work(tenant, num_bytes, deadline)
         self._turns.offer(entry)

@@ -8,8 +8,8 @@ import pytest
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.answers.grammars import Grammars
 from disagg.router.gateway.event_loop.turns import in_pieces
+from disagg.router.gateway.grammars.grammars import Grammars
 from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
 from disagg.router.gateway.http.to_input import read_chat
 from disagg.router.gateway.http.tool_choices import ToolChoices

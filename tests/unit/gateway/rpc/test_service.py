@@ -20,7 +20,7 @@ from disagg.router.gateway.rpc.service import InferenceService
 from disagg.router.gateway.text.tokenizer import ServedModel
 from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
-from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, limits_of
+from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, grammars_here, limits_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 REQUEST = pb.GenerateRequest(model=MODEL_NAME, text="x")
@@ -44,7 +44,14 @@ def make(
         return RequestId("r1")
 
     generator = Generator(
-        model, router, limits_of(model), FINGERPRINT, clock=lambda: 0.0, mint_seed=lambda: 0, mint_id=mint_id
+        model,
+        router,
+        limits_of(model),
+        FINGERPRINT,
+        clock=lambda: 0.0,
+        mint_seed=lambda: 0,
+        mint_id=mint_id,
+        grammars=grammars_here(model),
     )
     return InferenceService(
         Models([generator]),

@@ -1,0 +1,1 @@
+"""Which requests does a cluster not survive?"""

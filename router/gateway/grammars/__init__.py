@@ -1,0 +1,1 @@
+"""Verdicts on clients' grammars, from a process that may die of them."""
