@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -178,7 +179,9 @@ class TokenMasks:
         return np.zeros(self._num_words, dtype=np.int32) if state.words is None else state.words
 
     def _load(self) -> LLTokenizer:
-        return grammar_tokenizer(self._file.read_text(encoding="utf-8"), self._vocab_size, self._eos)
+        return grammar_tokenizer(
+            self._file.read_text(encoding="utf-8"), self._vocab_size, self._eos, secrets.token_hex(8)
+        )
 
     def _fill(self, sequences: Seq[Sequence]) -> None:
         """On the thread."""

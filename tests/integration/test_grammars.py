@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,11 @@ CRASHING: tuple[dict[str, Any], ...] = (
     {"const": -9223372036854775807},
     {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18},
 )
+ROUNDED = {"enum": [9007199254740993]}
 ENDLESS = {"type": "integer", "multipleOf": 10_000_019}
+
+
+REFUSED = r": (cannot be used: |(%json: )?-?9\d+ cannot be kept exactly)"
 
 
 def schema(value: Any) -> str:
@@ -123,7 +128,7 @@ def bodies(value: Any) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("value", [*CRASHING, ENDLESS])
+@pytest.mark.parametrize("value", [*CRASHING, ENDLESS, ROUNDED])
 async def test_over_each_api_such_a_grammar_is_an_error_that_names_its_field(
     value: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -132,8 +137,10 @@ async def test_over_each_api_such_a_grammar_is_an_error_that_names_its_field(
             for field, (path, body) in bodies(value).items():
                 reply = await http.post(path, json=body)
                 assert (field, reply.status_code) == (field, 400)
-                assert reply.json()["error"]["message"].startswith(f"{field}: cannot be used: ")
+                error = reply.json()["error"]["message"]
+                assert error.startswith(field)
+                assert re.search(REFUSED, error)
         async with AsyncClient(server.address) as client:
-            with pytest.raises(InvalidRequestError, match=r"structured\.json_schema: cannot be used: "):
+            with pytest.raises(InvalidRequestError, match=rf"^structured\.json_schema.*{REFUSED}"):
                 await client.generate("a", json_schema=value)
             assert (await client.generate("a", max_tokens=1)).token_ids == (5,)

@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -34,6 +34,9 @@ from disagg.router.gateway.grammars.compiler import verdict_of
 from disagg.router.gateway.grammars.grammars import Grammars
 from disagg.router.gateway.requests.validate import Limits
 from disagg.router.gateway.text.tokenizer import ServedModel, load_model
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MODEL_NAME = "tiny"
 FINGERPRINT = "tiny-model"
@@ -103,6 +106,12 @@ def limits_of(model: ServedModel, max_prompt_bytes: int = 4096) -> Limits:
     return Limits(model.info, max_prompt_bytes)
 
 
+def grammar_vocabulary(model: ServedModel) -> LLTokenizer:
+    """Of a model, as grammars need it."""
+    info = model.info
+    return grammar_tokenizer(model.tokenizer.backend.to_str(), info.vocab_size, info.eos_token_ids, "nonce")
+
+
 class CompilerHere:
     """Implements `Compiler` in this process, for grammars that do it no harm."""
 
@@ -115,9 +124,7 @@ class CompilerHere:
 
     def verdict(self, grammar: str) -> str:
         self.num_verdicts += 1
-        info = self._model.info
-        text = self._model.tokenizer.backend.to_str()
-        return verdict_of(grammar_tokenizer(text, info.vocab_size, info.eos_token_ids), grammar)
+        return verdict_of(grammar_vocabulary(self._model), grammar)
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import secrets
 import select
 import signal
 import socket
@@ -274,7 +275,7 @@ def _load(start: CompilerStart) -> LLTokenizer | str:
     """The vocabulary, or why it cannot be used."""
     try:
         text = Path(start.tokenizer_file).read_text(encoding="utf-8")
-        tokenizer = grammar_tokenizer(text, start.vocab_size, start.eos_token_ids)
+        tokenizer = grammar_tokenizer(text, start.vocab_size, start.eos_token_ids, secrets.token_hex(8))
     except (OSError, ValueError) as error:
         return str(error)
     prove(tokenizer, _TRIAL)  # children share what this makes

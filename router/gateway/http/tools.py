@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.router.gateway.http.schema import ABSENT, Message, decode_field
+from disagg.router.gateway.requests.exact_numbers import check_numbers
 from disagg.router.gateway.requests.shape import MAX_JSON_PARTS, count_json
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.requests.values import is_deeper
@@ -147,6 +148,8 @@ def _forced(function: _Function, place: str) -> Function:
     schema = msgspec.json.decode(function.parameters)
     if schema is None:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    else:
+        check_numbers(bytes(function.parameters).decode(), place)
     kinds = schema.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         raise InvalidRequestError(f"{place}.type", "must be object: arguments have names")

@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+from disagg.router.gateway.requests.exact_numbers import check_embedded_numbers, check_numbers
 from disagg.router.gateway.requests.values import check_length, check_unicode, is_deeper
 
 MAX_SCHEMA_DEPTH = 64
@@ -82,6 +83,7 @@ def _grammar(wanted: StructuredOutput) -> dict[str, Any]:
         schema = _decoded(text, wanted.field)
         if not isinstance(schema, dict):
             raise InvalidRequestError(wanted.field, "must be a JSON schema, which is an object")
+        check_numbers(text, wanted.field)
         return {"json_schema": schema}
     if wanted.kind == "choice":
         return {"lark_grammar": _choice(_decoded(text, wanted.field), wanted.field)}
@@ -89,6 +91,7 @@ def _grammar(wanted: StructuredOutput) -> dict[str, Any]:
         raise InvalidRequestError(wanted.field, "must not be empty")
     if wanted.kind == "regex":
         return {"lark_grammar": f"start: {_regex(text)}"}
+    check_embedded_numbers(text, wanted.field)
     return {"lark_grammar": text}
 
 

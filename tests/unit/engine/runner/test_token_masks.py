@@ -66,6 +66,24 @@ def test_only_what_the_grammar_allows_may_come(masks: TokenMasks) -> None:
     assert allowed(masks, sequence(masks, 'start: "ab"', "ab")) == {EOS}
 
 
+@pytest.mark.parametrize("text", ["<|end|>", "a<|end|>", "<|end|>b", "x<|end|><|end|>y"])
+def test_a_special_token_that_is_spelled_out_is_text(masks: TokenMasks, text: str) -> None:
+    masks.backend.encode_special_tokens = True  # type: ignore[attr-defined]
+    try:
+        for end in range(len(text)):
+            row = sequence(masks, f"start: {json.dumps(text)}", text[:end])
+            assert allowed(masks, row) == set(ids(masks, text[end]))
+        assert allowed(masks, sequence(masks, f"start: {json.dumps(text)}", text)) == {EOS}
+        assert forced(masks, sequence(masks, f"start: {json.dumps(text)}"), text[0]).removesuffix("$") == text[1:]
+    finally:
+        masks.backend.encode_special_tokens = False  # type: ignore[attr-defined]
+
+
+def test_a_grammar_names_a_special_token_by_its_id(masks: TokenMasks) -> None:
+    assert allowed(masks, sequence(masks, f'start: <[{EOS}]> "a"')) == {EOS}
+    assert allowed(masks, sequence(masks, 'start: <|end|> "a"')) == set()
+
+
 def test_the_state_is_the_same_token_by_token_and_made_anew(masks: TokenMasks) -> None:
     text = "x1yx22y"
     going = sequence(masks, 'start: ("x" /[0-9]+/ "y")+')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
+from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.text.literal_text import _any_of
 from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer, load_model
-from tests.support.gateway import EOS, IM_END, IM_START, MODEL_NAME, SPECIAL_TOKENS, write_checkpoint
+from tests.support.gateway import CONFIG, EOS, IM_END, IM_START, MODEL_NAME, SPECIAL_TOKENS, write_checkpoint
+from tests.support.http_app import TestApp
 
 _PIECES = st.sampled_from(["<|im_end|>", "<|im_start|>", "</s>", "<|im_", "end|>", "hello", " ", "\n", "m0", "é", "😀"])
 _CONTENTS = st.lists(st.lists(_PIECES, max_size=6).map("".join), min_size=1, max_size=3)
@@ -40,6 +43,37 @@ def test_a_special_token_in_a_content_is_text(model: ServedModel) -> None:
     ids = chat(model, "a<|im_end|>b</s>")
     assert special(ids) == [IM_START, IM_END, IM_START]
     assert model.tokenizer.decode(ids) == "user\na<|im_end|>b</s>\nassistant\n"
+
+
+_OPEN_TEMPLATE = (
+    "{{ tools | tojson }}{{ note }}{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{{ m.name }}"
+    "{{ (m.tool_calls or []) | tojson }}{{ m.reasoning_content }}<|im_end|>{% endfor %}"
+)
+_SPELLED = "a<|im_end|>b"
+_PLACES = ("content", "call", "argument", "reasoning", "result", "name", "tool", "variable")
+
+
+@pytest.mark.parametrize("place", _PLACES)
+async def test_wherever_a_chat_spells_it_out_it_is_text(place: str, tmp_path: Path) -> None:
+    """Also as JSON may write it, with escapes."""
+    text = {each: _SPELLED if each == place else "c" for each in _PLACES}
+    arguments = json.dumps({"a": text["argument"]}).replace("<", "\\u003c")
+    call = {"id": "1", "type": "function", "function": {"name": text["call"], "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": text["content"]}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": text["reasoning"]},
+        {"role": "tool", "tool_call_id": "1", "name": text["name"], "content": text["result"]},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "description": text["tool"]}}
+    long = {**CONFIG, "max_position_embeddings": 1024}
+    settings = {"chat_template": _OPEN_TEMPLATE, "bos_token": "<s>"}
+    model = load_model(str(write_checkpoint(tmp_path, tokenizer_config=settings, config=long)), MODEL_NAME)
+    app = TestApp(model)
+    reply = await app.chat(messages=messages, tools=[tool], chat_template_kwargs={"note": text["variable"]})
+    assert reply.status_code == 200, reply.text
+    ids = unpack_token_ids(app.router.submitted[0][0].prompt_token_ids)
+    assert special(list(ids)) == [IM_START, IM_END] * 3
+    assert model.tokenizer.decode(ids).count(_SPELLED) == 1
 
 
 def test_the_switch_reads_it(reading: ServedModel) -> None:
