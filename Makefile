@@ -26,7 +26,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway fuzz gpu-check soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -158,6 +158,12 @@ build/cuda-torch/.install-stamp: constraints.txt
 	@build/cuda-torch/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
 	  { echo "This package index has a torch for CPUs only"; exit 1; }
 	@touch $@
+
+fuzz: export OMP_NUM_THREADS = 1
+fuzz: export TOKENIZERS_PARALLELISM = false
+fuzz: $(STAMP) ## 100,000 generated schemas, expressions and grammars against a real cluster (half an hour; ARGS='--count 5000')
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.fuzz.grammars --json build/fuzz-grammars.json $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster with injected faults (about seven minutes)

@@ -12,32 +12,17 @@ import string
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from disagg.router.gateway.requests.structured import Kind
+
 NUMBERS: Final = (
-    *(0, 1, -1, 2, 3, 7, 10, 64, 99, 100, 255, 1000, 65_535, 10**6),
-    *(
-        sign * (2**power + offset)
-        for power in (31, 32, 53, 62, 63, 64, 128)
-        for offset in (-1, 0, 1)
-        for sign in (1, -1)
-    ),
-    *(
-        0.1,
-        -0.5,
-        1.5,
-        1e-7,
-        1e-300,
-        5e-324,
-        1e17,
-        1e22,
-        1e300,
-        -1e308,
-        1.7976931348623157e308,
-        9.3e18,
-        -9.3e18,
-        3.14159265358979,
-    ),
+    *(0, 1, -1, 2, 3, 7, 10, 64, 99, 100, 255, 1000, 65_535, 10**6, 10_007, 10_000_019, 2**31, -(2**31), 2**32, 2**53),
+    *(0.1, -0.5, 1.5, 1e-7, 1e-20, 1e17, 1e22, 9.2e18, 9.3e18, -9.2e18, -9.3e18, -(2**53), 3.14159265358979),
 )
-"""Edges of what numbers are kept in."""
+"""Edges of what numbers are kept in, all of them exact as doubles are read."""
+INEXACT: Final = (
+    *(sign * (2**power + offset) for power in (53, 62, 63, 64, 128) for offset in (-1, 0, 1) for sign in (1, -1)),
+    *(1e-300, 5e-324, 1e300, -1e308, 1.7976931348623157e308, 0.30000000000000004),
+)
 COUNTS: Final = (0, 0, 1, 1, 2, 3, 5, 20, 100, 1000, 10_000, 2**16, 2**31, 2**32, 2**63, 2**64, -1, 1.5)
 TEXTS: Final = (
     *(
@@ -100,7 +85,7 @@ _RULE_REPEATS: Final = ("*", "+", "?", "{2}", "{0,3}", "{1,}", "{1000}", "{0,100
 class Case(NamedTuple):
     """What a client asks of an answer."""
 
-    kind: str
+    kind: Kind
     """As in `StructuredOutput`."""
     value: Any
     """A schema, an expression, a grammar, or a list of choices."""
@@ -148,7 +133,7 @@ def _schema(dice: random.Random, depth: int) -> Any:
 
 
 def _number(dice: random.Random) -> Any:
-    number = dice.choice(NUMBERS)
+    number = dice.choice(INEXACT if dice.random() < 0.03 else NUMBERS)
     return number + dice.randrange(-2, 3) if isinstance(number, int) and dice.random() < 0.3 else number
 
 
@@ -334,7 +319,7 @@ def _damaged_case(dice: random.Random) -> str:
     return "".join(text) or "start: /a/"
 
 
-_KINDS: Final[tuple[tuple[str, Callable[[random.Random], Any]], ...]] = (
+_KINDS: Final[tuple[tuple[Kind, Callable[[random.Random], Any]], ...]] = (
     ("json_schema", _schema_case),
     ("regex", _regex_case),
     ("grammar", _grammar_case),

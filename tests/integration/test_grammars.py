@@ -5,25 +5,34 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from benchmarks.fuzz.grammar_cases import make_case
 from disagg.client import AsyncClient
 from disagg.proto.errors import InvalidRequestError
+from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
 from disagg.router.gateway.grammars.compiler import CompilerStart
 from disagg.router.gateway.grammars.compiler_process import CompilerProcess
-from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, write_checkpoint
+from disagg.router.gateway.requests.request import GenerationInput, TextPrompt
+from disagg.router.gateway.requests.structured import StructuredOutput, check_structured
+from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, tokenizer_json, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.processes import children_of
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+NUM_GENERATED = 400
 GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CRASHING: tuple[dict[str, Any], ...] = (
     {"enum": [-9223372036854775808]},
@@ -144,3 +153,37 @@ async def test_over_each_api_such_a_grammar_is_an_error_that_names_its_field(
             with pytest.raises(InvalidRequestError, match=rf"^structured\.json_schema.*{REFUSED}"):
                 await client.generate("a", json_schema=value)
             assert (await client.generate("a", max_tokens=1)).token_ids == (5,)
+
+
+def test_generated_ones_get_a_verdict_and_what_is_taken_does_a_worker_no_harm(compiler: CompilerProcess) -> None:
+    """`make fuzz` does it with more of them, in a cluster."""
+    vocabulary = grammar_tokenizer(tokenizer_json(), VOCAB_SIZE, (EOS,), "nonce")
+    assert compiler.verdict(schema(GOOD)) == ""
+    process, num_taken = compiler.pid, 0
+    for number in range(NUM_GENERATED):
+        case = make_case(number)
+        text = case.value if isinstance(case.value, str) else json.dumps(case.value)
+        asked = GenerationInput(
+            model=MODEL_NAME, prompt=TextPrompt("a"), structured=StructuredOutput(case.kind, text, "field")
+        )
+        try:
+            grammar = check_structured(asked)
+        except InvalidRequestError:
+            continue
+        wrong = compiler.verdict(grammar)
+        assert wrong == "" or wrong.startswith("cannot be used: ")
+        if not wrong:
+            num_taken += 1
+            walk(new_matcher(vocabulary, grammar), random.Random(number))
+    assert compiler.pid == process
+    assert num_taken > NUM_GENERATED / 5
+
+
+def walk(matcher: LLMatcher, dice: random.Random) -> None:
+    """Some tokens of an answer, drawn from those that are allowed."""
+    for _ in range(8):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [token_id for token_id in range(VOCAB_SIZE) if mask >> token_id & 1]
+        if matcher.is_error() or not allowed or not matcher.consume_tokens([dice.choice(allowed)]):
+            return
+        matcher.compute_ff_tokens()
