@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from disagg.router.gateway.batches import lines
+from disagg.router.gateway.batches.begun_lines import MAX_ENDS
 from disagg.router.gateway.batches.room import Room, lines_to_start
 from disagg.router.gateway.batches.store import Answer, Batch, BatchStore, Held
 from disagg.router.gateway.usage.counts import CallUse
@@ -78,6 +79,8 @@ class Tries:
     """Ended with a lost worker."""
     num_unjudged: int = 0
     """Ended without a guardrail's verdict."""
+    num_ends: int = 0
+    """Gateways that ended while it ran."""
 
 
 class AnswerLine(Protocol):
@@ -104,6 +107,8 @@ class _Running(NamedTuple):
     model: int
     num_answers: int
     num_bytes: int
+    is_noted: asyncio.Event
+    """Set once the store knows that it runs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +142,8 @@ class _Open:
     """When its state was looked at last."""
     busy: float = math.inf
     """When something of it ran last."""
+    num_ends: dict[int, int] = field(default_factory=dict)
+    """With how many gateways a line ended, of those with which one did."""
 
     @property
     def is_done(self) -> bool:
@@ -205,6 +212,8 @@ class BatchRunner:
         self._claimed = -math.inf
         self._is_paced = False
         """Whether there is more room soon, though no line may have ended."""
+        self._alone: tuple[_Open, int] | None = None
+        """A line with which a gateway ended: it runs, or waits until nothing else does, and nothing else starts."""
 
     async def run(self) -> bool:
         """Run batches until there is none that nobody else owns; whether there was one."""
@@ -216,6 +225,7 @@ class BatchRunner:
                 for each in list(self._open.values()):
                     await self._look(each)
                 self._start()
+                await self._note_begun()
                 await self._keep()
                 for each in list(self._open.values()):
                     if each.is_done:
@@ -309,10 +319,14 @@ class BatchRunner:
             await asyncio.to_thread(self._store.fail, batch.id, self._owner, reason, self._clock())
             return
         await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(index.offsets), index.expected_bytes)
-        done = await asyncio.to_thread(self._store.answered, batch.id)
+        done, each.num_ends = await asyncio.to_thread(self._known_of, batch.id)
         for number, model in enumerate(index.models):
             if number not in done:
                 each.left.setdefault(model, deque()).append(number)
+
+    def _known_of(self, batch_id: str) -> tuple[set[int], dict[int, int]]:
+        """Its lines with an answer, and those with which gateways ended. Blocks on the disk."""
+        return self._store.answered(batch_id), self._store.begun.num_ends(batch_id)
 
     def _start(self) -> None:
         """First at the model with the fewest answers: the bound of all is for each in turn."""
@@ -320,6 +334,8 @@ class BatchRunner:
         now = self._clock()
         for each in self._open.values():
             each.come_again(now)
+        if self._alone is not None and not any(each.running for each in self._open.values()):
+            self._start_alone(*self._alone)
         models = sorted({model for each in self._open.values() for model, left in each.left.items() if left})
         for model in sorted(models, key=lambda model: sum(each.num_running(model) for each in self._open.values())):
             self._start_at(model)
@@ -353,6 +369,8 @@ class BatchRunner:
         """Start its next line; false where there is no room for its bytes."""
         assert each.index is not None
         number = each.left[model][0]
+        if not self._may_start(each, number):
+            return False
         num_bytes = each.index.num_bytes[number]
         running = sum(one.num_bytes for other in self._open.values() for one in other.running.values())
         if running and running + num_bytes > _MAX_RUNNING_BYTES:
@@ -360,9 +378,36 @@ class BatchRunner:
         each.left[model].popleft()
         self._num_started += 1
         each.num_started = self._num_started
-        task = asyncio.create_task(self._answer(each, each.index, number), name=f"batch-{each.batch.id}-{number}")
-        each.running[task] = _Running(number, model, each.index.num_answers[number], num_bytes)
+        running_line = _Running(number, model, each.index.num_answers[number], num_bytes, asyncio.Event())
+        task = asyncio.create_task(self._answer(each, each.index, running_line), name=f"batch-{each.batch.id}-{number}")
+        each.running[task] = running_line
         return True
+
+    def _may_start(self, each: _Open, number: int) -> bool:
+        """Whether a line runs now: one with which a gateway ended only alone, so that it is known by another end."""
+        if self._alone is not None:
+            return False
+        if 0 < each.num_ends.get(number, 0) < MAX_ENDS:
+            self._alone = each, number
+            return not any(other.running for other in self._open.values())
+        return True
+
+    def _start_alone(self, each: _Open, number: int) -> None:
+        """Nothing runs, so the line that waits for that is the first to start, where its model has room."""
+        assert each.index is not None
+        self._alone, model = None, each.index.models[number]
+        left = each.left.get(model)
+        if left and left[0] == number:
+            self._start_at(model)
+
+    async def _note_begun(self) -> None:
+        """Lines that were just started run once the store knows of them, where a gateway ended with their batch."""
+        for each in list(self._open.values()):
+            new = [line for line in each.running.values() if not line.is_noted.is_set()]
+            if new and each.batch.num_ends:
+                await asyncio.to_thread(self._store.begun.begin, each.batch.id, [line.number for line in new])
+            for line in new:
+                line.is_noted.set()
 
     async def _keep(self) -> None:
         """Wait a turn, or until a line or an index is ready, then keep what was answered."""
@@ -375,6 +420,11 @@ class BatchRunner:
             await self._sleep(self._turn_s)
         for each in list(self._open.values()):
             ended = [(task.result(), each.running.pop(task)) for task in list(each.running) if task.done()]
+            if self._alone is not None and self._alone in [(each, line.number) for _, line in ended]:
+                self._alone = None
+            resting = [line.number for result, line in ended if isinstance(result, Later)]
+            if resting and each.batch.num_ends:
+                await asyncio.to_thread(self._store.begun.rest, each.batch.id, resting)
             for result, line in ended:
                 if isinstance(result, Later):
                     self._put_back(each, line, result)
@@ -418,6 +468,8 @@ class BatchRunner:
         """Give up what runs of a batch; it is not open any more."""
         self._open.pop(each.batch.tenant, None)
         self._claimed = -math.inf  # its tenant may have another one
+        if self._alone is not None and self._alone[0] is each:
+            self._alone = None
         tasks: list[asyncio.Task[Any]] = [*each.running, *([] if each.indexing is None else [each.indexing])]
         for task in tasks:
             task.cancel()
@@ -427,9 +479,12 @@ class BatchRunner:
         each.later.clear()
         each.indexing = None
 
-    async def _answer(self, each: _Open, index: lines.Index, number: int) -> _Done | Later:
+    async def _answer(self, each: _Open, index: lines.Index, running: _Running) -> _Done | Later:
+        await running.is_noted.wait()
+        number = running.number
         line = await asyncio.to_thread(lines.read, each.path, index.offsets[number])
-        result = await self._answer_line(each.batch, line, each.tries.setdefault(number, Tries()))
+        tries = each.tries.setdefault(number, Tries(num_ends=each.num_ends.get(number, 0)))
+        result = await self._answer_line(each.batch, line, tries)
         if isinstance(result, Later):
             return result
         data = lines.answer(each.batch.id, number, line.custom_id, result.status, result.body)

@@ -208,7 +208,7 @@ class BatchService:
         for owner in self._runners_store.owners():
             name, _, rest = owner.partition("/")
             if name == self._name and not _is_alive(rest.partition("/")[0]):
-                self._runners_store.release(owner)
+                self._runners_store.release(owner, has_ended=True)
 
 
 def _is_alive(pid: str) -> bool:

@@ -32,6 +32,7 @@ import msgspec
 
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
+from disagg.router.gateway.batches.begun_lines import SCHEMA, BegunLines
 from disagg.router.gateway.database import add_columns, open_database, transaction
 from disagg.router.gateway.private_files import create_private, make_folder
 
@@ -54,12 +55,13 @@ CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
 """
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Of the database, in `PRAGMA user_version`; see `_migrate`."""
 _LATER_COLUMNS: Final = (
     ("answer_bytes", "INTEGER NOT NULL DEFAULT 0"),
     ("credential", "TEXT"),
     ("reserved", "INTEGER NOT NULL DEFAULT 0"),
+    ("num_ends", "INTEGER NOT NULL DEFAULT 0"),
 )
 """Of batches. A database of an earlier version has the first ones, or none."""
 _DAY_S: Final = 86_400.0
@@ -119,6 +121,8 @@ class Batch(NamedTuple):
     """The client's own notes, JSON."""
     credential: str | None = None
     """Of the caller who ordered it, see `Caller.credential`; None where an earlier version kept none."""
+    num_ends: int = 0
+    """Gateways that ended while they had it."""
 
 
 class Held(NamedTuple):
@@ -142,7 +146,7 @@ _BATCH: Final = """SELECT id, tenant, endpoint, input_file, status, created, exp
     error_file, error,
     coalesce(num_completed, (SELECT count(*) FROM answers WHERE batch = id AND ok)),
     coalesce(num_failed, (SELECT count(*) FROM answers WHERE batch = id AND NOT ok)), metadata,
-    credential
+    credential, num_ends
     FROM batches """
 
 
@@ -157,9 +161,10 @@ class BatchStore:
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
         self._contents = folder / "files"
         self._limits = limits
-        self._db = open_database(folder / FILE, _SCHEMA, "FULL", _BUSY_TIMEOUT_S)
+        self._db = open_database(folder / FILE, _SCHEMA + SCHEMA, "FULL", _BUSY_TIMEOUT_S)
         try:
             _migrate(self._db)
+            self.begun = BegunLines(self._db)
         except BaseException:
             self._db.close()
             raise
@@ -289,14 +294,21 @@ class BatchStore:
 
     def claim(self, owner: str, now: float, but_of: Collection[str] = ()) -> Batch | None:
         """The oldest batch with work left that nobody else owns, of another tenant than these; from now on it is
-        `owner`'s for `lease_s`."""
-        row = self._db.execute(
-            "UPDATE batches SET owner = ?, lease_until = ? WHERE id = (SELECT id FROM batches WHERE "
-            f"status IN {RUNNABLE} AND (owner = ? OR lease_until <= ?) AND tenant NOT IN "
-            f"({', '.join('?' * len(but_of))}) ORDER BY created, id LIMIT 1) RETURNING id",
-            (owner, now + self._limits.lease_s, owner, now, *but_of),
-        ).fetchall()
-        return self._get(row[0][0]) if row else None
+        `owner`'s for `lease_s`. An owner that did not give it back has ended."""
+        with transaction(self._db) as db:
+            row = db.execute(
+                f"SELECT id, owner, lease_until FROM batches WHERE status IN {RUNNABLE} AND (owner = ? OR "
+                f"lease_until <= ?) AND tenant NOT IN ({', '.join('?' * len(but_of))}) ORDER BY created, id LIMIT 1",
+                (owner, now, *but_of),
+            ).fetchone()
+            if row is None:
+                return None
+            batch_id, before, lease_until = row
+            if before not in (None, owner) and lease_until > 0:
+                self.begun.gateway_ended(batch_id)
+            until = now + self._limits.lease_s
+            db.execute("UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?", (owner, until, batch_id))
+            return self._get(batch_id)
 
     def renew(self, batch_id: str, owner: str, now: float) -> Held | None:
         """Keep a batch; None once another owner has it."""
@@ -317,14 +329,25 @@ class BatchStore:
         )
         return [owner for (owner,) in found]
 
-    def release(self, owner: str) -> None:
-        """Give up what an owner holds: on a graceful stop one's own batches, and at a start those of a process that is
-        gone. They can be claimed at once."""
-        self._db.execute("UPDATE batches SET lease_until = 0 WHERE owner = ?", (owner,))
+    def release(self, owner: str, has_ended: bool = False) -> None:
+        """Give up what an owner holds: on a graceful stop one's own batches, and at a start those of a process that
+        has ended. They can be claimed at once."""
+        with transaction(self._db) as db:
+            held = db.execute("SELECT id FROM batches WHERE owner = ? AND lease_until > 0", (owner,)).fetchall()
+            for (batch_id,) in held:
+                if has_ended:
+                    self.begun.gateway_ended(batch_id)
+                self._give_back(batch_id, owner)
 
     def give_back(self, batch_id: str, owner: str) -> None:
         """Let anybody claim a batch that one owns."""
-        self._db.execute("UPDATE batches SET lease_until = 0 WHERE id = ? AND owner = ?", (batch_id, owner))
+        with transaction(self._db):
+            self._give_back(batch_id, owner)
+
+    def _give_back(self, batch_id: str, owner: str) -> None:
+        given = self._db.execute("UPDATE batches SET lease_until = 0 WHERE id = ? AND owner = ?", (batch_id, owner))
+        if given.rowcount:
+            self.begun.rest_all(batch_id)
 
     def remove_orphans(self) -> list[str]:
         """Remove contents that no row names: their process was killed before its commit. Returns their names. An upload
@@ -371,6 +394,7 @@ class BatchStore:
             num_bytes = sum(len(answer.data) + 1 for answer in new)
             db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", [(batch_id, *answer) for answer in new])
             db.execute("UPDATE batches SET answer_bytes = answer_bytes + ? WHERE id = ?", (num_bytes, batch_id))
+            self.begun.forget(batch_id, [answer.line for answer in answers])
             return self._room(batch_id)
 
     def _room(self, batch_id: str) -> int:
@@ -426,6 +450,7 @@ class BatchStore:
                 rows = [file for file in made if file is not None]
                 db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
                 db.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+                self.begun.forget(batch_id)
 
     def _write(self, batch_id: str, ok: bool, now: float) -> File | None:
         """The file of the answers, or of the errors, by line; None for no line."""

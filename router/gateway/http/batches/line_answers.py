@@ -10,6 +10,7 @@ from disagg.proto.errors import DisaggError, InternalError, UnavailableError, re
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Authenticator
 from disagg.router.gateway.auth.rights import require_inference
+from disagg.router.gateway.batches.begun_lines import MAX_ENDS
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult, Tries
 from disagg.router.gateway.batches.store import Batch
@@ -53,6 +54,8 @@ class LineAnswers:
         """Status, body and use; or when to try again."""
         use = CallUse()
         try:
+            if tries.num_ends >= MAX_ENDS:
+                raise InternalError(f"{tries.num_ends} gateways ended while this line ran; it is not run again")
             return LineResult(200, await self._run(batch, line, use), use)
         except DisaggError as error:
             if (later := _later(error, tries)) is not None:

@@ -154,3 +154,14 @@ async def test_a_line_gets_what_a_request_would(model: ServedModel, endpoint: st
 
 def encoded(fields: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(fields))
+
+
+async def test_a_line_with_which_two_gateways_ended_is_not_run_again(model: ServedModel) -> None:
+    completions = Completions(LOST, 0)
+    answers = LineAnswers(completions, AnonymousAccess(), lambda: RequestId("r"))  # type: ignore[arg-type]
+    first = await answers(batch_of("", ""), LINE, Tries(num_ends=1))
+    second = await answers(batch_of("", ""), LINE, Tries(num_ends=2))
+    assert isinstance(first, LineResult)
+    assert isinstance(second, LineResult)
+    assert (first.status, second.status, completions.num_tries) == (200, 500, 1)
+    assert b"2 gateways ended while this line ran" in second.body

@@ -268,6 +268,6 @@ def test_a_database_of_an_earlier_version_is_completed(tmp_path: Path, version: 
 def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     _running(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database:
-        database.execute("PRAGMA user_version = 3")
-    with pytest.raises(sqlite3.DatabaseError, match=r"^the database has version 3, this program knows 2 at most$"):
+        database.execute("PRAGMA user_version = 4")
+    with pytest.raises(sqlite3.DatabaseError, match=r"^the database has version 4, this program knows 3 at most$"):
         _store(tmp_path)

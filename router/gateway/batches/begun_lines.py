@@ -1,0 +1,60 @@
+"""Lines that ran when their gateway ended: remembered, run alone, and at last not run again.
+
+    begun ──answer──> forgotten
+      └── its gateway ends ──> a suspect, which runs alone ── its gateway ends ──> answered as failed
+
+Lines of a batch are noted once a gateway has ended with it: until then no line costs a write before its answer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection
+from typing import Final
+
+SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS begun(
+    batch TEXT NOT NULL, line INTEGER NOT NULL, runs INTEGER NOT NULL, ends INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY(batch, line)) WITHOUT ROWID;
+"""
+MAX_ENDS: Final = 2
+"""A line with which so many gateways ended is not run again."""
+
+
+class BegunLines:
+    """The part of a store that knows them; used as the store is, within its transactions where it has one."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def begin(self, batch_id: str, lines: Collection[int]) -> None:
+        """These run from now on."""
+        self._db.executemany(
+            "INSERT INTO begun(batch, line, runs) VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET runs = 1",
+            [(batch_id, line) for line in lines],
+        )
+
+    def rest(self, batch_id: str, lines: Collection[int]) -> None:
+        """These do not run now, and have no answer."""
+        rows = [(batch_id, line) for line in lines]
+        self._db.executemany("UPDATE begun SET runs = 0 WHERE batch = ? AND line = ?", rows)
+
+    def rest_all(self, batch_id: str) -> None:
+        """None runs now: its gateway gave the batch back."""
+        self._db.execute("UPDATE begun SET runs = 0 WHERE batch = ?", (batch_id,))
+
+    def gateway_ended(self, batch_id: str) -> None:
+        """It ended while it had the batch, and what ran there ran until then."""
+        self._db.execute("UPDATE batches SET num_ends = num_ends + 1 WHERE id = ?", (batch_id,))
+        self._db.execute("UPDATE begun SET ends = ends + 1, runs = 0 WHERE batch = ? AND runs", (batch_id,))
+
+    def forget(self, batch_id: str, lines: Collection[int] | None = None) -> None:
+        """These have answers; all of a batch without."""
+        if lines is None:
+            self._db.execute("DELETE FROM begun WHERE batch = ?", (batch_id,))
+            return
+        self._db.executemany("DELETE FROM begun WHERE batch = ? AND line = ?", [(batch_id, line) for line in lines])
+
+    def num_ends(self, batch_id: str) -> dict[int, int]:
+        """With how many gateways each line ended, of those with which one did."""
+        return dict(self._db.execute("SELECT line, ends FROM begun WHERE batch = ? AND ends", (batch_id,)).fetchall())
