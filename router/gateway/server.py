@@ -32,7 +32,7 @@ from disagg.router.gateway.auth.audit import Audit
 from disagg.router.gateway.auth.security import secure
 from disagg.router.gateway.auth.tls import ServerTls
 from disagg.router.gateway.batches.service import BatchService
-from disagg.router.gateway.config import GatewayConfig, is_loopback, serves_page
+from disagg.router.gateway.config import GatewayConfig, GatewayOptions, is_loopback, serves_page
 from disagg.router.gateway.event_loop.loop_times import LoopTimes
 from disagg.router.gateway.event_loop.offload import Offload
 from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
@@ -362,7 +362,7 @@ class GatewayServer:
             _mint_id,
             _mint_trace_bits,
             self._audit,
-            _sites(config),
+            sites_of(config),
             self._readiness,
             self._page,
             files=None if batches is None else Files(batches, config.read_timeout_s),
@@ -409,12 +409,14 @@ class GatewayServer:
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 
-def _sites(config: GatewayConfig) -> Sites:
-    has_no_keys = config.api_keys is None and (config.tls is None or config.tls.client_ca is None)
+def sites_of(config: GatewayOptions) -> Sites:
+    """Which web sites' pages may call a gateway of this configuration."""
+    has_certificates = config.tls is not None and config.tls.client_ca is not None
+    has_no_keys = config.api_keys is None and not has_certificates
     return Sites(
         checks_host=has_no_keys and (is_loopback(config.host) or bool(config.allowed_hosts)),
         takes_addresses=not is_loopback(config.host),
-        checks_origin=has_no_keys,
+        checks_origin=config.api_keys is None or has_certificates,
         hosts=tuple(name.lower() for name in config.allowed_hosts),
         origins=tuple(origin.lower().rstrip("/") for origin in config.allowed_origins),
     )

@@ -3,8 +3,9 @@
 A browser sends whatever a page asks for to a server on its own machine, with the page's origin in a header. A page may
 also have its own name resolve to this machine (DNS rebinding): then the request looks as if it came from the same
 site, but for the name in `Host`. Where a key is required, neither helps a page, which has none; where none is
-required, both headers are checked. A body must be declared as JSON, which no page can send to another site without a
-preflight request.
+required, both headers are checked. A client certificate is sent by the browser itself, whatever page asks: so where
+one is enough, the origin is checked too. The name in `Host` is that of the server's own certificate then. A body must
+be declared as JSON, which no page can send to another site without a preflight request, or is the form of an upload.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Sites:
         checks_host: whether only loopback names and `hosts` may stand in `Host`: without keys, on loopback or where
             names are configured. Elsewhere the names under which a gateway is reached are unknown.
         takes_addresses: whether any IP address may stand there too: off loopback. No name is rebound to one.
-        checks_origin: whether only `origins` and the site itself may stand in `Origin`: without keys.
+        checks_origin: whether only `origins` and the site itself may stand in `Origin`: where a browser may send a
+            request that is authenticated without a key.
         hosts: further names, without a port.
         origins: further origins, such as `https://chat.example`.
     """

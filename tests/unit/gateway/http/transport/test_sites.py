@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
+from disagg.router.gateway.config import GatewayOptions, TlsFiles
 from disagg.router.gateway.http.transport.errors import ContentTypeError, ForeignSiteError
 from disagg.router.gateway.http.transport.sites import Sites, check_content_type
+from disagg.router.gateway.server import sites_of
 
 KEYLESS = Sites(checks_host=True, checks_origin=True, hosts=("llm.local",), origins=("https://chat.example",))
 
@@ -66,6 +70,21 @@ def test_its_own_pages_and_configured_sites_may_call(host: str, origin: str) -> 
 def test_pages_of_other_sites_may_not(origin: str) -> None:
     with pytest.raises(ForeignSiteError, match="Origin: pages of"):
         KEYLESS.check("127.0.0.1:8471", origin)
+
+
+@pytest.mark.parametrize(
+    ("keys", "client_ca", "checked"),
+    [(None, None, True), ("keys", None, False), (None, "ca", True), ("keys", "ca", True)],
+)
+def test_pages_are_told_apart_where_a_browser_needs_no_key(
+    keys: str | None, client_ca: str | None, checked: bool
+) -> None:
+    """It sends a client certificate by itself."""
+    tls = TlsFiles(cert="c", key="k", client_ca=client_ca)
+    sites = sites_of(GatewayOptions(host="10.0.0.1", api_keys=keys, tls=tls))
+    with pytest.raises(ForeignSiteError) if checked else nullcontext():
+        sites.check("llm.example", "https://evil.example")
+    sites.check("llm.example", "https://llm.example")
 
 
 def test_where_a_key_is_asked_for_neither_is_looked_at() -> None:
