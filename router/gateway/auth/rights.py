@@ -3,7 +3,7 @@
     send prompts, tokenize               the scope `inference`, and the key's `models`
     see workers and pools                every authenticated caller
     addresses and processes of workers   an admin
-    exact counts over all tenants        the scope `metrics`, an admin
+    exact counts over all tenants        the scope `metrics`, an admin; others see coarse ones
     explain a request                    its tenant, an admin
     read what a tenant used              its tenant, an admin
     change the cluster, list requests    an admin: the scope `admin`

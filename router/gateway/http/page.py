@@ -23,7 +23,7 @@ import msgspec
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.auth.auth import CALLER, Caller
-from disagg.router.gateway.auth.rights import usage_of
+from disagg.router.gateway.auth.rights import may_use, usage_of
 from disagg.router.gateway.http.exchange import Exchange
 from disagg.router.gateway.http.transport.errors import Headers
 from disagg.router.gateway.http.usage import usage_json
@@ -107,7 +107,8 @@ class Page:
         self._clock = clock
         self._wall_clock = wall_clock
         self._files = _read_files()
-        self._made: dict[tuple[bool, bool], tuple[float, bytes]] = {}
+        self._made: dict[tuple[bool, bool, tuple[str, ...]], tuple[float, bytes]] = {}
+        """By what its caller may see, when it was made."""
         self._making = asyncio.Lock()
 
     @property
@@ -146,20 +147,23 @@ class Page:
         await _send(exchange, msgspec.json.encode(shown))
 
     async def _latest(self, caller: Caller) -> bytes:
-        rights = caller.is_admin, caller.sees_counts
+        models = tuple(name for name in self._model_names() if may_use(caller, name))
+        rights = caller.is_admin, caller.sees_counts, models
         async with self._making:  # all that wait get what the first one makes
-            at, body = self._made.get(rights, (0.0, b""))
-            if not body or self._clock() - at > MAX_AGE_S:
-                body = msgspec.json.encode(await self._make(caller))
-                self._made[rights] = self._clock(), body
+            now = self._clock()
+            self._made = {key: made for key, made in self._made.items() if now - made[0] <= MAX_AGE_S}
+            if (made := self._made.get(rights)) is not None:
+                return made[1]
+            body = msgspec.json.encode(await self._make(caller, models))
+            self._made[rights] = self._clock(), body
             return body
 
-    async def _make(self, caller: Caller) -> dict[str, Any]:
+    async def _make(self, caller: Caller, models: Sequence[str]) -> dict[str, Any]:
         shown = state_json(await self._views.state(caller, MAX_AGE_S))
         requests = None
         if caller.is_admin:
             requests = [request_json(each) async for each in self._views.recent(MAX_REQUESTS)]
-        return {"now": self._wall_clock(), "models": list(self._model_names()), **shown, "requests": requests}
+        return {"now": self._wall_clock(), "models": list(models), **shown, "requests": requests}
 
 
 def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
+from disagg.router.gateway.rpc.coarse import make_coarse
 from disagg.router.gateway.usage.counts import Page, date_of
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.spans import spans_of
@@ -49,7 +50,7 @@ def cluster_state(
         view: of the router.
         known: the state of the controller.
         with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
-        with_counts: what was transferred, from which the size of one request can be computed.
+        with_counts: exact counts, from which the size of another tenant's request can be computed.
         start_phases: of the gateway's process.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
@@ -60,15 +61,14 @@ def cluster_state(
         for state in workers:
             for field in _OF_THE_MACHINE:
                 state.ClearField(field)
-    counters = view.counters if with_counts else {}
-    return pb.GetClusterStateResponse(
+    found = pb.GetClusterStateResponse(
         workers=workers,
         queued_requests=view.num_queued,
         running_requests=view.num_running,
         pools=pool_states(known),
         stages=[pb.StageCount(stage=stage, requests=count) for stage, count in view.stages.items()],
         slos=[pb.SloState(slo=slo, met=met, total=total) for slo, (met, total) in view.slos.items()],
-        transfers=[each for src, metrics in counters.items() for each in _transfers(src, metrics)],
+        transfers=[each for src, metrics in view.counters.items() for each in _transfers(src, metrics)],
         requests_per_s=view.rates.requests_per_s,
         output_tokens_per_s=view.rates.output_tokens_per_s,
         autoscaler=_autoscaler(known),
@@ -80,6 +80,9 @@ def cluster_state(
         gateway_start_phases=_start_phases(start_phases),
         notes=view.notes,
     )
+    if not with_counts:
+        make_coarse(found)
+    return found
 
 
 def counts_of(view: ClusterView) -> GatewayCounts:

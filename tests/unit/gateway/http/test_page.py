@@ -144,6 +144,16 @@ async def test_usage_is_shown_to_its_tenant_and_of_all_to_an_admin(model: Served
         assert (await get(app, "/ui/usage", "k-a")).json() == {"data": None}
 
 
+async def test_a_key_sees_the_models_that_it_is_for(model: ServedModel, views: FakeViews) -> None:
+    limited = TENANT._replace(models=frozenset({"b", "no longer served"}))
+    keys = ApiKeys([ApiKey(digest_of("k-b"), limited), ApiKey(digest_of("k-a"), TENANT)])
+    page = Page(views, lambda: ["a", "b"], lambda: views.now, lambda: NOW)
+    app = TestApp(model, page=page, authenticator=keys)
+    for key, seen in (("k-a", ["a", "b"]), ("k-b", ["b"]), ("k-a", ["a", "b"])):
+        assert (await get(app, "/ui/state", key)).json()["models"] == seen
+    assert len(views.seen) == 2
+
+
 async def test_one_request_is_shown_to_its_tenant(model: ServedModel, views: FakeViews) -> None:
     other = ApiKeys([ApiKey(digest_of("k-a"), TENANT), ApiKey(digest_of("k-b"), Caller("b", False))])
     app = app_of(model, views, authenticator=other)
