@@ -19,20 +19,51 @@
         └── SuspectRequestError    500  INTERNAL             workers were lost while they computed it
 
 Configuration and start-up mistakes are `ConfigError` (a `ValueError`): they never reach a client.
+
+A client reads `message`, which says what it can do. What only an operator can use, such as the worker and the reason
+that it gave, is `detail`: for the log, and for `disagg explain` of an admin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_TRY_AGAIN: Final = "the model cannot answer now; try again in some seconds"
+_BROKE_OFF: Final = "the answer broke off, and the server could not continue it by itself; try again"
+
+CLIENT_MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("no_prefill_capacity", "no_decode_capacity", "retry_budget"), _TRY_AGAIN),
+        "no_worker_yet": "the model is started for the requests that come; try again in some seconds",
+        "no_version_capacity": "the model was changed after this answer began, so nothing can continue it; send the "
+        "request again from its beginning",
+        **dict.fromkeys(("worker_lost", "worker_stuck", "worker_suspected", "worker_left"), _BROKE_OFF),
+        **dict.fromkeys(("prefill_failed", "kv_transfer_failed", "decode_failed"), _BROKE_OFF),
+        "workers_lost": "this request failed again and again while it was computed, so it is not tried any more; "
+        "change it, for example by a shorter prompt",
+        "shutting_down": "the server is stopping; try again in some seconds",
+    }
+)
+"""By code, what a client reads of errors inside the cluster."""
+
 
 class DisaggError(Exception):
-    """Base of everything that is answered to a client."""
+    """Base of everything that is answered to a client.
+
+    Args:
+        message: for the client.
+        detail: for operators; the message where it is empty.
+    """
 
     http_status = 500
     grpc_code = "INTERNAL"
     code = "server_error"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, detail: str = "") -> None:
+        self.detail = detail or message
+        super().__init__(self.detail)
         self.message = message
 
 
@@ -153,8 +184,8 @@ class UnavailableError(DisaggError):
     grpc_code = "UNAVAILABLE"
     code = "no_decode_capacity"
 
-    def __init__(self, message: str, code: str = "no_decode_capacity") -> None:
-        super().__init__(message)
+    def __init__(self, detail: str, code: str = "no_decode_capacity") -> None:
+        super().__init__(CLIENT_MESSAGES.get(code, detail), detail)
         self.code = code
 
 
@@ -170,6 +201,9 @@ class SuspectRequestError(InternalError):
     """Worker after worker was lost while it computed this request, which is not tried again for that reason."""
 
     code = "workers_lost"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(CLIENT_MESSAGES[self.code], detail)
 
 
 class ConfigError(ValueError):

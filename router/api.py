@@ -256,6 +256,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
     outcome: str = RUNNING
     """`stop`, `length`, or the code of the error that ended it."""
+    detail: str = ""
+    """Of that error, for operators."""
     tenant: str = ""
     trace_parent: str = ""
     parent_span: str = ""

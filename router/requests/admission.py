@@ -79,7 +79,7 @@ def missing_worker(role: RoleName, message: str, fleet: Fleet, config: RouterCon
 def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | None:
     """The error for any request while too many wait."""
     if num_waiting >= config.max_queued:
-        return OverloadedError(f"{num_waiting} requests are waiting", config.retry_after_s)
+        return OverloadedError("too many requests are waiting", config.retry_after_s)
     return None
 
 

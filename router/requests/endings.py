@@ -121,7 +121,7 @@ class Endings:
         error = self.retries.after_fault(record, message, code, is_free=is_free, suspicion=suspicion)
         if isinstance(error, SuspectRequestError):
             self._counters["suspect_requests"] += 1
-            logger.warning("request %s of tenant %r ends: %s", record.request_id, record.tenant.name, error.message)
+            logger.warning("request %s of tenant %r ends: %s", record.request_id, record.tenant.name, error.detail)
         return self.lost_attempt(record, error, now)
 
     def lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> list[Command]:
@@ -163,6 +163,7 @@ class Endings:
             commands = self._end_attempt(record, now)
         record.advance(event)
         commands.append(Fail(record.request_id, error))
+        record.trace.detail = error.detail
         self._close(record, error.code if num_answered is None else "stop", now, num_answered)
         return commands
 

@@ -292,6 +292,7 @@ class RouterCore:
         if error is not None:
             if isinstance(error, LimitError):
                 self._telemetry.refused(error)
+            trace.detail = error.detail
             self._telemetry.ended(trace, error.code, now)
             self._out.append(events.Fail(request.request_id, error))
             return
@@ -529,7 +530,7 @@ class RouterCore:
             case "stop" | "length":
                 self._on_answer(record, worker_id, end, end.reason, now)
             case "deadline":
-                self._out += self._endings.fail(record, DeadlineError(f"the deadline passed on {worker_id}"), now)
+                self._out += self._endings.fail(record, _deadline_passed(worker_id), now)
             case "refused" | "preempted":
                 self._out += self._endings.refused(record, worker_id, end, now)
             case "cancelled" if worker_id == attempt.decode and attempt.live and move is None:
@@ -564,3 +565,7 @@ class RouterCore:
         self._attempts.passed(leg, record.running, now)
         note_answer(record, worker_id, end)
         self._out += self._endings.finish(record, reason, now)
+
+
+def _deadline_passed(worker_id: WorkerId) -> DeadlineError:
+    return DeadlineError("the deadline passed while the answer was computed", f"the deadline passed on {worker_id}")

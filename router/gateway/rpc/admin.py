@@ -294,7 +294,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
             trace = next((each for each in self._refused() if each.request_id == request_id), None)
         if trace is None or not caller.may_see(trace.tenant):
             raise RequestNotFoundError("request_id: no such request runs or is remembered")
-        return explanation(trace, self._clock_to_epoch_s())
+        found = explanation(trace, self._clock_to_epoch_s())
+        if not caller.is_admin:
+            found.ClearField("detail")  # it may name hosts
+        return found
 
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
         """The latest requests of all tenants, newest first; for admins only."""

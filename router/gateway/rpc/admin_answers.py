@@ -222,6 +222,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
             pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
         ],
         outcome=_outcome(trace),
+        detail=trace.detail,
         prompt_tokens=trace.num_prompt_tokens,
         completion_tokens=trace.num_output_tokens,
         spans=_spans(trace),

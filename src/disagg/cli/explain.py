@@ -83,6 +83,7 @@ def _facts(request: Explanation) -> Table:
     facts = {
         "request": request.request_id,
         "outcome": request.outcome + (", a probe of disagg doctor" if request.is_probe else ""),
+        "because": request.detail,
         "ran on": _route(request),
         "tokens": f"{request.prompt_tokens} of the prompt, {request.completion_tokens} generated",
         "cached": _cached(request),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import pytest
 
 from disagg.proto import errors
-from disagg.proto.errors import DisaggError
+from disagg.proto.errors import NO_WORKER_YET, DisaggError
+from disagg.router.requests.attempts import FAILURE_CODES
+from disagg.router.requests.retries import MOVED, WORKER_GONE
 
 TABLE: list[tuple[DisaggError, int, str, str, str]] = [
     (errors.InvalidRequestError("sampling.top_p", "must be in (0, 1], not 2"), 400, "INVALID_ARGUMENT", "invalid_value",
@@ -38,8 +42,22 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
 @pytest.mark.parametrize(("error", "http_status", "grpc_code", "code", "text"), TABLE, ids=lambda v: str(v)[:20])
 def test_mapping(error: DisaggError, http_status: int, grpc_code: str, code: str, text: str) -> None:
     assert (error.http_status, error.grpc_code, error.code, str(error)) == (http_status, grpc_code, code, text)
-    assert error.message == text
+    assert error.detail == text
+    assert error.message == errors.CLIENT_MESSAGES.get(code, text)
     assert grpc.StatusCode[error.grpc_code].name == grpc_code
+
+
+@pytest.mark.parametrize("code", [*FAILURE_CODES.values(), *WORKER_GONE, MOVED, NO_WORKER_YET])
+def test_what_happens_to_workers_is_told_in_words_of_clients(code: str) -> None:
+    error = errors.UnavailableError("refused on decode-0: no KV block is free", code)
+    assert error.message == errors.CLIENT_MESSAGES[code]
+    assert str(error) == error.detail == "refused on decode-0: no KV block is free"
+
+
+@pytest.mark.parametrize("message", errors.CLIENT_MESSAGES.values())
+def test_clients_read_what_they_can_do(message: str) -> None:
+    assert re.search("try again|send the request again|change it", message)
+    assert not re.search(r"worker|prefill|decode|block|\bKV\b|router|attempt|\b[PD]\b", message)
 
 
 def test_the_table_is_complete() -> None:

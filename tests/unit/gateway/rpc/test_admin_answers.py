@@ -72,6 +72,7 @@ def test_a_refused_request_is_explained_without_a_choice() -> None:
     it.now = 1.0
     it.submit(routed_request("r0", deadline=0.5))
     found = explained(it, "r0")
+    assert found.detail == "the deadline passed before the request was queued"
     assert (found.outcome, found.attempts, found.policy, len(found.options)) == ("timeout", 0, "", 0)
     assert not found.HasField("chosen")
 

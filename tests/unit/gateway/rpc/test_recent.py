@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.rpc.admin import AdminService
 
 
@@ -32,6 +33,9 @@ class Source:
     def recent(self, limit: int) -> Known:
         return self._known
 
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        return next((each for each in self._known if each.request_id == request_id), None)
+
     def view(self) -> ClusterView:
         return ClusterView(workers=(), num_queued=0, num_running=0)
 
@@ -41,6 +45,21 @@ class Source:
 
 def trace(name: str, arrival: float) -> RequestTrace:
     return RequestTrace(request_id=RequestId(name), arrival=arrival)
+
+
+def test_why_a_request_failed_is_for_admins() -> None:
+    """It may name hosts."""
+    failed = RequestTrace(
+        request_id=RequestId("a"), tenant="t", outcome="worker_lost", detail="no answer from 10.0.0.7"
+    )
+    source: Any = Source(Known([failed]), [])
+    audit: Any = None
+    admin = AdminService(source, audit=audit, guardrails=source)
+    seen = [admin.explain(RequestId("a"), caller) for caller in (Caller("t", False), Caller("ops", True))]
+    assert [(each.outcome, each.detail) for each in seen] == [
+        ("worker_lost", ""),
+        ("worker_lost", "no answer from 10.0.0.7"),
+    ]
 
 
 async def test_refused_prompts_stand_between_the_others_by_their_time() -> None:

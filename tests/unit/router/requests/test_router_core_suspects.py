@@ -90,7 +90,7 @@ def test_a_request_that_comes_alone_ends_two_workers(num_decode: int) -> None:
     error = pool.it.errors["bad"]
     assert isinstance(error, SuspectRequestError)
     assert (error.code, error.http_status, retry_after_s(error)) == ("workers_lost", 500, None)
-    assert "2 workers were lost while they computed this request" in error.message
+    assert "2 workers were lost while they computed this request" in error.detail
     assert pool.it.core.counters["suspect_requests"] == 1
 
 
