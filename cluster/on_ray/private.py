@@ -1,13 +1,15 @@
 """A private Ray, which this process starts and ends: its environment, its cores, its folder, its processes.
 
-Security. Ray's servers listen on every interface, whatever address they are given, so the token is what keeps others
-out: a client without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
+Security. Ray replaces 127.0.0.1 by the machine's own address and its servers then listen on every interface, unless it
+is told that there are no other machines, as by default on macOS and Windows. That is one variable, which Ray reads when
+it is imported: a process that imported it before has Ray on all interfaces. There the token keeps others out: a client
+without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
 authentication on for a new cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random
 `RAY_AUTH_TOKEN` in the environment of this process, which its children inherit: nothing is written to the user's home.
 There is one token for as long as this process runs, because Ray's client reads it only once: a second cluster of the
 same process has the same one. The environment is as before once the cluster has stopped. What the user has set of these
-variables is honoured, with a warning where it turns authentication off. The dashboard is off; two pages of Ray's own
-metrics stay readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
+variables is honoured, with a warning where it turns authentication off. The dashboard is off; a page of metrics of
+Ray's monitor stays readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ TOKEN_MODE: Final = "token"
 GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """How long Ray's processes serve on without their head's store before they end themselves; by default a minute."""
 GCS_RECONNECT_S: Final = "86400"
+SEVERAL_MACHINES: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether a Ray has more than one machine, whatever the system; else its servers listen on loopback."""
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Close to the least that Ray accepts: nothing of ours is stored there."""
 STOP_GRACE_S: Final = 5.0
@@ -65,6 +69,7 @@ class PrivateEnvironment:
             "RAY_enable_metrics_collection": "0",
             "RAY_AUTH_MODE": TOKEN_MODE,
             GCS_RECONNECT: GCS_RECONNECT_S,
+            SEVERAL_MACHINES: "0",
         }
         if auth_mode(os.environ) == TOKEN_MODE and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             values["RAY_AUTH_TOKEN"] = _token()
@@ -97,8 +102,8 @@ def auth_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     if mode == TOKEN_MODE:
         return ()
     return (
-        f"RAY_AUTH_MODE={mode} is set: Ray's servers listen on every interface without asking for a token, so whoever "
-        "reaches this machine can run code as you; unset it unless the network keeps others out",
+        f"RAY_AUTH_MODE={mode} is set: Ray's servers ask for no token, so whoever reaches them, and every user of this "
+        "machine, can run code as you; unset it",
     )
 
 

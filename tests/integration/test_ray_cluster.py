@@ -29,6 +29,7 @@ from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRe
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import WorkerId
 from tests.support.processes import mentioning
+from tests.support.sockets import listening_addresses
 
 pytestmark = pytest.mark.ray
 
@@ -102,6 +103,7 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
         prefill, decode = serve(cluster)
         assert (prefill, decode in {"decode-0", "decode-1"}) == ("prefill-0", True)
         refuse_strangers()
+        assert listening_hosts(cluster) == {"127.0.0.1"}
         (folder,) = temp_dir.iterdir()
         assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.geteuid(), 0o700)
         (raylet,) = folder.glob("**/sockets/raylet")
@@ -128,6 +130,15 @@ def program(process: ProcessRef) -> str:
     """The Python file that it runs, if any."""
     words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
     return next((Path(word.decode()).name for word in words if word.endswith(b".py")), "")
+
+
+def listening_hosts(cluster: RayCluster) -> set[str]:
+    """The addresses on which the cluster's processes listen, Ray's own ones and this one among them."""
+    hosts: set[str] = set()
+    for pid in (os.getpid(), *(process.pid for process in cluster._session.family())):  # type: ignore[attr-defined]
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            hosts |= {host for host, _ in listening_addresses(pid)}
+    return hosts
 
 
 def refuse_strangers() -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster.on_ray.private import MARK, PrivateEnvironment, auth_warnings, environment_mark, make_temp_dir
+from disagg.cluster.on_ray.private import (
+    MARK,
+    SEVERAL_MACHINES,
+    PrivateEnvironment,
+    auth_warnings,
+    environment_mark,
+    make_temp_dir,
+)
 from disagg.cluster.system.children import LaunchError
 
 NAMES = (
@@ -18,6 +25,7 @@ NAMES = (
     "RAY_AUTH_TOKEN_PATH",
     "RAY_USAGE_STATS_ENABLED",
     "RAY_enable_metrics_collection",
+    SEVERAL_MACHINES,
 )
 
 
@@ -36,7 +44,12 @@ def test_a_private_ray_asks_for_a_token_and_the_environment_is_given_back() -> N
     environment.enter()
     first = settings()
     assert len(first.pop("RAY_AUTH_TOKEN")) == 64
-    assert first == {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
+    assert first == {
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_metrics_collection": "0",
+        SEVERAL_MACHINES: "0",
+    }
     for _ in range(2):
         environment.leave()
         assert settings() == {}
@@ -80,7 +93,7 @@ def test_a_token_is_nothing_to_warn_about(environ: dict[str, str]) -> None:
 
 def test_authentication_that_is_off_is_warned_about() -> None:
     (warning,) = auth_warnings({"RAY_AUTH_MODE": "disabled"})
-    assert warning.startswith("RAY_AUTH_MODE=disabled is set: Ray's servers listen on every interface without asking")
+    assert warning.startswith("RAY_AUTH_MODE=disabled is set: Ray's servers ask for no token, so whoever reaches them")
 
 
 def test_the_mark_is_there_only_inside_and_the_operator_s_key_only_outside(monkeypatch: pytest.MonkeyPatch) -> None:
