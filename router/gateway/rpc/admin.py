@@ -275,7 +275,11 @@ class AdminService(pb_grpc.AdminServiceServicer):
         async with abort_on_error(context), self._change(context, f"probe {request.prefill_worker}"):
             if self._probe is None:
                 raise UnavailableError("this gateway has no probe", "no_probe")
-            result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
+            try:
+                result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
+            except UnavailableError as error:
+                error.message = error.detail  # its caller is an operator
+                raise
             return pb.ProbePairResponse(
                 kv_bytes=result.kv_bytes,
                 expected_bytes=result.expected_bytes,

@@ -37,7 +37,9 @@ def error_of(error: grpc.RpcError) -> DisaggError:
     found = _details(call)
     info = cast(error_details_pb2.ErrorInfo, found.get("ErrorInfo", error_details_pb2.ErrorInfo()))
     if code == UnavailableError.grpc_code:
-        return UnavailableError(message, info.reason or "unreachable")
+        unavailable = UnavailableError(message, info.reason or "unreachable")
+        unavailable.message = message  # the server's
+        return unavailable
     if isinstance(bad := found.get("BadRequest"), error_details_pb2.BadRequest) and bad.field_violations:
         kind = _FIELD_ERRORS.get(info.reason, InvalidRequestError)
         return kind(bad.field_violations[0].field, bad.field_violations[0].description)

@@ -104,7 +104,7 @@ def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding
             return Finding("FAIL", "gRPC", f"{address} has TLS, and DISAGG_CA_CERT names no CA for it", step)
         text = f"something listens at {address}, but no gRPC answers: {error.message}"
         return Finding("FAIL", "gRPC", text, "check DISAGG_ADDRESS, and with TLS the certificates")
-    return Finding("FAIL", "gRPC", f"{error.code}: {error.message}")
+    return Finding("FAIL", "gRPC", f"{error.code}: {error.detail}")
 
 
 def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def keys_finding(address: str) -> Finding:
         except AuthenticationError:
             return Finding("ok", "API keys", "required")
         except DisaggError as error:
-            return Finding("warn", "API keys", f"unclear: {error.code}: {error.message}")
+            return Finding("warn", "API keys", f"unclear: {error.code}: {error.detail}")
     return Finding("ok", "API keys", "not required; whoever reaches the gateway may use it")
 
 

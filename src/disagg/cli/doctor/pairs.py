@@ -43,7 +43,7 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
             yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
             return
         except DisaggError as error:
-            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.message}", "disagg status")
+            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.detail}", "disagg status")
             continue
         finding = pair_finding(prefill, decode, probes)
         best = max(map(rate, probes))

@@ -306,7 +306,8 @@ async def test_an_error_in_a_stream_is_its_last_event(app: TestApp) -> None:
     events = events_of(response)
     assert response.status_code == 200
     assert [event["choices"][0]["delta"]["content"] for event in events[:-1]] == ["hello"]
-    error = {"message": "lost", "type": "server_error", "param": None, "code": "kv_transfer_failed"}
+    message = "the answer broke off, and the server could not continue it by itself; try again"
+    error = {"message": message, "type": "server_error", "param": None, "code": "kv_transfer_failed"}
     assert events[-1] == {"error": error}
     assert app.outcomes() == {"kv_transfer_failed": 1}
 
