@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,11 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import ContentFilterError, UnavailableError
-from disagg.router.gateway.text.tokenizer import fake_model
+from disagg.router.api import Completion
+from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.router.gateway.text.tokenizer import fake_model, load_model
+from tests.support.gateway import CONFIG, MODEL_NAME, FakeRouter, write_checkpoint
+from tests.support.gateway_server import running
 from tests.support.guard_service import guard_service
 from tests.support.metrics import read_samples, value
 from tests.support.waiting import LONG_WAIT_S, wait_until
@@ -252,3 +257,39 @@ def test_a_service_that_stays_away_is_not_asked_for_a_while(http: httpx.Client) 
 
     assert wait_until(suspended, LONG_WAIT_S)
     assert complete(http, "forbidden-open").status_code == 200
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "%s"}}</tool_call>'
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+APIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}),
+    "responses": ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}),
+    "messages": (
+        "/v1/messages",
+        {**CHAT, "max_tokens": 90, "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [(CALL % "\\u0073ecret", False), ("sec" + CALL % "c" + "ret", False), (CALL % "x</tool_call>y", True)],
+)
+async def test_what_leaves_is_what_was_looked_at(tmp_path: Path, text: str, passes: bool, stream: bool) -> None:
+    """By a real gateway before a router that has the answer ready."""
+    folder = write_checkpoint(tmp_path, config={**CONFIG, "max_position_embeddings": 600})
+    ids = load_model(str(folder), MODEL_NAME).tokenizer.encode_text(text, special=False)
+    router = FakeRouter([*([token_id] for token_id in ids), Completion("stop", len(ids), 0)])
+    rules = GuardrailOptions(name="words", rules=(RuleOptions(pattern="secret"),))
+    async with running(folder, router, http_port=0, guardrails=(rules,)) as server:
+        base = f"http://{server.http_address}"
+        async with httpx.AsyncClient(base_url=base, timeout=LONG_WAIT_S, trust_env=False) as client:
+            for path, body in APIS.values():
+                response = await client.post(path, json={"model": MODEL_NAME, "stream": stream, **body})
+                assert response.status_code == 200, response.text
+                assert "secret" not in response.text.encode().decode("unicode_escape")
+                ends = ("content_filter", "refusal") if not passes else ("tool_calls", "function_call", "tool_use")
+                assert any(f'"{end}"' in response.text for end in ends)
+                assert ("x</tool_call>y" in response.text) == passes

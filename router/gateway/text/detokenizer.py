@@ -177,21 +177,27 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the next ids, at most up to the one that completes a stop string."""
+        if self._splitter is not None:
+            return self._push_divided(token_ids, self._splitter)
         texts: list[str] = []
+        for i, token_id in enumerate(token_ids):
+            text, stopped = self._push_one(token_id)
+            texts.append(text)
+            if stopped:
+                self.stopped = True
+                return Piece(tuple(token_ids[: i + 1]), "".join(texts), True)
+        return Piece(tuple(token_ids), "".join(texts), False)
+
+    def _push_divided(self, token_ids: Sequence[int], splitter: AnswerSplitter) -> Piece:
         segments: list[Segment] = []
-        num_taken = 0
-        for token_id in token_ids:
-            num_taken += 1
-            text, self.stopped = self._push_one(token_id)
-            if self._splitter is None:
-                texts.append(text)
-            else:
-                segments += self._split(self._splitter, text, self.stopped)
-            if self.stopped:
+        taken = tuple(token_ids)
+        for i, token_id in enumerate(taken):
+            text, stopped = self._push_one(token_id)
+            segments += self._split(splitter, text, stopped)
+            if stopped:
+                self.stopped = True
+                taken = taken[: i + 1]
                 break
-        taken = tuple(token_ids[:num_taken])
-        if self._splitter is None:
-            return Piece(taken, "".join(texts), self.stopped)
         reasoning, content, calls = parts_of(segments)
         return Piece(taken, content, self.stopped, reasoning, calls)
 
