@@ -11,7 +11,7 @@ comes out is the same however the ids were cut into batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
@@ -120,8 +120,7 @@ class StopMatcher:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a batch of ids came to."""
 
     token_ids: tuple[int, ...]
