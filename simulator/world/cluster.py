@@ -18,6 +18,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
+from disagg.proto.step_times.interface import StepTimes
 from disagg.router.requests import events
 from disagg.simulator.workers.exact_engine import register
 from disagg.simulator.workers.exact_worker import ExactWorker
@@ -31,6 +32,7 @@ from disagg.simulator.world.network import Network
 from disagg.simulator.world.prompts import run_for
 from disagg.simulator.world.series import Sample
 from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
+from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 
 SimulatedWorker = ExactWorker | FastWorker
@@ -112,6 +114,7 @@ class SimulatedCluster(Surroundings):
         self.samples: list[Sample] = []
         self._members: dict[WorkerId, _Member] = {}
         self._calibrations: dict[str, tuple[StepSample, ...]] = {}
+        """By pool, without slow times."""
         self._end_s = 0.0
         self._is_ticking = False
         for pool in spec.pools:
@@ -131,6 +134,11 @@ class SimulatedCluster(Surroundings):
             if WorkerId(fault.worker_id) not in self._members:
                 raise ValueError(f"faults: there is no worker {fault.worker_id}; got {', '.join(self._members)}")
             self.loop.at(fault.at_s, self._fail, fault)
+        for slow_time in spec.slow_times:
+            if slow_time.what == "links":
+                for when in (slow_time.begins_s, slow_time.ends_s):
+                    if when < math.inf:
+                        self.loop.at(when, self._set_link_paces)
         self.loop.at(0.0, self._sample)
 
     # ------------------------------------------------------------ running
@@ -244,34 +252,55 @@ class SimulatedCluster(Surroundings):
         member = self._members[worker_id]
         if member.is_removed:
             return
-        pool, spec = member.pool, self.spec
+        pool = member.pool
         member.num_starts += 1
         config = msgspec.structs.replace(pool.worker, worker_id=worker_id, num_blocks=pool.num_blocks)
-        runner = TimedRunner(
-            pool.times,
-            self.answers,
-            layout=spec.kv_layout,
-            num_blocks=pool.num_blocks,
-            block_size=config.block_size,
-            max_model_len=spec.max_model_len,
-        )
-        if pool.name not in self._calibrations:
-            self._calibrations[pool.name] = runner.calibrated(config)
-        incarnation = f"{worker_id}.{member.num_starts}"
-        worker = self._make_worker(pool, config, runner, incarnation)
+        slow_times = self._slow_times(worker_id, "steps")
+        times = SlowedSteps(pool.times, slow_times, self.loop) if slow_times else pool.times
+        calibration = self._calibration(pool, config, factor_before(slow_times, self.loop.now))
+        worker = self._make_worker(times, config, pool, calibration, f"{worker_id}.{member.num_starts}")
         member.worker = worker
         self.gateway.worker_up(worker)
         worker.start()
 
+    def _calibration(self, pool: PoolSpec, config: WorkerConfig, factor: float) -> tuple[StepSample, ...]:
+        """What a worker measures at its start, where everything takes `factor` times as long."""
+        known = self._calibrations.get(pool.name)
+        if known is None:
+            known = self._calibrations[pool.name] = self._runner(pool, config, pool.times).calibrated(config)
+        return tuple(msgspec.structs.replace(each, ms=each.ms * factor) for each in known)
+
+    def _runner(self, pool: PoolSpec, config: WorkerConfig, times: StepTimes) -> TimedRunner:
+        return TimedRunner(
+            times,
+            self.answers,
+            layout=self.spec.kv_layout,
+            num_blocks=pool.num_blocks,
+            block_size=config.block_size,
+            max_model_len=self.spec.max_model_len,
+        )
+
+    def _slow_times(self, worker_id: WorkerId, what: str) -> list[SlowTime]:
+        return [each for each in self.spec.slow_times if each.concerns(worker_id, what)]
+
+    def _set_link_paces(self) -> None:
+        for worker_id in self._members:
+            self.network.slow_down(worker_id, factor_at(self._slow_times(worker_id, "links"), self.loop.now))
+
     def _make_worker(
-        self, pool: PoolSpec, config: WorkerConfig, runner: TimedRunner, incarnation: str
+        self,
+        times: StepTimes,
+        config: WorkerConfig,
+        pool: PoolSpec,
+        calibration: tuple[StepSample, ...],
+        incarnation: str,
     ) -> SimulatedWorker:
-        calibration = self._calibrations[pool.name]
+        runner = self._runner(pool, config, times)
         if self.spec.engine == "exact":
             return ExactWorker(self, config, runner, calibration, incarnation, self.spec.jump_s)
         most = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
         longest = min(most, runner.num_blocks * runner.block_size)
-        return FastWorker(self, config, register(config, runner, longest, calibration, incarnation), pool.times)
+        return FastWorker(self, config, register(config, runner, longest, calibration, incarnation), times)
 
     def _fail(self, fault: Fault) -> None:
         member = self._members[WorkerId(fault.worker_id)]

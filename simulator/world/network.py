@@ -38,6 +38,8 @@ class Network:
         self._link = link
         self._out: defaultdict[Hashable, dict[_Transfer, None]] = defaultdict(dict)
         self._in: defaultdict[Hashable, dict[_Transfer, None]] = defaultdict(dict)
+        self._factors: dict[Hashable, float] = {}
+        """How many times as long transfers of a worker take now, where that is not once."""
         self.bytes_sent = 0
         self.num_transfers = 0
 
@@ -49,6 +51,12 @@ class Network:
         self._out[source][transfer] = None
         self._in[target][transfer] = None
         self._share(source, target)
+
+    def slow_down(self, worker: Hashable, factor: float) -> None:
+        """Transfers from a worker and to it take `factor` times as long from now on."""
+        self._factors[worker] = factor
+        for transfer in [*self._out[worker], *self._in[worker]]:
+            self._share(transfer.source, transfer.target)
 
     def drop(self, worker: Hashable) -> None:
         """A worker is gone: what it sent or was to get ends at once, and no callback is called."""
@@ -68,6 +76,7 @@ class Network:
         now, bandwidth = self._loop.now, self._link.bandwidth_bytes_per_s
         for transfer in {**self._out[source], **self._in[target]}:
             rate = bandwidth / max(len(self._out[transfer.source]), len(self._in[transfer.target]))
+            rate /= self._factor(transfer)
             if rate == transfer.rate:
                 continue
             transfer.bytes_left -= transfer.rate * (now - transfer.as_of)
@@ -80,5 +89,8 @@ class Network:
             return
         del self._out[transfer.source][transfer]
         del self._in[transfer.target][transfer]
-        self._loop.after(self._link.latency_s, transfer.done)
+        self._loop.after(self._link.latency_s * self._factor(transfer), transfer.done)
         self._share(transfer.source, transfer.target)
+
+    def _factor(self, transfer: _Transfer) -> float:
+        return max(self._factors.get(transfer.source, 1.0), self._factors.get(transfer.target, 1.0))

@@ -12,6 +12,7 @@ from disagg.proto.messages import KvLayout
 from disagg.proto.step_times.interface import LinkTimes, StepTimes
 from disagg.router.config import RouterConfig
 from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.world.slow_times import SlowTime
 
 EngineKind = Literal["exact", "fast"]
 """`exact`: the steps of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""
@@ -68,6 +69,7 @@ class ClusterSpec:
     """The worker whose core the gateway has, too."""
     engine: EngineKind = "exact"
     faults: Sequence[Fault] = ()
+    slow_times: Sequence[SlowTime] = ()
     jump_s: float = 1.0
     """Exact engine: decode steps that are alike are taken together for so long, and told together, before the router
     places a request at the latest. 0 takes and tells each by itself."""
