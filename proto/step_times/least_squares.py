@@ -115,6 +115,10 @@ class Moments(msgspec.Struct, gc=False):
         factor *= target_factor
         self.moment = tuple([own + factor * value for own, value in zip(self.moment, other.moment, strict=True)])
 
+    def stretch(self, factor: float) -> None:
+        """Multiply the targets of all observations."""
+        self.moment = tuple([value * factor for value in self.moment])
+
     def along(self, solution: Sequence[float]) -> tuple[float, float]:
         """(x.gram.x, moment.x) for x = `solution`: the second over the first is the factor of x that fits best."""
         squared = sum(map(mul, self._answers(solution), solution))

@@ -6,7 +6,7 @@ reports.
         coefficients               used by placement, and by steps by slack; fitted again when enough was observed
 
 The time of a step is taken as linear: base + prefill tokens + pairs attended by them + decodes + context of these,
-each times a coefficient that is never negative. Three properties matter more than the last percent:
+each times a coefficient that is never negative. Four properties matter more than the last percent:
 
 - The error that counts is relative: a decode step of 10 ms must be as right as a prefill step of 300. So each
   observation is divided by its own size (as the calibration predicts it: by a size that follows the worker's pace,
@@ -15,16 +15,22 @@ each times a coefficient that is never negative. Three properties matter more th
   become slower must. So what is far off, measured by how far off the steps usually are, weighs less (Huber, Robust
   Estimation of a Location Parameter, 1964): one such step moves hardly anything, and when all of them are far off the
   measure follows and lets them in.
+- A few steps in a row that all took far longer than predicted, or far less, are no outliers but a change of the
+  worker's pace: what was seen before it counts as many times as long from then on, so the next prediction is right.
+  Of steps that took less, fewer are enough: a step may be long for many reasons, and none is shorter than the worker is
+  quick. Steps of a size that no fit has seen show the shape instead, and do not count.
 - After an hour of decoding the cost of a prompt must still be right. So the observations of each kind of step (prefill,
   decode, both) fade only with steps of the same kind, and the calibration never fades. But it is soon outweighed, and
   used as a shape: where present steps take 1.2 times as long as calibrated, because the core is shared, all of it
-  counts 1.2 times.
+  counts 1.2 times. A change of pace concerns calibration and steps of other kinds, too, unless some of these were seen
+  meanwhile and took as long as ever: the estimate of what a worker does not do follows what it does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -75,13 +81,19 @@ measured, such as between the base and the decodes when all batches had the same
 _WINDOW = 64.0
 """Steps of each kind that count."""
 _PACE_PRIOR = 4.0
-"""Weight of the assumption that the worker is as fast as it was at its start, in observations."""
+"""Weight of the assumption that the worker has the pace of its latest change, in observations."""
 NUM_LEARNED = 16
 """First steps that stand for the calibration of a worker without one, or hand-overs by which a link is known."""
 _LEAST_SIZE_MS, _LONGEST_MS = 1e-3, 1e9
 """What a step can take; the former is also added to sizes that are divided by."""
 _REFIT_SHARE, _REFIT_AT_MOST = 8, 32
 """The fit is redone after 1/8 more observations, and at the latest after 32."""
+_QUICKER, _SLOWER = 1 / 1.5, 1.5
+"""A step that takes less than so many times as long as predicted, or more, may show a change of pace."""
+_SLOWER_STEPS, _FASTER_STEPS = 6, 3
+"""So many of them in a row, of one kind, show it."""
+_SIZE_SEEN = 2.0
+"""Steps up to so many times as large, or as small, as those that a fit has seen."""
 _REFIT_OUTLIERS = 2
 """Or after so many outliers: steps may be of a size that no fit has seen, such as those of the first long prompts, for
 which a coefficient may be wrong by any factor."""
@@ -106,6 +118,47 @@ class Outliers(msgspec.Struct, gc=False):
         return limit / distance
 
 
+class _Step(NamedTuple):
+    """A measured step, as it is fitted."""
+
+    ratio: float
+    """How many times as long as predicted it took."""
+    factors: FiveFactors
+    target: float
+
+
+class _Kind:
+    """The steps of one kind, and the latest ones as long as they may show a change of pace."""
+
+    __slots__ = ("_known", "last_usual", "moments", "run", "run_began", "sizes")
+
+    def __init__(self, known_sizes: tuple[float, float]) -> None:
+        self.moments = Moments(_NUM_UNKNOWNS, _WINDOW)
+        """Without those of `run`."""
+        self.run: list[_Step] = []
+        """The latest steps, where all of them took far longer than predicted, or all far less."""
+        self.run_began = 0
+        """Number of the first of them."""
+        self.last_usual = 0
+        """Number of the latest step that took about as long as predicted."""
+        self.sizes = self._known = known_sizes
+        """The least and the largest size: of all steps, and of those that the latest fit has seen."""
+
+    @property
+    def direction(self) -> int:
+        """Of the run: 1 for slower, -1 for faster; 0 without one."""
+        return 0 if not self.run else 1 if self.run[0].ratio > 1.0 else -1
+
+    def knows(self, size: float) -> bool:
+        """Whether a fit has seen steps of about this size."""
+        least, largest = self._known
+        return least / _SIZE_SEEN <= size <= largest * _SIZE_SEEN
+
+    def fitted(self) -> None:
+        """A fit has seen all steps."""
+        self._known = self.sizes
+
+
 class StepModel:
     """The step times of one worker. A worker without calibration is calibrated by its first steps; before these it has
     the default coefficients. Impossible observations (no time, or nothing computed) are ignored: they come from
@@ -113,6 +166,7 @@ class StepModel:
     """
 
     __slots__ = (
+        "_calibrated_sizes",
         "_coefficients",
         "_kinds",
         "_measured",
@@ -121,6 +175,7 @@ class StepModel:
         "_num_outliers",
         "_num_to_learn",
         "_outliers",
+        "_pace",
         "_prior",
         "_refit_at",
         "_start",
@@ -128,9 +183,13 @@ class StepModel:
 
     def __init__(self, calibration: Sequence[StepSample]) -> None:
         measured = [sample for sample in calibration if _is_measured(sample)]
+        self._calibrated_sizes = (math.inf, 0.0)
+        """The least and the largest."""
         self._measured = Moments(_NUM_UNKNOWNS)
         """The calibration."""
-        self._kinds: dict[tuple[bool, bool], Moments] = {}
+        self._kinds: dict[tuple[bool, bool], _Kind] = {}
+        self._pace = 1.0
+        """How many times as long as calibrated steps take, after the changes of pace so far."""
         self._outliers = Outliers(usual=0.1)
         self._num_observed = 0
         self._num_outliers = 0
@@ -153,17 +212,61 @@ class StepModel:
         size = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
         a, b, c, d, e = self._multiples
         predicted = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
-        kind = (sample.prefill_tokens > 0, sample.num_decodes > 0)
-        moments = self._kinds.get(kind)
-        if moments is None:
-            moments = self._kinds[kind] = Moments(_NUM_UNKNOWNS, _WINDOW)
-        weight = self._outliers.weight(abs(ms - predicted) / predicted)
+        kind = self._kinds.get((sample.prefill_tokens > 0, sample.num_decodes > 0)) or self._new_kind(sample)
+        least, largest = kind.sizes
+        is_new_size = not least <= size <= largest
+        factors = (base / size, tokens / size, pairs / size, decodes / size, context / size)
+        ratio = ms / predicted
+        if _QUICKER <= ratio <= _SLOWER:
+            kind.last_usual = self._num_observed
+            if kind.run:
+                self._end_run(kind)
+        elif kind.knows(size):
+            self._take_far_off(kind, _Step(ratio, factors, ms / size))
+            return
+        if is_new_size:
+            kind.sizes = min(least, size), max(largest, size)
+        self._add(kind, ratio, factors, ms / size)
+
+    def _add(self, kind: _Kind, ratio: float, factors: FiveFactors, target: float) -> None:
+        weight = self._outliers.weight(abs(ratio - 1.0))
         if weight < 1.0:
             self._num_outliers += 1
             if self._num_outliers >= _REFIT_OUTLIERS:
                 self._refit_at = self._num_observed
-        scaled = (base / size, tokens / size, pairs / size, decodes / size, context / size)
-        moments.add_five(scaled, ms / size, weight)
+        kind.moments.add_five(factors, target, weight)
+
+    def _end_run(self, kind: _Kind, factor: float = 1.0) -> None:
+        """Take in the steps that might show a change of pace, by how far off they are beside the present pace: `factor`
+        times as long as predicted. A step during which the pace changed fits neither."""
+        for step in kind.run:
+            self._add(kind, step.ratio / factor, step.factors, step.target)
+        kind.run.clear()
+
+    def _take_far_off(self, kind: _Kind, step: _Step) -> None:
+        """Another step that takes far longer than predicted, or far less. Enough of them are a change of pace: that of
+        all steps, unless some of another kind that were measured meanwhile took as long as ever."""
+        is_slower = step.ratio > 1.0
+        if kind.run and kind.direction != (1 if is_slower else -1):
+            self._end_run(kind)
+        if not kind.run:
+            kind.run_began = self._num_observed
+        kind.run.append(step)
+        if len(kind.run) < (_SLOWER_STEPS if is_slower else _FASTER_STEPS):
+            return
+        # Of a worker that is quicker the quickest step: too high an estimate would keep it from being used, and so
+        # would not be corrected; one that is too low is.
+        ratios, direction = [each.ratio for each in kind.run], kind.direction
+        factor = median(ratios) if is_slower else min(ratios)
+        others = [other for other in self._kinds.values() if other is not kind]
+        changed = [kind]
+        if all(other.last_usual < kind.run_began and other.direction in (0, direction) for other in others):
+            self._pace *= factor
+            changed += others
+        for each in changed:
+            each.moments.stretch(factor)
+            self._end_run(each, factor)
+        self._fit()
 
     @property
     def coefficients(self) -> StepCoefficients:
@@ -171,6 +274,11 @@ class StepModel:
         if self._num_observed >= self._refit_at:
             self._fit()
         return self._coefficients
+
+    def _new_kind(self, sample: StepSample) -> _Kind:
+        kind = _Kind(self._calibrated_sizes)
+        self._kinds[sample.prefill_tokens > 0, sample.num_decodes > 0] = kind
+        return kind
 
     def _calibrate(self, samples: Sequence[StepSample]) -> None:
         """Add samples to the calibration, and fit its coefficients. What was not measured has its default, scaled to
@@ -180,17 +288,23 @@ class StepModel:
         pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
         self._prior = total(_NUM_UNKNOWNS, (self._measured, ridge(_NUM_UNKNOWNS, pace)))
         self._start = tuple(self._prior.solve())
+        for sample in samples:
+            least, largest = self._calibrated_sizes
+            size = sum(factor * multiple for factor, multiple in zip(_factors_of(sample), self._start, strict=True))
+            self._calibrated_sizes = min(least, size), max(largest, size)
         self._prior.expect(self._start)
 
     def _fit(self) -> None:
-        system = total(_NUM_UNKNOWNS, self._kinds.values())
-        pace = _pace(system, self._start, prior_weight=_PACE_PRIOR)
+        system = total(_NUM_UNKNOWNS, (kind.moments for kind in self._kinds.values()))
+        pace = _pace(system, self._start, prior_weight=_PACE_PRIOR, expected=self._pace)
         system.include(self._prior, target_factor=pace)
         self._multiples = tuple(system.solve())
         fitted = [multiple * unit for multiple, unit in zip(self._multiples, DEFAULT_COEFFICIENTS, strict=True)]
         self._coefficients = StepCoefficients(max(LEAST_MS, fitted[0]), *fitted[1:])
         self._refit_at = next_fit(self._num_observed)
         self._num_outliers = 0
+        for kind in self._kinds.values():
+            kind.fitted()
 
 
 def _is_measured(sample: StepSample) -> bool:
@@ -207,10 +321,11 @@ def ridge(size: int, multiple: float) -> Moments:
     return ridge
 
 
-def _pace(observed: Moments, start: Sequence[float], *, prior_weight: float) -> float:
-    """How many times as long as `start` predicts the observed steps take, by least squares; 1 where none was seen."""
-    expected, seen = observed.along(start)
-    return (seen + prior_weight) / (expected + prior_weight)
+def _pace(observed: Moments, start: Sequence[float], *, prior_weight: float, expected: float = 1.0) -> float:
+    """How many times as long as `start` predicts the observed steps take, by least squares; `expected` where none was
+    seen."""
+    predicted, seen = observed.along(start)
+    return (seen + prior_weight * expected) / (predicted + prior_weight)
 
 
 def _factors_of(sample: StepSample) -> FiveFactors:

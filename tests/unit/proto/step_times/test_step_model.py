@@ -234,3 +234,62 @@ def test_predictions_are_positive_and_grow_with_the_work(
     for i in range(4):
         more = predict(model, StepSample(1.0, *(count + 1000 * (i == j) for j, count in enumerate(counts))))
         assert more >= predicted
+
+
+FACTORS = (2.0, 5.0, 20.0, 100.0, 0.5, 0.2, 0.05, 0.01)
+
+
+def at_pace(factor: float, true: StepCoefficients = SMALL) -> StepCoefficients:
+    return StepCoefficients(*(factor * value for value in true))
+
+
+class TestChangesOfPace:
+    @pytest.mark.parametrize("factor", FACTORS)
+    @pytest.mark.parametrize("kinds", ["p", "d", "m"])
+    def test_a_few_steps_show_it_for_all_kinds(self, factor: float, kinds: str) -> None:
+        model = StepModel(calibration_of(SMALL))
+        feed(model, traffic(SMALL, 300))
+        feed(model, traffic(at_pace(factor), 8, kinds=kinds, seed=3))
+        assert largest_error(model, at_pace(factor)) < 0.15
+        feed(model, traffic(SMALL, 8, kinds=kinds, seed=4))
+        assert largest_error(model, SMALL) < 0.15
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    def test_a_calibration_at_another_pace_is_overcome_as_soon(self, factor: float) -> None:
+        model = StepModel(calibration_of(at_pace(factor)))
+        feed(model, traffic(SMALL, 16))
+        assert largest_error(model, SMALL) < 0.15
+
+    @pytest.mark.parametrize("factor", [3.0, 0.3])
+    def test_what_takes_as_long_as_ever_meanwhile_is_left(self, factor: float) -> None:
+        """Only prompts take longer, or less; decodes between them show that it is not the whole worker."""
+        model = StepModel(calibration_of(SMALL))
+        feed(model, traffic(SMALL, 300, kinds="pd"))
+        pairs_of = zip(traffic(at_pace(factor), 60, kinds="p"), traffic(SMALL, 60, kinds="d", seed=3), strict=True)
+        feed(model, [sample for pair in pairs_of for sample in pair])
+        assert largest_error(model, SMALL, PROBES[4:]) < 0.15
+        assert largest_error(model, at_pace(factor), PROBES[1:2]) < 0.15
+
+    @pytest.mark.parametrize(("factor", "number"), [(20.0, 5), (0.05, 2)])
+    def test_fewer_move_nothing(self, factor: float, number: int) -> None:
+        model = StepModel(calibration_of(SMALL))
+        feed(model, traffic(SMALL, 300))
+        for seed in range(3):
+            feed(model, traffic(at_pace(factor), number, kinds="d", seed=seed))
+            feed(model, traffic(SMALL, 40, kinds="d", seed=seed))
+            assert largest_error(model, SMALL) < 0.1
+
+    @pytest.mark.parametrize("during", [0.5, 0.15, 0.06])
+    def test_a_step_during_which_the_pace_changed_tells_of_neither(self, during: float) -> None:
+        model = StepModel(calibration_of(SMALL))
+        for pace, number in ((1.0, 8), (20.0, 8), (20.0 * during, 1), (1.0, 8)):
+            shapes = ((32, 480) if odd % 2 else (480, 0) for odd in range(number))
+            feed(model, [prefill(at_pace(pace), *shape) for shape in shapes])
+        assert largest_error(model, SMALL) < 0.1
+
+    def test_reports_that_are_read_late_do_not_count_twice(self) -> None:
+        model = StepModel(calibration_of(SMALL))
+        feed(model, traffic(SMALL, 300))
+        for sample in traffic(at_pace(20.0), 40, seed=3):
+            model.observe(sample)
+        assert largest_error(model, at_pace(20.0)) < 0.15
