@@ -24,6 +24,7 @@ have two owners: the attempt is ended as failed, so that the answer (nothing is 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -55,6 +56,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
+from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
 from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
@@ -129,6 +131,8 @@ class EngineCore:
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
         self._moves = Moves(self._scheduler, self._steps)
+        fits = min(config.token_budget, self._scheduler.max_model_len - 1) >= NUM_TOKENS
+        self._idle_steps = IdleSteps(runner, self._blocks, calibration, fits=fits)
         self.planned = StepPlan()
         """What `run_step` will compute or queue."""
         self._planned_at = 0.0
@@ -167,6 +171,37 @@ class EngineCore:
         """When `step` must be called at the latest, also without work."""
         head = self._deadlines.peek()
         return None if head is None else head[0][0]
+
+    # ------------------------------------------------------------ steps without sequences
+
+    def idle_step_at(self, now: float) -> float:
+        """When to measure a step, if nothing comes until then; infinite while there are sequences."""
+        if not self.is_idle or self.has_work:
+            self._idle_steps.worked()
+            return math.inf
+        return self._idle_steps.due_at(now)
+
+    def begin_idle_step(self) -> StepPlan:
+        """What that step computes; empty where there is no room for it. `end_idle_step` follows in any case."""
+        return self._idle_steps.begin()
+
+    def run_idle_step(self, plan: StepPlan) -> bool:
+        """Compute it; whether that was possible."""
+        try:
+            if plan.entries:
+                self._runner.run(plan)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _log.warning("a step that measures the idle worker failed; none follows before its next request: %s", error)
+            return False
+        return bool(plan.entries)
+
+    def end_idle_step(self, step: StepSample | None, now: float) -> None:
+        """It was measured; None where it could not be computed."""
+        self._idle_steps.end(None if step is None else step.ms, now)
+        if step is not None:
+            self.observe(step)
 
     # ------------------------------------------------------------ commands
 
@@ -339,6 +374,7 @@ class EngineCore:
         self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
         self.planned, self._planned_at = plan, now
         if plan.entries:
+            self._idle_steps.worked()
             self._note_started(plan, now)
         events += [ChunkPlanned(e.sequence.key, e.end) for e in plan.entries if e.sequence.hold_after_prefill]
         self._forget_ended(events)

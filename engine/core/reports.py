@@ -97,6 +97,11 @@ class StepSampler:
         if len(self._steps) < MAX_STEPS_PER_REPORT:
             self._steps.append(step)
 
+    def add(self, step: StepSample) -> None:
+        """A step of an idle worker, of which there are few: the next report carries it."""
+        if len(self._steps) < MAX_STEPS_PER_REPORT:
+            self._steps.append(step)
+
     def take(self) -> tuple[StepSample, ...]:
         """The chosen steps since the last call. Where there were too many, half as many will be chosen from now on;
         where half the room is left, twice as many."""

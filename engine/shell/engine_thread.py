@@ -2,7 +2,8 @@
 
 Each turn of the loop takes the commands that arrived and runs one step. Events for the asyncio side go out as a `Batch`
 before the step and after it, or, where no stream waits for them, with those of the next steps (`TokenPacing`). With
-nothing to do it sleeps until a command arrives or the next deadline of a sequence. A step's plan is delivered when it
+nothing to do it sleeps until a command arrives, the next deadline of a sequence, or a step is due that shows how quick
+the idle worker is. A step's plan is delivered when it
 begins, so that KV of it can be ordered meanwhile: it is copied as soon as it is computed. The thread ends by `stop` or
 by a crash; calls that it did not reach are answered with `EngineStoppedError`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +59,8 @@ class Batch:
     """As of now."""
     added: tuple[AttemptKey, ...] = ()
     """Sequences that `load` counts and that of no earlier batch did; they may have ended meanwhile."""
+    idle_step: StepSample | None = None
+    """One without sequences, see `core/idle_steps.py`."""
 
 
 class EngineThread:
@@ -164,11 +168,12 @@ class EngineThread:
                     if not self._wake.wait(IDLE_CHECK_AFTER_S):
                         self._check_idle()
                     continue
-                deadline = self._core.next_deadline
-                if deadline is None:
+                now, deadline = self._clock(), self._core.next_deadline
+                due = min(self._core.idle_step_at(now), math.inf if deadline is None else deadline)
+                if due == math.inf:
                     self._wake.wait()
                     continue
-                wait_s = deadline - self._clock()
+                wait_s = due - now
                 if wait_s <= 0:
                     break
                 self._wake.wait(min(LONGEST_WAIT_S, wait_s))
@@ -191,8 +196,20 @@ class EngineThread:
         if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
             self._deliver_all(planned)
         events = self._core.run_step()
+        if not events and self._core.idle_step_at(started) <= started:
+            self._idle_step()
+            return
         self._is_unchecked = self._core.is_idle
         self._end_step(events + self._serve_gathers())
+
+    def _idle_step(self) -> None:
+        core, began = self._core, self._clock()
+        plan = core.begin_idle_step()
+        is_done = core.run_idle_step(plan)
+        now = self._clock()
+        step = plan.measured((now - began) * 1e3) if is_done else None
+        core.end_idle_step(step, now)
+        self._deliver(Batch([], core.drain_kv_events(), core.load(), totals=core.totals(), idle_step=step))
 
     def _handle_arrived(self) -> bool:
         """Handle what arrived; whether anything had. Events go out now: peers must not wait for a step for them."""

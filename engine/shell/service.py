@@ -113,10 +113,14 @@ class _Watch:
         """One that the engine is to take."""
         self.changed = asyncio.Event()
 
-    def note(self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample]) -> None:
+    def note(
+        self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample], idle_step: StepSample | None = None
+    ) -> None:
         """Something changed."""
         for step in steps:
             self.steps.offer(step)
+        if idle_step is not None:
+            self.steps.add(idle_step)
         if len(self.kv_events) + len(kv_events) > MAX_PENDING_KV_EVENTS:
             self.needs_snapshot = True
         else:
@@ -216,12 +220,12 @@ class WorkerService:
     def publish(self, batch: Batch) -> None:
         """Note load, KV events and steps of one batch of the engine for the report streams."""
         self._counters.note(batch.steps, batch.totals)
-        changed = bool(batch.kv_events) or batch.load != self._load
+        changed = bool(batch.kv_events) or batch.load != self._load or batch.idle_step is not None
         self._load = batch.load
         if not changed:
             return
         for watch in self._watches:
-            watch.note(batch.kv_events, batch.steps)
+            watch.note(batch.kv_events, batch.steps, batch.idle_step)
 
     def leave_out(self, prompt_tokens: int, output_tokens: int) -> None:
         """Of the next batch these are a probe's, and do not count."""

@@ -18,8 +18,9 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -112,6 +113,9 @@ class ExactEngine(ABC):
         self._step = StepSample(0.0)
         """The latest one, with its time."""
         self._jump: _Jump | None = None
+        self._rests_until = math.inf
+        """When it is looked whether an idle step is due."""
+        self._is_over = False
         self._ended_at: float | None = None
         """When the last step of a jump ended, until the turn after it: a command may have come since."""
         self._reports = Reports(
@@ -138,10 +142,12 @@ class ExactEngine(ABC):
     def start(self) -> None:
         """Begin to report."""
         self._reports.start(self.core.prefix_snapshot())
+        self._rest()
 
     def stop_reporting(self) -> None:
         """The run is over."""
         self._reports.stop()
+        self._is_over = True
 
     def die(self) -> None:
         """End without a word; the pairs of others are closed by `Pair.close`."""
@@ -218,15 +224,9 @@ class ExactEngine(ABC):
         return True
 
     def _end_step(self) -> None:
-        if self.is_dead:
+        if self.is_dead or self._falls_behind(self._end_step):
             return
         if self._running is not None:
-            machine = self._world.machine
-            assert machine is not None
-            if behind_s := machine.behind_s(self._running):
-                self._loop.after(behind_s, self._end_step)
-                return
-            machine.end(self._running)
             self._step = replace(self._step, ms=(self._loop.now - self._running.began_at) * 1e3)
             self._running = None
         happened = self.core.run_step()
@@ -239,6 +239,18 @@ class ExactEngine(ABC):
             self._loop.after(copy_s, self._end_turn, happened)
         else:
             self._end_turn(happened)
+
+    def _falls_behind(self, end: Callable[..., None], *args: Any) -> bool:
+        """Whether neighbours slow the running step down, so that it ends later: then `end` is called again."""
+        if self._running is None:
+            return False
+        machine = self._world.machine
+        assert machine is not None
+        if behind_s := machine.behind_s(self._running):
+            self._loop.after(behind_s, end, *args)
+            return True
+        machine.end(self._running)
+        return False
 
     def _end_turn(self, happened: list[Event]) -> None:
         if self.is_dead:
@@ -262,6 +274,7 @@ class ExactEngine(ABC):
         self._is_busy = False
         if (deadline := self.core.next_deadline) is not None:
             self._loop.at(deadline, self._wake)
+        self._rest()
 
     def _gap_s(self, happened: Sequence[Event]) -> float:
         """Until the next step."""
@@ -290,6 +303,46 @@ class ExactEngine(ABC):
         """Send what is in the outbox."""
         for update in self._outbox.flush().values():
             self._world.to_gateway(events.FromWorker(self.info.worker_id, self.info.incarnation, update))
+
+    # ------------------------------------------------------------ steps without sequences
+
+    def _rest(self) -> None:
+        """There is nothing to do, but to measure a step now and then."""
+        due = self.core.idle_step_at(self._loop.now)
+        if due < self._rests_until and not self._is_over:
+            self._rests_until = due
+            self._loop.at(due, self._begin_idle_step)
+
+    def _begin_idle_step(self) -> None:
+        self._rests_until = math.inf
+        if self.is_dead or self._is_busy or self._is_over:
+            return
+        if self.core.idle_step_at(self._loop.now) > self._loop.now:
+            self._rest()
+            return
+        self._is_busy = True
+        plan = self.core.begin_idle_step()
+        step = self._runner.timed(plan) if self.core.run_idle_step(plan) else None
+        step_s = 0.0 if step is None else step.ms / 1e3
+        if self._world.machine is not None:
+            self._running = self._world.machine.begin(self.info.worker_id, "prefill", step_s)
+        self._loop.after(step_s, self._end_idle_step, step)
+
+    def _end_idle_step(self, step: StepSample | None) -> None:
+        if self.is_dead or self._falls_behind(self._end_idle_step, step):
+            return
+        if step is not None and self._running is not None:
+            step = replace(step, ms=(self._loop.now - self._running.began_at) * 1e3)
+        self._running = None
+        self.core.end_idle_step(step, self._loop.now)
+        self._is_busy = False
+        if step is not None:
+            self._reports.add(step)
+            self._reports.note()
+        if self._inbox:
+            self._wake()
+        else:
+            self._rest()
 
     # ------------------------------------------------------------ steps that are alike
 

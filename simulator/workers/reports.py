@@ -56,6 +56,10 @@ class Reports:
         """A step was done; the next report may carry it."""
         self._steps.offer(step)
 
+    def add(self, step: StepSample) -> None:
+        """A step of the idle worker; the next report carries it."""
+        self._steps.add(step)
+
     def offer_late(self, step: StepSample, ended: float) -> None:
         """A step that ended then, and may be followed by others already. The next report carries what those would have
         carried that a worker had sent meanwhile."""

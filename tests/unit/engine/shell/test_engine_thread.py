@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Gathered, Reserve, TokenSampled
+from disagg.engine.core import idle_steps
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.plan import QueuedStep, StepPlan, StepResult
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
@@ -310,6 +311,19 @@ def test_an_idle_engine_checks_once_that_nothing_is_left(
     assert (
         "the engine is idle and its audit fails: a finding; 3 blocks_active are held without a sequence" in caplog.text
     )
+
+
+def test_an_idle_engine_tells_steps_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_steps, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(engine_thread, "IDLE_CHECK_AFTER_S", 0.001)
+    with running(make_core()) as harness:
+        harness.thread.post(Add(make_spec("a", PROMPT, max_tokens=3)))
+        harness.events_until_ended()
+        steps = [harness.batches.get(timeout=WAIT_S).idle_step for _ in range(4)]
+    found = [step for step in steps if step is not None]
+    assert len(found) >= 3
+    assert {(step.prefill_tokens, step.num_decodes) for step in found} == {(16, 0)}
+    assert min(step.ms for step in found) > 0
 
 
 class Turns:

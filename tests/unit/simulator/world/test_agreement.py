@@ -49,7 +49,7 @@ Shape = dict[str, Any]
 LARGER = {
     "preemption": 0.05,
     "one machine": 0.04,
-    "one machine, colocated": 0.04,
+    "one machine, colocated": 0.05,
     "slack, one machine": 0.04,
     "elastic": 0.05,
     "elastic, tight": 0.05,
