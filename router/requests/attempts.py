@@ -175,6 +175,7 @@ class Attempts:
         """D owns the sequence now, and P is done with it."""
         attempt = record.running
         if attempt.state is AttemptState.PREFILLING:  # D's message came before P's
+            attempt.marks.computed = now
             self.passed("prefill", attempt, now)
         attempt.advance(AttemptEvent.HANDED_OVER)
         self.passed("transfer", attempt, now)

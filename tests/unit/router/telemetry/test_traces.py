@@ -141,6 +141,25 @@ def test_what_a_worker_measured_never_reaches_beyond_what_the_gateway_saw() -> N
     ]
 
 
+def test_a_prompt_was_computed_when_its_decode_worker_says_first_that_it_has_the_sequence() -> None:
+    """The messages of two workers overtake each other; the prefill does not last until the end of the answer."""
+    it = Scenario("p0", "d0")
+    it.submit(routed_request("r0", 64))
+    it.now = 1.0
+    it.update("d0", timed(handed_over_update("r0", 0), "handed_over", transfer_s=0.5))
+    it.now = 1.5
+    it.update("p0", timed(prefilled_update("r0", 0), "prefilled", alloc_wait_s=0.25, queue_s=0.25))
+    it.now = 5.0
+    assert spans(it, "r0")[2:] == [
+        ("kv_alloc_wait", "d0", 0.0, 0.25),
+        ("prefill_queue", "p0", 0.25, 0.5),
+        ("prefill", "p0", 0.5, 1.0),
+        ("kv_transfer", "d0", 0.5, 1.0),
+        ("kv_transfer_exposed", "d0", 1.0, 1.0),
+        ("decode", "d0", 1.0, None),
+    ]
+
+
 def test_the_spans_of_a_lost_attempt_and_of_the_next_one() -> None:
     it = Scenario("p0", "d0", "d1")
     it.submit(routed_request("r0", 64))
