@@ -275,6 +275,9 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     """That it allows."""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    trial: str = ""
+    """What it was a trial of: a prediction by which it would have been refused, or placed elsewhere, and which nothing
+    had confirmed lately."""
     last_token_at: float | None = None
     max_itl_s: float = 0.0
     """Longest time between two output tokens."""

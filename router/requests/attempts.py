@@ -45,6 +45,7 @@ from disagg.router.workers.circuit_breakers import Leg
 from disagg.router.workers.worker import Worker
 
 MIN_PAIR_TIMEOUT_S = 0.25
+LINK_TRIAL = "of the transfer, which took long, and which nothing had confirmed lately"
 TRIAL_TOKENS = 32
 """Tokens of an answer after which the trial of a decode worker counts as passed; its end may be minutes away."""
 
@@ -184,7 +185,7 @@ class Attempts:
             if prefill in attempt.live:
                 self.leave(attempt, prefill)
             exposed_s = 0.0 if attempt.marks.computed is None else max(0.0, now - attempt.marks.computed)
-            self._fleet.links.observe(prefill, attempt.decode, message.kv_bytes, exposed_s * 1000)
+            self._fleet.links.observe(prefill, attempt.decode, message.kv_bytes, exposed_s * 1000, now)
         trace = record.trace
         trace.kv_bytes = message.kv_bytes
         trace.decode_cached_tokens = message.cached_tokens
@@ -344,6 +345,9 @@ class Attempts:
             live = [prefill_id, decode_id]
             fleet.pairs.used(prefill_id, decode_id, now)
             fleet.open(first, key, prefill_assignment(demand, prefill), turn)
+        if fleet.links.placed(prefill_id, decode_id, now):
+            self.decisions["link_trial"] += 1
+            record.trace.trial = LINK_TRIAL
         fleet.predict(first, hashes, now)
         self._reuse.observe(cached_tokens / demand.num_tokens)
         self._num_started += 1

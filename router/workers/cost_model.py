@@ -1,8 +1,14 @@
-"""The exposed part of KV transfers, predicted: fitted online, as step times are (`proto/step_times/step_model.py`)."""
+"""The exposed part of KV transfers, predicted: fitted online, as step times are (`proto/step_times/step_model.py`).
+
+A link that was slow for a while is avoided, and nothing would show that it is as fast as before. So one that has become
+much slower, and that no request used for `STALE_S`, counts as at its best for the next request: its trial. If that
+shows another pace, all that was seen before counts at that pace.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -17,6 +23,15 @@ _LATENCY_MS, _MEGABYTE_MS = 1.0, 0.5
 _LINK_FLOOR_MS = 1.0
 """Errors below this do not matter, however large they are relatively."""
 _FLEET_WINDOW, _PAIR_WINDOW = 1024.0, 64.0
+STALE_S = 6.0
+"""A slow link is tried again after so long without a request."""
+STALE_PLACEMENTS = 8
+"""And after so many placements on any links, or without, so that few of few requests are trials."""
+_SLOW, _SLOW_MS = 2.0, 5.0
+"""Slow: a transfer of a megabyte takes more than so many times as long as at its best, and so many milliseconds
+more."""
+_LEAST_SEEN = 4
+"""Transfers after which a fit may be its best."""
 _PAIR_PRIOR = 4.0
 """A pair is assumed to be typical until about this many transfers were observed."""
 
@@ -32,6 +47,16 @@ class _Link(msgspec.Struct, gc=False):
     latency_ms: float = 0.0
     byte_ms: float = 0.0
     """Like `latency_ms` by the latest fit."""
+    best: tuple[float, float] = (math.inf, math.inf)
+    """Of a transfer of no bytes, and of each byte, by the fit of the shortest times."""
+    is_slow: bool = False
+    """By the latest fit, beside `best`."""
+    used_at: float = -math.inf
+    """When a request was last placed there, or a transfer was seen."""
+    used_turn: int = 0
+    """Number of placements at that time."""
+    is_tried: bool = False
+    """A request is a trial of it."""
 
     def __post_init__(self) -> None:
         self._take(self.multiples)
@@ -63,10 +88,32 @@ class _Link(msgspec.Struct, gc=False):
         self.multiples = multiples
         latency, per_megabyte = multiples
         self.latency_ms, self.byte_ms = latency * _LATENCY_MS, per_megabyte * _MEGABYTE_MS / _MEGABYTE
+        if self.num_observed >= _LEAST_SEEN:
+            ms, best_ms = self.latency_ms + _MEGABYTE * self.byte_ms, self.best[0] + _MEGABYTE * self.best[1]
+            if ms < best_ms:
+                self.best, best_ms = (self.latency_ms, self.byte_ms), ms
+            self.is_slow = ms > max(_SLOW * best_ms, best_ms + _SLOW_MS)
+
+    def is_stale(self, now: float, turn: int) -> bool:
+        """Whether it is slow by what was seen long ago."""
+        return self.is_slow and now >= self.used_at + STALE_S and turn >= self.used_turn + STALE_PLACEMENTS
+
+    def end_trial(self, byte_factor: float, exposed_ms: float) -> None:
+        """The transfer of its trial was seen: if it was much faster than predicted, so would have been the earlier
+        ones."""
+        self.is_tried = False
+        factor = max(_LINK_FLOOR_MS, exposed_ms) / self.predict(byte_factor)
+        if factor < 1.0 / _SLOW:
+            self.recent.stretch(factor)
+            first, second = self.multiples
+            self.fitted((first * factor, second * factor))
 
 
 def _new_link(window: float, multiples: tuple[float, ...]) -> _Link:
     return _Link(recent=Moments(_LINK_UNKNOWNS, window), multiples=multiples, outliers=Outliers(usual=1.0))
+
+
+_NO_LINKS: Mapping[WorkerId, _Link] = {}
 
 
 class LinkModel:
@@ -81,8 +128,27 @@ class LinkModel:
         self._prior = ridge(_LINK_UNKNOWNS, 1.0)
         self._fleet = _new_link(_FLEET_WINDOW, (1.0,) * _LINK_UNKNOWNS)
         self._pairs: dict[WorkerId, dict[WorkerId, _Link]] = {}
+        self._num_placed = 0
 
-    def observe(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, exposed_ms: float) -> None:
+    def placed(self, prefill_id: WorkerId | None, decode_id: WorkerId, now: float) -> bool:
+        """A request was placed on a pair, or without one. Returns whether that is a trial of its link."""
+        self._num_placed += 1
+        if prefill_id is None:
+            return False
+        fleet = self._fleet
+        link = self._pairs.get(prefill_id, _NO_LINKS).get(decode_id, fleet)
+        if not (link.is_slow or fleet.is_slow):
+            return False
+        is_trial = link.is_stale(now, self._num_placed)
+        for each in (fleet, link):
+            each.is_tried = each.is_tried or each.is_stale(now, self._num_placed)
+        for each in (fleet, link):
+            each.used_at, each.used_turn = now, self._num_placed
+        return is_trial
+
+    def observe(
+        self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, exposed_ms: float, now: float = 0.0
+    ) -> None:
         """Observe one hand-over; one with an impossible time is ignored."""
         if not 0.0 <= exposed_ms < math.inf:
             return
@@ -93,14 +159,19 @@ class LinkModel:
             link = links[decode_id] = _new_link(_PAIR_WINDOW, self._fleet.multiples)
         fleet = self._fleet
         fleet.fit(self._prior)
+        for each in (fleet, link):
+            if each.is_tried:
+                each.end_trial(byte_factor, exposed_ms)
+            each.used_at, each.used_turn = max(each.used_at, now), self._num_placed
         size = fleet.predict(byte_factor)
         if fleet.num_observed < NUM_LEARNED:
             size = max(size, exposed_ms)
         for fit in (fleet, link):
             fit.observe(byte_factor, exposed_ms, size)
 
-    def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
-        """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes."""
+    def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, now: float = -math.inf) -> float:
+        """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes. `now`: of a
+        request that may be a trial of the link."""
         fleet, links = self._fleet, self._pairs.get(prefill_id)
         link = fleet if links is None else links.get(decode_id, fleet)
         if link.num_observed >= link.refit_at:
@@ -108,6 +179,9 @@ class LinkModel:
                 link.fit(self._prior)
             else:
                 self._fit_pair(link)
+        if link.is_slow and link.is_stale(now, self._num_placed + 1):
+            latency_ms, byte_ms = link.best
+            return max(LEAST_MS, latency_ms + kv_bytes * byte_ms)
         exposed_ms = link.latency_ms + kv_bytes * link.byte_ms
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 

@@ -230,6 +230,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         trace_parent=trace.trace_parent,
         arrived_at=trace.arrival + clock_to_epoch_s,
         is_probe=trace.is_probe,
+        trial=trace.trial,
         guardrails=[
             pb.GuardrailDecision(
                 guardrail=guardrail, rule=rule, subject=subject, action=action, reason=reason, count=count

@@ -123,7 +123,9 @@ class Joint:
         worker, prefill_id = decode.worker, prefill.worker.worker_id
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
         decode_id = worker.worker_id
-        return self._links.exposed_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
+        return self._links.exposed_ms(prefill_id, decode_id, kv_bytes, demand.now), self._pairs.setup_ms(
+            prefill_id, decode_id
+        )
 
     def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """The same by the latest fits as they are."""

@@ -89,6 +89,7 @@ def _facts(request: Explanation) -> Table:
         "cached": _cached(request),
         "KV moved": f"{format_bytes(request.kv_bytes)} by {request.transport}" if request.transport else "none",
         "attempts": str(request.attempts) if request.attempts != 1 else "",
+        "a trial": request.trial,
         "longest gap": f"{request.max_itl_ms:.1f} ms between two tokens" if request.max_itl_ms else "",
         "guardrails": "\n".join(map(_decision, request.guardrails)),
         "traceparent": request.trace_parent,

@@ -129,3 +129,55 @@ class TestLinkModel:
         for decode_id in (D, E):
             smaller = links.exposed_ms(P, decode_id, kv_bytes)
             assert 0.0 < smaller <= links.exposed_ms(P, decode_id, kv_bytes + more) < math.inf
+
+
+class TestSlowLinks:
+    """A link that was slow is tried again, though nobody would choose it."""
+
+    BYTES = 10_000_000
+
+    def slow(self) -> tuple[LinkModel, float]:
+        """A link that took 15 ms for these bytes, and then 600 until 100 s; and the time that is predicted then."""
+        links = LinkModel()
+        for number in range(200):
+            links.observe(P, D, self.BYTES, 15.0, number / 10)
+            links.exposed_ms(P, D, self.BYTES)
+        for number in range(800):
+            links.observe(P, D, self.BYTES, 600.0, 20 + number / 10)
+            links.exposed_ms(P, D, self.BYTES)
+        return links, links.exposed_ms(P, D, self.BYTES, 100.0)
+
+    @staticmethod
+    def place_elsewhere(links: LinkModel, number: int, now: float) -> None:
+        for _ in range(number):
+            assert not links.placed(None, D, now)
+
+    def test_it_counts_as_at_its_best_for_one_request(self) -> None:
+        links, slow_ms = self.slow()
+        assert slow_ms > 200.0
+        self.place_elsewhere(links, 20, 103.0)
+        assert links.exposed_ms(P, D, self.BYTES, 103.0) == slow_ms, "too soon"
+        assert links.exposed_ms(P, D, self.BYTES, 107.0) == pytest.approx(15.0, rel=0.3)
+        assert links.placed(P, D, 107.0)
+        assert links.exposed_ms(P, D, self.BYTES, 107.0) == slow_ms, "one is enough"
+
+    def test_it_is_not_tried_by_every_one_of_few_requests(self) -> None:
+        links, slow_ms = self.slow()
+        self.place_elsewhere(links, 5, 200.0)
+        assert links.exposed_ms(P, D, self.BYTES, 200.0) == slow_ms
+
+    def test_a_quick_trial_is_believed_and_a_slow_one_changes_nothing(self) -> None:
+        links, slow_ms = self.slow()
+        for now, exposed_ms, expected_ms in ((110.0, 600.0, slow_ms), (120.0, 15.0, 15.0)):
+            self.place_elsewhere(links, 20, now)
+            assert links.placed(P, D, now)
+            links.observe(P, D, self.BYTES, exposed_ms, now + 1)
+            assert links.exposed_ms(P, D, self.BYTES, now + 1) == pytest.approx(expected_ms, rel=0.4)
+
+    def test_a_link_that_is_as_ever_is_never_tried(self) -> None:
+        links = LinkModel()
+        for number in range(200):
+            links.observe(P, D, self.BYTES, 15.0 + number % 5, number / 10)
+            links.exposed_ms(P, D, self.BYTES)
+        self.place_elsewhere(links, 50, 100.0)
+        assert not links.placed(P, D, 100.0)
