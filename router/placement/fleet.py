@@ -63,6 +63,8 @@ class Fleet:
         """Counts how often a worker got a free prefill slot (or came up)."""
         self.num_releases = 0
         """Counts what may have freed capacity: assignments closed, reports, workers that came up."""
+        self.computed_at = -math.inf
+        """When a worker last computed a prompt."""
         self._config = config
         self._may_prefill_locally = config.local_prefill == "auto"
         self._policy = policy
@@ -258,10 +260,11 @@ class Fleet:
         if self._bucket_of[worker_id].changed(worker):
             self.num_openings += 1
 
-    def computed(self, worker_id: WorkerId, key: AttemptKey) -> None:
+    def computed(self, worker_id: WorkerId, key: AttemptKey, now: float) -> None:
         """The worker computed the attempt's prompt. Idempotent."""
         num_tokens = self.assignments.computed(worker_id, key)
         if num_tokens:
+            self.computed_at = now
             worker = self._workers[worker_id]
             worker.note_returned(num_tokens)
             self._changed(worker)

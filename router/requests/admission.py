@@ -34,6 +34,7 @@ from disagg.router.placement.forecast import prefill_ms
 from disagg.router.queueing.queue import RequestQueue
 from disagg.router.requests.attempts import Attempts
 from disagg.router.requests.record import RequestRecord
+from disagg.router.requests.trials import Trials
 
 _MIN_RETRY_S = 0.05
 _MARGIN = 0.1
@@ -84,10 +85,16 @@ def queue_refusal(num_waiting: int, config: RouterConfig) -> OverloadedError | N
 
 
 def predicted_miss(
-    record: RequestRecord, fleet: Fleet, queue: RequestQueue, attempts: Attempts, config: RouterConfig, now: float
+    record: RequestRecord,
+    fleet: Fleet,
+    queue: RequestQueue,
+    attempts: Attempts,
+    trials: Trials,
+    config: RouterConfig,
+    now: float,
 ) -> OverloadedError | None:
     """The error for a request that is predicted to miss its TTFT target; None if it has none, is predicted to meet it,
-    or no step was measured yet. The retry time is the excess of the predicted wait."""
+    is a trial, or no step was measured yet. The retry time is the excess of the predicted wait."""
     if record.trace.ttft_slo_s is None:
         return None
     position = queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
@@ -100,11 +107,20 @@ def predicted_miss(
         wait_ms = max(
             wait_ms, decode_wait_ms * (1 + _MARGIN) + queue.work_before(position) / max(1, fleet.backlog()[1])
         )
-    ttft_s = now - record.trace.arrival + (wait_ms + expected.prefill_ms) / 1000
+    age_s = now - record.trace.arrival
+    ttft_s = age_s + (wait_ms + expected.prefill_ms) / 1000
     if ttft_s <= record.trace.ttft_slo_s:
         return None
     message = f"the first token is expected after {ttft_s:.3g} s, the target is {record.trace.ttft_slo_s:g} s"
-    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss its target on idle workers too.
+    if expected.prefill_ms / 1000 > record.trace.ttft_slo_s:  # It would miss its target there if that were idle, too.
+        queued_ms = queue.work_before(position) / max(1, fleet.backlog()[1])
+        placed_ms = None if decode_wait_ms else attempts.ttft_ms(record, now, queued_ms)
+        if placed_ms is not None and age_s + placed_ms / 1000 <= record.trace.ttft_slo_s:
+            return None
+        if trials.may_begin(fleet.computed_at, now):
+            trials.begin(record.trace, now)
+            record.trace.trial = f"of the prediction that its first token comes after {ttft_s:.3g} s, which is too late"
+            return None
         return OverloadedError(message, config.retry_after_s)
     return OverloadedError(message, max(_MIN_RETRY_S, ttft_s - record.trace.ttft_slo_s))
 

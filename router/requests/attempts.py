@@ -130,6 +130,16 @@ class Attempts:
                 break
         return choice, shortlists
 
+    def ttft_ms(self, record: RequestRecord, now: float, queued_ms: float) -> float | None:
+        """Predicted milliseconds from now to the first token of a request where it would be placed now; None where no
+        worker has room, or the policy predicts no times."""
+        demand = self.demand(record, now, queued_ms)
+        choice, _ = self._choose(record, demand, record.avoided(now), now)
+        if choice is None or not choice.decode_weight.step_ms:
+            return None
+        first = choice.prefill_weight or choice.decode_weight
+        return first.wait_ms + first.prefill_ms
+
     def room_needed(self, record: RequestRecord) -> int:
         """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
         left = record.request.sampling.max_tokens - len(record.output.released)
@@ -170,7 +180,7 @@ class Attempts:
             if not here:
                 self.passed("prefill", attempt, now)
         if worker_id in attempt.live:
-            self._fleet.computed(worker_id, attempt.key)
+            self._fleet.computed(worker_id, attempt.key, now)
 
     def handed_over(self, record: RequestRecord, message: HandedOver, now: float) -> None:
         """D owns the sequence now, and P is done with it."""

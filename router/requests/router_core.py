@@ -57,6 +57,7 @@ from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord
 from disagg.router.requests.retries import MOVED
 from disagg.router.requests.suspects import Suspects, has_passed
 from disagg.router.requests.timers import Timers
+from disagg.router.requests.trials import Trials
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent
 from disagg.router.telemetry.telemetry import Telemetry
@@ -99,6 +100,7 @@ class RouterCore:
         self._fleet = Fleet(config, policy, links, self._pairs)
         self._policy, self._links = policy, links
         self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
+        self._trials = Trials()
         self._timers = Timers()
         self._tenants = Tenants(config, self._fleet.num_places, self._fleet.kv_room)
         self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
@@ -288,7 +290,7 @@ class RouterCore:
                 if not tenant.is_unlimited:
                     error = self._tenants.refusal(tenant, record.cost, request.prepaid_tokens, num_waiting, now)
                 if error is None and self._config.admission:
-                    error = predicted_miss(record, self._fleet, self._waiting.queue, self._attempts, self._config, now)
+                    error = self._predicted_miss(record, now)
         if error is not None:
             if isinstance(error, LimitError):
                 self._telemetry.refused(error)
@@ -314,6 +316,13 @@ class RouterCore:
             self._tenants.started(tenant, record.running.kv_tokens)
         if dispatch is not None:
             self._out.append(dispatch)
+
+    def _predicted_miss(self, record: RequestRecord, now: float) -> OverloadedError | None:
+        queue, attempts = self._waiting.queue, self._attempts
+        error = predicted_miss(record, self._fleet, queue, attempts, self._trials, self._config, now)
+        if record.trace.trial:
+            attempts.decisions["trial"] += 1
+        return error
 
     def _on_cancel(self, request_id: RequestId, num_answered: int | None, now: float) -> None:
         record = self._requests.get(request_id)

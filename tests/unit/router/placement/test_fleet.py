@@ -109,7 +109,7 @@ def test_a_report_tells_how_far_a_prompt_is() -> None:
     assert worker.outstanding_tokens == 90
     it.report(worker_report("p0", 3, load=Load(uncomputed_prompt_tokens=20)), 0.0)
     assert worker.outstanding_tokens == 70
-    it.computed(P, K0)
+    it.computed(P, K0, 0.0)
     assert (worker.outstanding_tokens, it.assignments.of_worker(P).tokens) == (50, 50)
     it.close(P, K1)
     it.close(P, K0)
@@ -158,5 +158,5 @@ def test_the_backlog_of_those_that_compute_prompts() -> None:
     fastest = it.fleet.fastest()
     assert fastest is not None
     assert fastest.worker_id == "p1"
-    it.fleet.computed(P, K0)
+    it.fleet.computed(P, K0, 0.0)
     assert it.fleet.backlog()[0] == pytest.approx(0.0)

@@ -3,6 +3,8 @@
 Workers take 1 ms a prompt token and 0.5 ms a decoding sequence; a step costs nothing otherwise.
 """
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -44,6 +46,12 @@ def retry_after_s(it: Scenario, name: str) -> float:
     return error.retry_after_s
 
 
+def confirm(it: Scenario) -> None:
+    """A prompt is computed, so that predictions count as confirmed for a while."""
+    it.start(wanted("first", 10), "p0", "d0")
+    it.update("p0", prefilled_update("first", 0))
+
+
 # ---------------------------------------------------------------- admission
 
 
@@ -82,6 +90,7 @@ def test_the_queue_in_front_counts_too() -> None:
 
 def test_a_target_that_idle_workers_would_miss_is_refused_with_the_configured_pause() -> None:
     it = Scenario(measured("p0"), measured("d0"), config=msgspec.structs.replace(NEVER, retry_after_s=7.0))
+    confirm(it)
     assert it.submit(wanted("r0", 500, 0.4)) == ["fail r0 OverloadedError"]
     assert retry_after_s(it, "r0") == 7.0
 
@@ -105,6 +114,7 @@ def test_time_that_passed_before_counts() -> None:
 )
 def test_the_configured_target_is_for_those_that_bring_none(config: RouterConfig) -> None:
     it = Scenario(measured("p0"), measured("d0"), config=config)
+    confirm(it)
     refused = config.ttft_slo_s == 0.05
     assert it.submit(wanted("r0", 100)) == (["fail r0 OverloadedError"] if refused else ["dispatch p0 r0/0 -> d0"])
     assert it.submit(wanted("r1", 100, 9.0)) == ["dispatch p0 r1/0 -> d0"]
@@ -125,7 +135,77 @@ def test_nothing_is_refused_by_prediction_without_a_target_a_measurement_or_when
 def test_a_worker_that_was_measured_only_at_work_counts_as_measured() -> None:
     it = Scenario("p0", "d0", config=NEVER)
     it.report(worker_report("p0", 0, steps=SPEED))
+    confirm(it)
     assert it.submit(wanted("r0", 100, 0.001)) == ["fail r0 OverloadedError"]
+
+
+# ---------------------------------------------------------------- trials
+
+
+def refusals(it: Scenario, name: str, until_s: float, step_s: float = 0.5) -> list[float]:
+    """The times at which one of the requests that come every `step_s` is let in; its first token is late."""
+    let_in, number = [], 0
+    while it.now < until_s:
+        request = f"{name}{number}"
+        prompt = range(1000 * number, 1000 * number + 500)
+        asked = msgspec.structs.replace(routed_request(request, prompt), ttft_slo_s=0.4)
+        if it.submit(asked)[0].startswith("dispatch"):
+            let_in.append(it.now)
+            it.now += 0.45
+            it.update("p0", prefilled_update(request, 0), tokens_update(request, 0, 0, 7))
+        it.now, number = it.now + step_s, number + 1
+    return let_in
+
+
+def test_what_no_worker_is_believed_to_do_in_time_is_tried_more_and_more_seldom() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    times = refusals(it, "r", 60.0)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert times[0] == 0.0
+    assert [round(gap) for gap in gaps] == [5, 9, 17]
+    assert it.core.view(it.now).stats.decisions["trial"] == len(times)
+
+
+def test_a_trial_says_of_what() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    request = wanted("r0", 500, 0.4)
+    assert it.submit(request) == ["dispatch p0 r0/0 -> d0"]
+    trace = it.core.trace(request.request_id)
+    assert trace is not None
+    assert trace.trial == "of the prediction that its first token comes after 0.5 s, which is too late"
+    assert it.submit(wanted("r1", 500, 0.4)) == ["fail r1 OverloadedError"]
+
+
+def test_what_was_computed_lately_is_no_trial() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    confirm(it)
+    it.now = 1.9
+    assert it.submit(wanted("r0", 500, 0.4)) == ["fail r0 OverloadedError"]
+    it.now = 2.1
+    assert it.submit(wanted("r1", 500, 0.4)) == ["dispatch p0 r1/0 -> d0"]
+
+
+def test_a_trial_that_ends_without_a_first_token_is_followed_by_another() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    assert it.submit(wanted("r0", 500, 0.4)) == ["dispatch p0 r0/0 -> d0"]
+    it.cancel("r0")
+    it.now = 3.0
+    assert it.submit(wanted("r1", 500, 0.4)) == ["fail r1 OverloadedError"]
+    it.now = 7.5
+    assert it.submit(wanted("r2", 500, 0.4)) == ["dispatch p0 r2/0 -> d0"]
+
+
+def test_a_request_that_another_worker_is_in_time_for_is_let_in() -> None:
+    """The idle prefill worker is slow. The other one is not, and neither is the decode worker."""
+    slow = samples(base_ms=0.0, prefill_token_ms=20.0, decode_ms=0.5)
+    late = msgspec.structs.replace(measured("p0"), calibration=slow)
+    for name, others, config in (("p1", ("p1", "d0"), NEVER), ("d0", ("d0",), RouterConfig())):
+        it = Scenario(late, *map(measured, others), config=msgspec.structs.replace(config, policy="joint"))
+        (line,) = it.submit(wanted("r0", 100, 0.5))
+        assert line.split()[1] == name
+        trace = it.core.trace(wanted("r0", 1).request_id)
+        assert trace is not None
+        assert trace.trial == ""
 
 
 # ---------------------------------------------------------------- the queue
@@ -290,3 +370,10 @@ def test_a_configured_target_that_no_worker_can_meet_is_noted(tpot_slo_s: float 
     config = msgspec.structs.replace(PLAIN, tpot_slo_s=tpot_slo_s)
     it = Scenario("p0", worker_info("d0", calibration=steps), config=config)
     assert ["no answer can meet it" in note for note in it.core.view(0.0).notes] == [True] * is_noted
+
+
+def test_what_prefill_workers_have_no_time_for_is_not_taken_by_decode_workers() -> None:
+    """A decode worker would be in time for each of them, and its streams would pay for all."""
+    it = Scenario(measured("p0"), measured("d0"), config=RouterConfig(policy="joint"))
+    it.start(msgspec.structs.replace(wanted("r0", 400), pair=("p0", "d0")), "p0", "d0")
+    assert it.submit(wanted("r1", 100, 0.3)) == ["fail r1 OverloadedError"]

@@ -1,0 +1,52 @@
+"""Trials: requests that are let in although they are predicted to miss their TTFT target on any worker, idle or not.
+
+    predicted miss ──no prompt was computed lately, no trial runs, the pause is over──> let in ──> met or missed
+                                                                                           pause anew <─┴─> doubled
+
+Such a prediction would confirm itself: what it refuses is never computed, so no worker shows that it is quicker than
+its router believes, for example because its machine was busy when it calibrated. A request that is let in loses nothing
+that a refusal would have given it, but for the time until it knows.
+
+Owner: the router core.
+"""
+
+from __future__ import annotations
+
+from disagg.router.api import RUNNING, RequestTrace
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""From one trial to the next."""
+
+
+class Trials:
+    """Which requests are trials, one at a time."""
+
+    def __init__(self) -> None:
+        self._trace: RequestTrace | None = None
+        """The trial under way, or the last one, as long as its result was not looked at."""
+        self._pause_s = FIRST_PAUSE_S
+        self._next_at = 0.0
+
+    def may_begin(self, confirmed_at: float, now: float) -> bool:
+        """Whether a request may be one now. `confirmed_at`: when a prompt was last computed by the workers that the
+        prediction is of."""
+        if self._trace is not None:
+            met = _result(self._trace)
+            if met is None:
+                return False
+            self._pause_s = FIRST_PAUSE_S if met else min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._next_at = max(self._next_at, now if met else now + self._pause_s)
+            self._trace = None
+        return now >= self._next_at and now >= confirmed_at + FIRST_PAUSE_S
+
+    def begin(self, trace: RequestTrace, now: float) -> None:
+        """This request is one."""
+        self._trace, self._next_at = trace, now + FIRST_PAUSE_S
+
+
+def _result(trace: RequestTrace) -> bool | None:
+    """Whether a request met its TTFT target; None while that is not known."""
+    first_at = trace.stages.get("first_token")
+    if first_at is not None and trace.ttft_slo_s is not None:
+        return first_at - trace.arrival <= trace.ttft_slo_s
+    return None if trace.outcome == RUNNING else False
