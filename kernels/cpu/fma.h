@@ -25,11 +25,6 @@ constexpr int64_t MAX_FMA_ROWS = SUM_REGISTERS / (REGISTERS > 1 ? REGISTERS : 2)
 // Columns of a tile of `num_rows` rows: a panel's, or half of them.
 constexpr int64_t fma_columns(int64_t num_rows) { return REGISTERS == 1 || num_rows == 1 ? COLUMNS : COLUMNS / 2; }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-inline constexpr vru UPPER_HALVES = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-                                     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
-#endif
-
 // A source gives the registers of one input after the other, of some columns of a panel: first the even inputs of all pairs.
 class Bf16Inputs {
    public:
@@ -37,27 +32,11 @@ class Bf16Inputs {
 
     Bf16Inputs(const void* panel, int64_t column) : at_(static_cast<const bf16*>(panel) + 2 * column) {}
 
-    vr even(int v) const { return (vr)(pairs(v) << 16); }
-    vr odd(int v) const { return (vr)upper_halves(pairs(v)); }
+    vr even(int v) const { return even_of_pairs(at_ + v * 2 * REGISTER_LANES); }
+    vr odd(int v) const { return odd_of_pairs(at_ + v * 2 * REGISTER_LANES); }
     void next() { at_ += PAIR; }
 
    private:
-    static vru upper_halves(vru x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-        // By name: else the compiler keeps the mask in a register, and a sum on the stack.
-        asm("vpand %1, %0, %0" : "+x"(x) : "m"(UPPER_HALVES));
-        return x;
-#else
-        return x & 0xffff0000u;
-#endif
-    }
-
-    vru pairs(int v) const {
-        vru x;
-        std::memcpy(&x, at_ + v * 2 * REGISTER_LANES, sizeof x);
-        return x;
-    }
-
     const bf16* at_;
 };
 

@@ -31,31 +31,33 @@ struct Rows {
     template <int H>
     [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, int count, float scale,
                                         float* scores, int64_t stride) {
-        constexpr int MOST = SUM_REGISTERS / (H * REGISTERS), AT_ONCE = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
-        vf partial[H][LANES] = {};
-        for (int t = 0; t < count; t += AT_ONCE) {
-            vf acc[AT_ONCE][H];
-            const T* row[AT_ONCE];
+        constexpr int AT_ONCE = 4 * (H + 1) <= SUM_REGISTERS ? 4 : 2;
+        vf partial[H][LANES];
+        for (int t = 0; t < count; t += AT_ONCE)
 #pragma GCC unroll 4
-            for (int i = 0; i < AT_ONCE; ++i) {
-                row[i] = rows + static_cast<int64_t>(t + i < count ? t + i : 0) * shape.dim;
+            for (int part = 0; part < REGISTERS; ++part) {
+                vr acc[AT_ONCE][H];
+                const T* row[AT_ONCE];
 #pragma GCC unroll 4
-                for (int h = 0; h < H; ++h) acc[i][h] = splat(0.0f);
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    row[i] = rows + static_cast<int64_t>(t + i < count ? t + i : 0) * shape.dim;
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h) acc[i][h] = splat_register(0.0f);
+                }
+                for (int v = 0; v < shape.vecs(); ++v) {
+                    vr keys[AT_ONCE];
+#pragma GCC unroll 4
+                    for (int i = 0; i < AT_ONCE; ++i) keys[i] = load_part(row[i], shape, v, part);
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                        for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(part_of(q[h][v], part), keys[i], acc[i][h]);
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < AT_ONCE; ++i)
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h) part_of(partial[h][t + i], part) = acc[i][h];
             }
-            for (int v = 0; v < shape.vecs(); ++v) {
-                vf keys[AT_ONCE];
-#pragma GCC unroll 4
-                for (int i = 0; i < AT_ONCE; ++i) keys[i] = load(row[i] + v * LANES, shape.lanes(v));
-#pragma GCC unroll 4
-                for (int h = 0; h < H; ++h)
-#pragma GCC unroll 4
-                    for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(q[h][v], keys[i], acc[i][h]);
-            }
-#pragma GCC unroll 4
-            for (int i = 0; i < AT_ONCE; ++i)
-#pragma GCC unroll 4
-                for (int h = 0; h < H; ++h) partial[h][t + i] = acc[i][h];
-        }
         for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
     }
 
@@ -91,6 +93,13 @@ struct Rows {
 
     static void finish(const vf* acc, Shape<DIM> shape, T* out) {
         for (int v = 0; v < shape.vecs(); ++v) store(out + v * LANES, acc[v], shape.lanes(v));
+    }
+
+   private:
+    // One register of vector v of a row.
+    static vr load_part(const T* row, Shape<DIM> shape, int v, int part) {
+        if constexpr (DIM != 0) return load_register(row + v * LANES + part * REGISTER_LANES);
+        return part_of(load(row + v * LANES, shape.lanes(v)), part);
     }
 };
 
@@ -195,14 +204,115 @@ struct PairRows {
         }
     }
 };
-template <>
-struct Rows<bf16, 32> : PairRows<32> {};
-template <>
-struct Rows<bf16, 64> : PairRows<64> {};
-template <>
-struct Rows<bf16, 96> : PairRows<96> {};
-template <>
-struct Rows<bf16, 128> : PairRows<128> {};
+template <int DIM>
+using RowsOfPairs = PairRows<DIM>;
+#else
+// Rows of bf16 whose numbers are widened pair by pair: vector 2 v has the even ones of 32, vector 2 v + 1 the odd ones, and so do
+// queries and sums, which are sorted at the end. A unit is a register of pairs.
+template <int DIM>
+struct SplitRows {
+    using Weight = float;
+    static constexpr int VECS = Shape<DIM>::VECS, UNITS = DIM / 2 / REGISTER_LANES;
+
+    static void load_query(const bf16* q, Shape<DIM>, vf* query) {
+        for (int unit = 0; unit < UNITS; ++unit) {
+            part_of(query[2 * (unit / REGISTERS)], unit % REGISTERS) = even_of_pairs(q + unit * 2 * REGISTER_LANES);
+            part_of(query[2 * (unit / REGISTERS) + 1], unit % REGISTERS) = odd_of_pairs(q + unit * 2 * REGISTER_LANES);
+        }
+    }
+
+    template <int H>
+    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale,
+                                        float* scores, int64_t stride) {
+        constexpr int AT_ONCE = 4 * (H + 1) <= SUM_REGISTERS ? 4 : 2;
+        vf partial[H][LANES];
+        for (int t = 0; t < count; t += AT_ONCE)
+#pragma GCC unroll 4
+            for (int part = 0; part < REGISTERS; ++part) {
+                vr acc[AT_ONCE][H];
+                const bf16* row[AT_ONCE];
+#pragma GCC unroll 4
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    row[i] = rows + (t + i < count ? t + i : 0) * DIM + part * 2 * REGISTER_LANES;
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h) acc[i][h] = splat_register(0.0f);
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; ++v) {
+                    vr keys[AT_ONCE];
+#pragma GCC unroll 4
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        const bf16* at = row[i] + v / 2 * 2 * LANES;
+                        keys[i] = v % 2 ? odd_of_pairs(at) : even_of_pairs(at);
+                    }
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                        for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(part_of(q[h][v], part), keys[i], acc[i][h]);
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < AT_ONCE; ++i)
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h) part_of(partial[h][t + i], part) = acc[i][h];
+            }
+        for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
+    }
+
+    template <int H>
+    [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM>, const bf16* rows, int count, const float* weights,
+                                      int64_t stride) {
+        constexpr int MOST = SUM_REGISTERS / (2 * H), AT_ONCE = MOST >= 4 && UNITS % 4 == 0 ? 4 : MOST >= 2 && UNITS % 2 == 0 ? 2 : 1;
+        const auto sum = [&](int h, int unit, int odd) -> vr& {
+            return part_of(sums[h][2 * (unit / REGISTERS) + odd], unit % REGISTERS);
+        };
+        for (int first = 0; first < UNITS; first += AT_ONCE) {
+            vr acc[H][AT_ONCE][2];
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                for (int u = 0; u < AT_ONCE; ++u) acc[h][u][0] = sum(h, first + u, 0), acc[h][u][1] = sum(h, first + u, 1);
+            for (int t = 0; t < count; ++t) {
+                const bf16* row = rows + t * DIM + first * 2 * REGISTER_LANES;
+                vr weight[H];
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) weight[h] = splat_register(weights[h * stride + t]);
+#pragma GCC unroll 4
+                for (int u = 0; u < AT_ONCE; ++u)
+#pragma GCC unroll 2
+                    for (int odd = 0; odd < 2; ++odd) {
+                        const bf16* at = row + u * 2 * REGISTER_LANES;
+                        const vr values = odd ? odd_of_pairs(at) : even_of_pairs(at);
+#pragma GCC unroll 4
+                        for (int h = 0; h < H; ++h) acc[h][u][odd] = fma(weight[h], values, acc[h][u][odd]);
+                    }
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                for (int u = 0; u < AT_ONCE; ++u) sum(h, first + u, 0) = acc[h][u][0], sum(h, first + u, 1) = acc[h][u][1];
+        }
+    }
+
+    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const vr even = part_of(acc[2 * (unit / REGISTERS)], unit % REGISTERS);
+            const vr odd = part_of(acc[2 * (unit / REGISTERS) + 1], unit % REGISTERS);
+            const vru pairs = rounded_bits(even) | rounded_bits(odd) << 16;
+            std::memcpy(out + unit * 2 * REGISTER_LANES, &pairs, sizeof pairs);
+        }
+    }
+};
+template <int DIM>
+using RowsOfPairs = SplitRows<DIM>;
 #endif
+
+template <>
+struct Rows<bf16, 32> : RowsOfPairs<32> {};
+template <>
+struct Rows<bf16, 64> : RowsOfPairs<64> {};
+template <>
+struct Rows<bf16, 96> : RowsOfPairs<96> {};
+template <>
+struct Rows<bf16, 128> : RowsOfPairs<128> {};
 
 }  // namespace disagg

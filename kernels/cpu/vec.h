@@ -81,6 +81,30 @@ inline vr load_register(const bf16* p) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline constexpr vru UPPER_HALVES = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+#endif
+
+// Every second one of a row of numbers, from the first or the second on: widened in one instruction.
+inline vr even_of_pairs(const bf16* p) {
+    vru pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    return (vr)(pairs << 16);
+}
+
+inline vr odd_of_pairs(const bf16* p) {
+    vru pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // By name: else the compiler keeps the mask in a register, and a sum on the stack.
+    asm("vpand %1, %0, %0" : "+x"(pairs) : "m"(UPPER_HALVES));
+    return (vr)pairs;
+#else
+    return (vr)(pairs & 0xffff0000u);
+#endif
+}
+
 inline void store_register(float* p, vr x) { std::memcpy(p, &x, sizeof x); }
 
 // a * b + c, rounded once where the processor can.
@@ -206,6 +230,10 @@ inline void store(bf16* p, vf x) {
     std::memcpy(p, &bits, sizeof bits);
 }
 
+// One of the registers.
+inline vr& part_of(vf& x, int) { return x; }
+inline const vr& part_of(const vf& x, int) { return x; }
+
 template <class Lanes>
 inline Lanes select(vi mask, Lanes a, Lanes b) {
     return mask ? a : b;
@@ -235,6 +263,10 @@ struct alignas(4 * LANES) vf : Wide<vr> {
     vf(const Wide<vr>& x) : Wide<vr>(x) {}
 };
 using vi = Wide<vri>;
+
+// One of the registers.
+inline vr& part_of(vf& x, int i) { return x.part[i]; }
+inline const vr& part_of(const vf& x, int i) { return x.part[i]; }
 
 inline vf splat(float x) {
     return each_part<vr>([=](int) { return splat_register(x); });
