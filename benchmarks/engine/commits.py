@@ -142,7 +142,8 @@ def main() -> None:
         for kind in kinds(options):
             print(f"{kind.name} ...", file=sys.stderr, flush=True)
             config = worker_config(kind, model_path)
-            with running_engine(config, other) as before, running_engine(config) as after:
+            engines = running_engine(config, other, kind.level), running_engine(config, level=kind.level)
+            with engines[0] as before, engines[1] as after:
                 rows += rows_of(kind, measure_kind((before, after), options))
     columns = ("engine", "work", f"{options.revision}, ms", "this tree, ms", "ratio", "least", "most")
     lines = [

@@ -386,6 +386,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
     parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--levels", action="store_true", help="at each level of processors below this one")
     parser.add_argument("--quantization", choices=[*WEIGHT_BYTES], nargs="+", default=["none"])
     parser.add_argument(
         "--input-tokens", type=positive, default=512, help="of a prompt, and the context before decoding"
@@ -401,7 +402,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=64, help="decode steps of each batch size")
     parser.add_argument("--repeats", type=positive, default=6)
     parser.add_argument("--llamacpp", type=Path, help="the folder of its programs; needs the default model")
-    parser.add_argument("--levels", action="store_true", help="at each level of processors below this one")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
     if options.llamacpp and options.model != DEFAULT_MODEL:

@@ -18,6 +18,7 @@ from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped
 from benchmarks.engine.steps import Decode, Kind, Measured, Repeat
 from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
 from disagg.engine.config import WorkerConfig
+from disagg.kernels.cpu import build
 from disagg.loadtests.workload.traces import TraceRequest
 
 MODEL = ModelConfig(
@@ -145,6 +146,14 @@ def test_a_level_is_compared_with_the_peer_of_its_level() -> None:
         (2, "x86-64-v4"),
         (1, "x86-64-v3"),
     ]
+
+
+def test_the_engines_are_those_of_the_command_line() -> None:
+    some = ["--threads", "1", "2", "--quantization", "none"]
+    for options in (steps.parse_arguments(some), commits.parse_arguments(["HEAD", *some])):
+        assert steps.kinds(options) == [Kind(num_threads=count, quantization="none") for count in (1, 2)]
+    here = [level.name for level in build.levels_here() if level.name in steps.SHORT]
+    assert [kind.level for kind in steps.kinds(steps.parse_arguments(["--levels", "--threads", "2"]))] == here
 
 
 def test_of_several_ceilings_the_highest_and_the_median_of_the_medians() -> None:
