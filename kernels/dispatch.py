@@ -113,7 +113,10 @@ def _choice() -> _Choice:
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
         return _Choice(f"torch reference ({error})", triton=triton)
-    logger.info("CPU kernels: %s", choice.description)
+    if native.arithmetic(torch.bfloat16) == "multiply-add":
+        logger.warning("CPU kernels: %s: plain vectors, as without AVX2; several times slower", choice.description)
+    else:
+        logger.info("CPU kernels: %s", choice.description)
     return choice
 
 

@@ -51,11 +51,17 @@ def test_what_cannot_be_is_refused(name: str, machine: str, message: str) -> Non
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_the_variable_decides_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowest = build.levels_here()[-1]
-    compiled_or_skip(lowest)
-    monkeypatch.setenv(build.LEVEL, lowest.name)
-    assert dispatch.describe().startswith(f"cpu-c++ {lowest.simd} ({lowest.name}), bf16 GEMM by ")
+def test_the_variable_decides_what_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for level in LEVELS[1:]:
+        _, products = compiled_or_skip(level)
+        monkeypatch.setenv(build.LEVEL, level.name)
+        caplog.clear()
+        dispatch._choice.cache_clear()
+        arithmetic = products.arithmetic(torch.bfloat16)
+        assert dispatch.describe() == f"cpu-c++ {level.simd} ({level.name}), bf16 GEMM by {arithmetic}"
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        slow = f"CPU kernels: {dispatch.describe()}: plain vectors, as without AVX2; several times slower"
+        assert warnings == ([slow] if arithmetic == "multiply-add" else [])
     monkeypatch.setenv(build.LEVEL, "another")
     dispatch._choice.cache_clear()
     with pytest.raises(ValueError, match=f"^{build.LEVEL}: 'another' is not a level"):
