@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def busiest_decode_worker(client: Client) -> str:
     return max(workers, key=lambda each: each.sequences).worker_id if workers else ""
 
 
+def wait_for_name(find: Callable[[], str]) -> str:
+    assert wait_until(lambda: bool(find()))
+    return find()
+
+
 def moved_request(client: Client) -> str:
     """One of the latest that was answered by a second attempt; empty where there is none."""
     requests = client.requests(1000)
@@ -62,8 +68,7 @@ def test_a_cluster_under_load_whose_workers_are_killed_replays_to_identical_comm
     ):
         wait_for_all()
         for find in (lambda: "prefill-0", lambda: busiest_decode_worker(client)):
-            assert wait_until(find)
-            name = find()
+            name = wait_for_name(find)
             pid = cluster.pid(name)
             os.kill(pid, signal.SIGKILL)
             assert replaced(cluster, name, pid)
