@@ -30,6 +30,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.ids import WorkerId
 from tests.support.processes import mentioning
 from tests.support.sockets import listening_addresses
+from tests.support.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.ray
 
@@ -310,10 +311,10 @@ def what_ray_has() -> set[str]:
 
 
 def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    cluster = RayCluster(parse_config(make_config(temp_dir, model={"path": str(tmp_path)})))
-    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*config\.json"):
+    model = make_checkpoint("llama", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"no weights")
+    cluster = RayCluster(parse_config(make_config(temp_dir, model={"path": str(model)})))
+    with pytest.raises(LaunchError, match=r"^(prefill-0|decode-0): .*model\.safetensors"):
         cluster.start()
 
 
