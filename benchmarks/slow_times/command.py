@@ -10,6 +10,7 @@ is compared. `--cells N` runs N cells that are spread over the grid, 0 all.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -83,7 +84,10 @@ def prompts_differ(after: Outcome, without: Outcome) -> float:
 
 
 def has_recovered(after: Outcome, without: Outcome) -> bool:
-    """Whether as many requests are in time, and the workers are used as before."""
+    """Whether as many requests are in time, and the workers are used as before. With a queue that never ends
+    it has not recovered."""
+    if math.isinf(after.from_s):
+        return False
     return after.share >= without.share - SHARE_WITHIN and prompts_differ(after, without) <= PROMPTS_WITHIN
 
 

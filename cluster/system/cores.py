@@ -7,6 +7,7 @@ killed worker leaves no claim.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -52,11 +53,13 @@ def pin_unpinned(pid: int, anywhere: set[int], cores: Iterable[int]) -> None:
 
 
 def _pin_threads(pid: int, cores: Sequence[int]) -> None:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # the thread ended since it was listed
-            continue
+    """Until no thread is new: one that started meanwhile has the cores of the one that started it."""
+    seen: set[str] = set()
+    while new := {task.name for task in Path(f"/proc/{pid}/task").iterdir()} - seen:
+        seen |= new
+        for name in new:
+            with contextlib.suppress(ProcessLookupError):  # the thread ended since it was listed
+                os.sched_setaffinity(int(name), cores)
 
 
 def num_cuda_devices(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> int | None:

@@ -307,7 +307,7 @@ def main(folders: Sequence[str]) -> None:
         return
     try:
         print(library(os.environ).path)
-    except BuildError as error:
+    except (BuildError, ValueError) as error:
         print(f"no CPU kernels: {error}")
 
 

@@ -12,11 +12,12 @@ import ctypes
 import logging
 import math
 import mmap
-import os
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 AT_ONCE_BYTES = 64 << 20
 """What `populate` does before it returns; the rest follows."""
+_REST: Final = 10.0
+"""For how many times as long as a page took the next one waits."""
 _PAIRS = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 """Bytes of a number -> what a pair of them is as one."""
 _MADV_POPULATE_WRITE = 23
@@ -69,12 +72,12 @@ def copy_pairs(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
-def populate(tensor: Tensor) -> None:
+def populate(tensor: Tensor, sleep: Callable[[float], None] = time.sleep) -> None:
     """Have the system give a CPU tensor of `HugePages` its pages before they are used: a first use costs ten times a
     copy, and two seconds a GiB on a virtual machine whose host has the memory elsewhere meanwhile. What is beyond
-    `AT_ONCE_BYTES` follows on a thread that computes only where its core has nothing else to do, and ends with it or
-    with the memory; the contents stay what they are, so the tensor may be used. Where the system cannot do that the
-    tensor is written here, and has to be zeros.
+    `AT_ONCE_BYTES` follows on a thread that waits ten times as long after each page as the page took, and ends with the
+    last page or with the memory; the contents stay what they are, so the tensor may be used. Where the system cannot do
+    that the tensor is written here, and has to be zeros.
     """
     if not tensor.nbytes:
         return
@@ -84,19 +87,22 @@ def populate(tensor: Tensor) -> None:
         tensor.zero_()
     elif begun < end:
         memory, pages = weakref.ref(tensor.untyped_storage()), range(begun, end, PAGE_BYTES)
-        threading.Thread(target=_populate_when_idle, args=(memory, pages, end), name="populate", daemon=True).start()
+        threading.Thread(
+            target=_populate_slowly, args=(memory, pages, end, sleep), name="populate", daemon=True
+        ).start()
 
 
-def _populate_when_idle(memory: weakref.ref[torch.UntypedStorage], pages: range, end: int) -> None:
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-    except OSError as error:
-        logger.info("memory is populated with the priority of the rest: %s", error)
+def _populate_slowly(
+    memory: weakref.ref[torch.UntypedStorage], pages: range, end: int, sleep: Callable[[float], None]
+) -> None:
+    """At the priority of the rest: whoever waits for the lock of the interpreter, or of the address space, would wait
+    for seconds where a thread of a lower one holds it and finds no core."""
     for page in pages:
-        used = memory()
+        used, began_s = memory(), time.monotonic()
         if used is None or not _populate(range(page, page + 1), end):
             return
         del used
+        sleep(_REST * (time.monotonic() - began_s))
 
 
 def _populate(pages: range, end: int) -> bool:

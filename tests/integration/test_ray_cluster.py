@@ -123,14 +123,19 @@ def test_a_cluster_serves_and_leaves_nothing(temp_dir: Path, monkeypatch: pytest
 
 
 def affinities(process: ProcessRef) -> set[tuple[int, ...]]:
-    """Of all its threads."""
-    return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in Path(f"/proc/{process.pid}/task").iterdir()}
+    """Of all its threads; none where it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+        return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in tasks}
+    return set()
 
 
 def program(process: ProcessRef) -> str:
-    """The Python file that it runs, if any."""
-    words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-    return next((Path(word.decode()).name for word in words if word.endswith(b".py")), "")
+    """The Python file that it runs, if it runs one."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        return next((Path(word.decode()).name for word in words if word.endswith(b".py")), "")
+    return ""
 
 
 def listening_hosts(cluster: RayCluster) -> set[str]:

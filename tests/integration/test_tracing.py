@@ -66,13 +66,15 @@ def collector() -> Iterator[_Collector]:
 def test_the_tree_at_the_collector_is_the_timeline() -> None:
     with collector() as at:
         tracing = {"endpoint": f"http://127.0.0.1:{at.server_port}/v1/traces", "sample": 0.0}
-        config = parse_config({**FAKE, "gateway": {"port": 0, "http_port": 0, "tracing": tracing}})
+        gateway = {"port": 0, "http_port": 0, "tracing": tracing}
+        placement = {"local_prefill": "never", "admission": False}  # targets that cannot be met are missed
+        config = parse_config({**FAKE, "gateway": gateway, "placement": placement})
         with ProcessCluster(config) as cluster, Client(cluster.address) as client:
             body = {"model": "fake", "prompt": list(PROMPT), "max_tokens": 6, "ignore_eos": True}
             url = f"http://{cluster.http_address}/v1/completions"
             quiet = httpx.post(url, json=body)
             recorded = httpx.post(url, json=body, headers={"traceparent": f"00-{TRACE}-{CALLERS}-01"})
-            missed = httpx.post(url, json=body, headers={"x-slo-tpot-ms": "0.1"})
+            missed = httpx.post(url, json=body, headers={"x-slo-ttft-ms": "0.01"})
             assert [each.status_code for each in (quiet, recorded, missed)] == [200, 200, 200]
             assert wait_until(lambda: sum(span.name == "request" for _, span in at.spans) == 2, timeout_s=120)
             explained = client.explain(recorded.headers["x-disagg-request-id"])

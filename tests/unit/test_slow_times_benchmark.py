@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from benchmarks.slow_times.cells import Cell, Outcome
@@ -46,6 +48,7 @@ def test_what_counts_as_recovered() -> None:
     unused = outcome(1.0, {"prefill-1": 1.0}, {"prefill": 1.0})
     assert prompts_differ(unused, before) == 0.5
     assert not has_recovered(unused, before)
+    assert not has_recovered(before._replace(from_s=math.inf), before)
 
 
 def test_the_summary_takes_the_worst_cell() -> None:

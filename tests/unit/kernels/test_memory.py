@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import threading
 import weakref
@@ -70,10 +71,12 @@ def test_pages_are_there_before_they_are_used_and_contents_stay(
     monkeypatch.setattr(memory, "AT_ONCE_BYTES", num_pages_at_once * PAGE_BYTES)
     tensor = HugePages().new((8 * PAGE_BYTES - 5,), torch.uint8)
     tensor[3 * PAGE_BYTES] = 7
-    populate(tensor)
+    rests: list[float] = []
+    populate(tensor, sleep=rests.append)
     for thread in threading.enumerate():
         if thread.name == "populate":
             thread.join()
+    assert len(rests) == 8 - num_pages_at_once
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     assert tensor.count_nonzero().item() == 1
     tensor.fill_(1)
@@ -90,18 +93,19 @@ def test_a_system_that_cannot_populate_has_the_memory_written(monkeypatch: pytes
 
 
 def test_memory_that_nobody_uses_any_more_is_given_back_unpopulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, dropped, pages = threading.Event(), threading.Event(), list[int]()
+    begun, dropped, pages, priorities = threading.Event(), threading.Event(), list[int](), set[int]()
 
     def slow(page: range, end: int) -> bool:
         pages.append(page.start)
+        priorities.add(os.sched_getscheduler(0))
         begun.set()
         return len(pages) == 1 or dropped.wait(60.0)
 
     monkeypatch.setattr(memory, "AT_ONCE_BYTES", PAGE_BYTES)
     monkeypatch.setattr(memory, "_populate", slow)
     tensor = HugePages().new((8 * PAGE_BYTES,), torch.uint8)
-    storage = weakref.ref(tensor.untyped_storage())
-    populate(tensor)
+    storage, rests = weakref.ref(tensor.untyped_storage()), list[float]()
+    populate(tensor, sleep=rests.append)
     del tensor
     dropped.set()
     for thread in threading.enumerate():
@@ -110,6 +114,7 @@ def test_memory_that_nobody_uses_any_more_is_given_back_unpopulated(monkeypatch:
     gc.collect()
     assert storage() is None
     assert len(pages) < 4
+    assert priorities == {os.SCHED_OTHER}  # a lower one would keep the locks that it holds from everybody
 
 
 def test_nothing_is_populated_at_once() -> None:
