@@ -4,7 +4,7 @@
 // The instruction multiplies two rows of four inputs by two columns of them. Two pairs of inputs of two columns are what a panel
 // has in two registers, of which one interleaving makes the operand. Rows are copied before, two side by side, the last one beside
 // zeros where their number is odd. Each output is one chain of the instruction's sums of four inputs, in order, whatever the
-// number of rows. No processor of that kind was there to tune it.
+// number of rows. It is not tuned: it ran on an emulator only.
 
 #pragma once
 

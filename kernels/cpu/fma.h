@@ -87,7 +87,7 @@ struct WideRows {
     int64_t stride, num_pairs;
 };
 
-// The products of one input, whichever of both there are fewer of in registers: the rows' numbers or the weights.
+// The products of one input. Registers keep the smaller of the two: the rows' numbers or the weights.
 template <int ROWS, int VECS, class Weight>
 [[gnu::always_inline]] inline void add_input(vr (&acc)[ROWS][VECS], const float* const (&rows)[ROWS], int64_t k, Weight weight) {
     if constexpr (ROWS < VECS) {
