@@ -226,16 +226,17 @@ FAILING_RATE = 10.0
 FAILING_TOKENS = 40
 LOAD_S = 12.0
 FAILPOINTS = (
-    "engine.step=raise(worker=prefill-0)",
-    "transport.send=fail(worker=prefill-1)",
-    "engine.step=raise(worker=decode-0)",
+    "engine.step=raise(worker=prefill-0,after=12)",
+    "transport.send=fail(worker=prefill-1,after=8)",
+    "engine.step=raise(worker=decode-0,after=40)",
 )
-"""One worker for each leg: prefill, transfer, decode. Each pool has one more that is well."""
+"""One worker for each leg: prefill, transfer, decode. Each pool has one more that is well. What comes first is for the
+probes, which no worker passes that fails already."""
 EVENTS = ("prefill_failed", "kv_transfer_failed", "decode_failed", "breaker_opened")
 
 
 async def failing_worker(up: Up, model: Model) -> Row:
-    """One worker fails every prefill, one every transfer, one every decode step, from the start on."""
+    """One worker fails every prefill, one every transfer, one every decode step, once they have passed their probes."""
     await up.settled()
     async with Load(up.address, model, rate=FAILING_RATE, num_tokens=FAILING_TOKENS) as streams:
         await asyncio.sleep(LOAD_S)

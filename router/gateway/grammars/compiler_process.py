@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from disagg.router.gateway.grammars.compiler import BEGUN, DONE, LATE, MAX_WALL_S, VERDICT_BYTES, CompilerStart
-from disagg.router.gateway.grammars.grammars import NoVerdictError
+from disagg.router.gateway.grammars.grammars import LateVerdictError, NoVerdictError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class CompilerProcess:
             logger.warning("the process that compiles grammars cannot be started: %s", error)
 
     def verdict(self, grammar: str) -> str:
-        """What is wrong with a grammar, empty for a good one. Raises `NoVerdictError`."""
+        """What is wrong with a grammar, empty for a good one. Raises `NoVerdictError` and `LateVerdictError`."""
         reader, writer = os.pipe()
         try:
             try:
@@ -68,7 +68,7 @@ class CompilerProcess:
             os.close(reader)
         begun, found = found.startswith(BEGUN), found.removeprefix(BEGUN)
         if found == LATE:
-            raise NoVerdictError(f"not compiled within {MAX_WALL_S:g} s: the processors are busy", False)
+            raise LateVerdictError(f"not compiled within {MAX_WALL_S:g} s: the processors are busy")
         if not found:
             raise NoVerdictError("its compiler ended", begun and not self._is_closed)
         return found[len(DONE) :].decode(errors="replace")

@@ -31,11 +31,15 @@ _MAX_TENANT_WAITING_BYTES: Final = 1 << 20
 
 
 class NoVerdictError(Exception):
-    """A compiler ended without a verdict, or took too long. `blames`: it had the grammar when it ended."""
+    """A compiler ended without a verdict. `blames`: it had the grammar when it ended."""
 
     def __init__(self, message: str, blames: bool) -> None:
         super().__init__(message)
         self.blames = blames
+
+
+class LateVerdictError(Exception):
+    """A compiler got too little of the processors, in as long as a client is to wait."""
 
 
 class Compiler(Protocol):
@@ -45,7 +49,7 @@ class Compiler(Protocol):
         """Have it load what it needs, so that the first grammar does not wait for that."""
 
     def verdict(self, grammar: str) -> str:
-        """What is wrong with a grammar, empty for a good one. Raises `NoVerdictError`."""
+        """What is wrong with a grammar, empty for a good one. Raises `NoVerdictError` and `LateVerdictError`."""
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -127,6 +131,9 @@ class Grammars:
             except NoVerdictError as error:
                 num_blamed += error.blames
                 logger.warning("grammar %s: %s", _key(grammar).hex()[:16], error)
+            except LateVerdictError as error:  # another try would take as long
+                logger.warning("grammar %s: %s", _key(grammar).hex()[:16], error)
+                break
         if num_blamed == _MAX_TRIES:
             return self._keep(grammar, f"cannot be used: the compiler of grammars ended with it {_MAX_TRIES} times")
         raise UnavailableError("grammars cannot be compiled now; try again", "no_grammar_compiler")

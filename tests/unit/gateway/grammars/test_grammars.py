@@ -13,7 +13,7 @@ import pytest
 
 from disagg.proto.errors import OverloadedError, UnavailableError
 from disagg.router.gateway.grammars import compiler, grammars
-from disagg.router.gateway.grammars.grammars import Grammars, NoVerdictError
+from disagg.router.gateway.grammars.grammars import Grammars, LateVerdictError, NoVerdictError
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import CompilerHere
 
@@ -71,6 +71,19 @@ def test_a_product_of_branches_is_refused_before_the_library_sees_it(
 
 def test_without_an_end_of_sequence_all_are_refused() -> None:
     assert Grammars(None).compiled(schema({})) == "cannot be used: the model has no end-of-sequence token"
+
+
+def test_a_grammar_that_took_too_long_is_not_tried_again_meanwhile() -> None:
+    asked = list[str]()
+
+    def verdict(grammar: str) -> str:
+        asked.append(grammar)
+        raise LateVerdictError("the processors are busy")
+
+    made = Grammars(Scripted(verdict), is_inline=True)
+    with pytest.raises(UnavailableError, match="grammars cannot be compiled now"):
+        made.compiled("a")
+    assert (asked, made.known("a")) == (["a"], None)
 
 
 class TestAnEndedCompiler:
