@@ -34,7 +34,7 @@ from disagg.router.placement.forecast import prefill_ms
 from disagg.router.queueing.queue import RequestQueue
 from disagg.router.requests.attempts import Attempts
 from disagg.router.requests.record import RequestRecord
-from disagg.router.requests.trials import Trials
+from disagg.router.requests.trials import MOST_WRONG, Trials
 
 _MIN_RETRY_S = 0.05
 _MARGIN = 0.1
@@ -117,7 +117,8 @@ def predicted_miss(
         placed_ms = None if decode_wait_ms else attempts.ttft_ms(record, now, queued_ms)
         if placed_ms is not None and age_s + placed_ms / 1000 <= record.trace.ttft_slo_s:
             return None
-        if trials.may_begin(fleet.computed_at, now):
+        is_possible = expected.prefill_ms <= MOST_WRONG * 1000 * record.trace.ttft_slo_s
+        if is_possible and trials.may_begin(fleet.computed_at, now):
             trials.begin(record.trace, now)
             record.trace.trial = f"of the prediction that its first token comes after {ttft_s:.3g} s, which is too late"
             return None

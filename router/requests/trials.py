@@ -16,6 +16,8 @@ from disagg.router.api import RUNNING, RequestTrace
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """From one trial to the next."""
+MOST_WRONG = 1000.0
+"""A target that is so many times below the prediction cannot be met, however wrong the prediction is: no trial."""
 
 
 class Trials:

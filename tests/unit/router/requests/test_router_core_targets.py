@@ -176,6 +176,12 @@ def test_a_trial_says_of_what() -> None:
     assert it.submit(wanted("r1", 500, 0.4)) == ["fail r1 OverloadedError"]
 
 
+def test_a_target_that_nothing_can_meet_is_no_trial() -> None:
+    it = Scenario(measured("p0"), measured("d0"), config=NEVER)
+    assert it.submit(wanted("r0", 500, 0.0004)) == ["fail r0 OverloadedError"]
+    assert it.submit(wanted("r1", 500, 0.0006)) == ["dispatch p0 r1/0 -> d0"]
+
+
 def test_what_was_computed_lately_is_no_trial() -> None:
     it = Scenario(measured("p0"), measured("d0"), config=NEVER)
     confirm(it)
