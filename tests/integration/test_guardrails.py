@@ -220,10 +220,10 @@ def test_a_service_without_a_verdict(cluster: ProcessCluster, http: httpx.Client
         failed = complete(http, f"{word}-closed")
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "guardrail_unavailable")
         assert failed.json()["error"]["message"] == "the guardrail closed gives no verdict"
-        passed = complete(http, f"{word}-open")
-        assert passed.status_code == 200
+        failed = complete(http, f"{word}-open")  # `allow`, but there is no outage
+        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "guardrail_unavailable")
         with Client(cluster.address) as client:
-            found = client.explain(passed.headers["x-request-id"])
+            found = client.explain(failed.headers["x-request-id"])
         assert [(one.guardrail, one.action) for one in found.guardrails] == [("open", "failed")]
     with Client(cluster.address) as client, pytest.raises(UnavailableError) as caught:
         client.generate("slow-closed")
@@ -249,8 +249,8 @@ def test_metrics(cluster: ProcessCluster, http: httpx.Client) -> None:
 
 def test_a_service_that_stays_away_is_not_asked_for_a_while(http: httpx.Client) -> None:
     """The last test here: it comes back only after some seconds."""
-    for _ in range(5):
-        assert complete(http, "busy-open").status_code == 200
+    assert complete(http, "fine-open").status_code == 200
+    assert [complete(http, "busy-open").status_code for _ in range(5)] == [*[503] * 4, 200]
 
     def suspended() -> bool:
         return value(read_samples(http.get("/metrics").content), "disagg_guardrail_suspended", guardrail="open") == 1

@@ -4,8 +4,9 @@ closed ──failures in a row──> open ──a pause──> one trial ──
                                ^───────failed──────┘
 
 One tenant's texts may be what it fails at: failures in a row of one tenant's questions open the circuit for that
-tenant; it is open for all where those of several failed and none was answered between. Whose trial failed then has no
-other one for two pauses, so that a tenant whose questions always fail does not keep it open for all.
+tenant. It is open for all, which is an outage, where questions of several failed and none was answered between; or
+those of the only tenant there is. Whose trial failed then has no other one for two pauses, so that a tenant whose
+questions always fail does not keep it open for all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Circuit:
         self._num_failed = 0
         self._opened_at: float | None = None
         self._is_tried = False
+        self.open_since: float | None = None
+        """When it was opened, whatever trials there were since; `None` while it is closed."""
 
     @property
     def is_open(self) -> bool:
@@ -51,7 +54,7 @@ class Circuit:
     def passed(self) -> Change:
         """It gave a verdict."""
         was_open = self.is_open
-        self._num_failed, self._opened_at, self._is_tried = 0, None, False
+        self._num_failed, self._opened_at, self._is_tried, self.open_since = 0, None, False, None
         return "closed" if was_open else None
 
     def failed(self, now: float) -> Change:
@@ -69,6 +72,7 @@ class Circuit:
     def open(self, now: float) -> None:
         """Do not ask."""
         self._opened_at = now
+        self.open_since = now if self.open_since is None else self.open_since
 
     def withdrawn(self) -> None:
         """Whoever asked left before there was a verdict."""
@@ -88,6 +92,16 @@ class Circuits:
     def is_open(self) -> bool:
         """Whether it is not asked, for one tenant at least."""
         return self._all.is_open or any(own.is_open for own in self._own.values())
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether it is not asked for anybody, so that no tenant's texts can be why."""
+        return self._all.is_open
+
+    def open_since(self, tenant: str) -> float | None:
+        """Since when it is not asked for a tenant; `None` where it is."""
+        own = self._own.get(tenant)
+        return self._all.open_since if self._all.is_open or own is None else own.open_since
 
     def asks(self, tenant: str, now: float) -> bool:
         """Whether to ask now. As of `Circuit`."""
@@ -110,17 +124,17 @@ class Circuits:
             return True
         return was_open
 
-    def failed(self, tenant: str, now: float) -> Literal["all", "tenant"] | None:
-        """It gave none; for whom it is asked no more from now on."""
+    def failed(self, tenant: str, now: float, is_sole: bool = False) -> Literal["all", "tenant"] | None:
+        """It gave none; for whom it is asked no more from now on. `is_sole`: there is no other tenant."""
         self._row[tenant] += 1
-        own = self._own.setdefault(tenant, Circuit())
+        own = Circuit() if is_sole else self._own.setdefault(tenant, Circuit())
         change = own.failed(now)
         if self._all.is_open:
             if self._all.is_tried:
                 own.open(now + PAUSE_S)
             self._all.failed(now)
             return None
-        if len(self._row) > 1 and self._row.total() >= FAILURES:
+        if (is_sole or len(self._row) > 1) and self._row.total() >= FAILURES:
             self._all.open(now)
             return "all"
         return "tenant" if change == "opened" else None

@@ -86,7 +86,8 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_waiting: NonNegativeInt = 256
     """Further questions, that wait; beyond that requests are refused."""
     on_failure: Literal["stop", "allow"] = "stop"
-    """What becomes of a request where the guardrail is down: it fails with code `guardrail_unavailable`, or goes on."""
+    """What becomes of requests while the guardrail is down: they fail with code `guardrail_unavailable`, or go on. It
+    is down once questions of all tenants fail; before that a request without a verdict fails, whatever is set here."""
 
 
 def check_guardrails(guardrails: Sequence[GuardrailOptions], path: str) -> None:

@@ -3,11 +3,11 @@
 ask ──circuit open──> failed
  └──> waits for its place ──> the judge ──verdict──> checked
             │                   ├──refuses the question──> stopped
-            │                   └──timeout, error, no valid verdict──> failed ──on_failure──> allowed, or
-            └──too many wait, timeout──> `OverloadedError`                              `UnavailableError`
+            │                   └──timeout, error, no valid verdict──> failed ──outage, `allow`──> allowed
+            └──too many wait, timeout──> `OverloadedError`               └──> `UnavailableError`
 
-What is configured for failures is for a guardrail that is down. A tenant that asks much, and a text that the judge
-refuses, must not have the text pass unseen. Only what the judge does counts for the circuit.
+`on_failure: allow` is for a guardrail that is down for all. A text at which the judge fails, one that it refuses, and
+those of a tenant that asks much must not pass unseen. Only what the judge does counts for the circuit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing_extensions import override
 
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError, DeadlineError, OverloadedError, UnavailableError
-from disagg.router.gateway.guardrails.circuit import PAUSE_S, Circuits
+from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S, Circuits
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions
 from disagg.router.gateway.guardrails.places import Places, PlacesError, Ticket
 from disagg.router.gateway.guardrails.verdicts import (
     ALLOW,
     MAX_REASON_CHARS,
     Allow,
+    CannotJudgeError,
     Decision,
     Question,
     Replace,
@@ -83,7 +84,7 @@ class FunctionJudge(Judge):
     """A function on threads. One that does not return keeps its thread, and its place.
 
     Args:
-        function: `Question` to verdict; None allows.
+        function: `Question` to verdict; None allows, and `CannotJudgeError` refuses the question.
         num_threads: how many run at a time.
     """
 
@@ -95,6 +96,8 @@ class FunctionJudge(Judge):
     async def judge(self, question: Question) -> Verdict:
         try:
             verdict = await asyncio.get_running_loop().run_in_executor(self._executor, self._function, question)
+        except CannotJudgeError as error:
+            raise JudgeError(f"it cannot judge it: {error}", is_refusal=True) from error
         except Exception as error:  # of somebody else's code
             raise JudgeError(f"it raised {type(error).__name__}: {error}") from error
         return ALLOW if verdict is None else verdict  # `checked` looks at it
@@ -166,7 +169,7 @@ class Asked:
         count: Callable[[str], None],
         is_sole: bool = True,
     ) -> Verdict:
-        """The verdict; where there is none, what is configured.
+        """The verdict; where there is none and the guardrail is down, what is configured.
 
         Args:
             question: of one request.
@@ -192,7 +195,7 @@ class Asked:
             count("failed")
             options = self.options
             note(Decision(options.name, "", question.subject, "failed", f"{error}"[:MAX_REASON_CHARS]))
-            if options.on_failure == "allow":
+            if options.on_failure == "allow" and self._circuit.is_outage:
                 return ALLOW
             raise UnavailableError(f"the guardrail {options.name} gives no verdict", UNAVAILABLE) from None
         finally:
@@ -207,7 +210,12 @@ class Asked:
     async def _verdict(self, question: Question, now: float, deadline: float | None, is_sole: bool) -> Verdict:
         circuit, tenant, ticket = self._circuit, question.tenant, Ticket(question.tenant, is_sole)
         if not circuit.asks(tenant, now):
-            raise JudgeError("it is not asked for a while, after it failed again and again")
+            since = circuit.open_since(tenant)
+            elapsed_s = 0.0 if since is None else now - since
+            raise JudgeError(
+                f"after {FAILURES} failures in a row it has not been asked for {elapsed_s:.0f} s, but for a trial "
+                f"every {PAUSE_S:g} s"
+            )
         try:
             await self._enter(ticket, deadline)
         except BaseException:
@@ -219,7 +227,7 @@ class Asked:
             if error.is_refusal:
                 circuit.withdrawn(tenant)
             else:
-                self._failed(tenant, str(error))
+                self._failed(tenant, str(error), is_sole)
             raise
         except (DeadlineError, asyncio.CancelledError):
             circuit.withdrawn(tenant)
@@ -294,17 +302,20 @@ class Asked:
                 raise DeadlineError(f"the deadline passed while the guardrail {name} was asked") from None
             raise
 
-    def _failed(self, tenant: str, why: str) -> None:
-        scope = self._circuit.failed(tenant, self._clock())
+    def _failed(self, tenant: str, why: str, is_sole: bool) -> None:
+        scope = self._circuit.failed(tenant, self._clock(), is_sole)
         if scope is not None:
-            of_tenant = f" of tenant {tenant}" if scope == "tenant" and tenant else ""
-            then = "pass without it" if self.options.on_failure == "allow" else "fail"
+            of_tenant = f" of tenant {tenant}" if scope == "tenant" else ""
+            passes = scope == "all" and self.options.on_failure == "allow"
             logger.error(
-                "guardrail %s: failed again and again, last: %s. Requests%s %s; it is tried again every %g s",
+                "guardrail %s: %d questions%s in a row failed, last: %s. Requests%s %s from now on; it is tried again "
+                "every %g s",
                 self.options.name,
+                FAILURES,
+                of_tenant,
                 why,
                 of_tenant,
-                then,
+                "pass without it" if passes else "fail",
                 PAUSE_S,
             )
 

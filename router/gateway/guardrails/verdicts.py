@@ -36,6 +36,11 @@ Verdict = Allow | Replace | Stop
 ALLOW: Final = Allow()
 
 
+class CannotJudgeError(Exception):
+    """A function raises it for a text that it cannot judge, such as one that is too long for it. The text is stopped,
+    and the function does not count as failed. The message is for the log."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Texts of one request."""

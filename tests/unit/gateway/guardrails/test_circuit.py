@@ -69,3 +69,25 @@ def test_a_recovery_is_of_all() -> None:
     assert circuits.asks("b", PAUSE_S)
     assert circuits.passed("b")
     assert circuits.asks("a", PAUSE_S)
+
+
+def test_failures_of_the_only_tenant_are_an_outage() -> None:
+    circuits = Circuits()
+    assert [circuits.failed("a", 1.0, is_sole=True) for _ in range(FAILURES)] == [None] * (FAILURES - 1) + ["all"]
+    assert (circuits.is_outage, circuits.open_since("a")) == (True, 1.0)
+    for trial in (1, 2):  # nobody else could make the next one
+        assert [circuits.asks("a", 1.0 + trial * PAUSE_S) for _ in range(2)] == [True, False]
+        assert circuits.failed("a", 1.0 + trial * PAUSE_S, is_sole=True) is None
+    assert circuits.open_since("a") == 1.0
+    assert circuits.asks("a", 1.0 + 3 * PAUSE_S)
+    assert circuits.passed("a")
+    assert (circuits.is_outage, circuits.open_since("a")) == (False, None)
+
+
+def test_a_tenants_own_failures_are_no_outage() -> None:
+    circuits = Circuits()
+    assert [circuits.failed("a", 1.0) for _ in range(FAILURES)][-1] == "tenant"
+    assert (circuits.is_open, circuits.is_outage) == (True, False)
+    assert (circuits.open_since("a"), circuits.open_since("b")) == (1.0, None)
+    assert circuits.failed("b", 2.0) == "all"
+    assert (circuits.is_outage, circuits.open_since("a"), circuits.open_since("b")) == (True, 2.0, 2.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import pytest
@@ -28,7 +28,16 @@ from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S
 from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
 from disagg.router.gateway.guardrails.guardrails import Guardrails
 from disagg.router.gateway.guardrails.judges import Asked, Judge, JudgeError
-from disagg.router.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
+from disagg.router.gateway.guardrails.verdicts import (
+    ALLOW,
+    CannotJudgeError,
+    Decision,
+    Decisions,
+    Question,
+    Replace,
+    Stop,
+    Verdict,
+)
 from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.text.answer_splitter import answer_splitter
@@ -37,11 +46,16 @@ from disagg.router.gateway.text.reasoning import Phase
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
 
+T = TypeVar("T")
 asked: list[Question] = []
 
 
 def note(question: Question) -> None:
     asked.append(question)
+
+
+async def at_once(num_bytes: int, work: Callable[[], T]) -> T:
+    return work()
 
 
 def encode(value: Any) -> str:
@@ -343,6 +357,10 @@ def fail(question: Question) -> Verdict:
     raise RuntimeError("broken")
 
 
+def refuse(question: Question) -> Verdict:
+    raise CannotJudgeError("it is too long")
+
+
 class Made:
     def __init__(self, word: str) -> None:
         self._word = word
@@ -386,19 +404,36 @@ class TestFunctions:
             await setup.run(TextPrompt("hello"))
 
     @pytest.mark.parametrize("on_failure", ["allow", "stop"])
-    async def test_one_that_fails(self, model: ServedModel, on_failure: str) -> None:
+    async def test_one_that_fails_at_a_text(self, model: ServedModel, on_failure: str) -> None:
+        """Whatever is set: one failure is no outage."""
         setup = Setup(model, FakeRouter(), function("fail", on_failure=on_failure, applies_to="prompts"))
-        if on_failure == "allow":
+        with pytest.raises(UnavailableError, match="the guardrail f gives no verdict") as caught:
             await setup.run()
-            noted = setup.router.traces[ID].guardrails
-        else:
-            with pytest.raises(UnavailableError, match="the guardrail f gives no verdict") as caught:
-                await setup.run()
-            assert caught.value.code == "guardrail_unavailable"
-            (refused,) = setup.guardrails.refused()
-            noted = refused.guardrails
-        assert dict(noted) == {Decision("f", "", "prompt", "failed", "it raised RuntimeError: broken"): 1}
+        assert caught.value.code == "guardrail_unavailable"
+        (refused,) = setup.guardrails.refused()
+        assert dict(refused.guardrails) == {Decision("f", "", "prompt", "failed", "it raised RuntimeError: broken"): 1}
         assert dict(setup.guardrails.counts) == {("f", "prompt", "failed"): 1}
+
+    async def test_one_that_is_down(self, model: ServedModel) -> None:
+        options = function("fail", on_failure="allow", applies_to="prompts")
+        setup = Setup(model, FakeRouter(), options)
+        for _ in range(FAILURES - 1):
+            with pytest.raises(UnavailableError):
+                await setup.guardrails.check_prompt(TextPrompt("hello"), CALL, model, at_once)
+        await setup.run()
+        assert dict(setup.router.traces[ID].guardrails) == {
+            Decision("f", "", "prompt", "failed", "it raised RuntimeError: broken"): 1
+        }
+
+    @pytest.mark.parametrize("on_failure", ["allow", "stop"])
+    async def test_one_that_cannot_judge_a_text(self, model: ServedModel, on_failure: str) -> None:
+        setup = Setup(model, FakeRouter(), function("refuse", on_failure=on_failure, applies_to="prompts"))
+        for _ in range(2 * FAILURES):
+            with pytest.raises(ContentFilterError, match="the guardrail f refuses it: it cannot be judged"):
+                await setup.guardrails.check_prompt(TextPrompt("hello"), CALL, model, at_once)
+        await setup.guardrails.close()
+        assert setup.guardrails.open_circuits == {"f": False}
+        assert dict(setup.guardrails.counts) == {("f", "prompt", "stop"): 2 * FAILURES}
 
 
 class ScriptedJudge(Judge):
@@ -443,13 +478,22 @@ class TestJudges:
         judge = ScriptedJudge([JudgeError("down")] * FAILURES + [JudgeError("still"), ALLOW, ALLOW])
         asked = Asked(GuardrailOptions(name="s", on_failure="allow"), judge, lambda: now[0])
 
+        noted: list[Decision] = []
+
         async def ask() -> str:
-            await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, counts.append)
+            await asked.ask(Question(subject="prompt", texts=("a",)), None, noted.append, counts.append)
             return counts.pop()
 
-        assert [await ask() for _ in range(FAILURES)] == ["failed"] * FAILURES
+        for _ in range(FAILURES - 1):
+            with pytest.raises(UnavailableError):  # no outage is known yet
+                await ask()
+        assert await ask() == "failed"
         states = [asked.is_open]
+        now[0] += 2.0
         assert (await ask(), len(judge.verdicts)) == ("failed", 3)
+        assert noted[-1].reason == (
+            "after 5 failures in a row it has not been asked for 2 s, but for a trial every 5 s"
+        )
         now[0] += PAUSE_S
         assert (await ask(), len(judge.verdicts)) == ("failed", 2)
         assert (await ask(), len(judge.verdicts)) == ("failed", 2)
@@ -457,7 +501,8 @@ class TestJudges:
         assert [await ask(), await ask()] == ["allow", "allow"]
         assert [*states, asked.is_open] == [True, False]
         assert [record.message for record in caplog.records] == [
-            "guardrail s: failed again and again, last: down. Requests pass without it; it is tried again every 5 s",
+            "guardrail s: 5 questions in a row failed, last: down. Requests pass without it from now on; it is tried "
+            "again every 5 s",
             "guardrail s: gives verdicts again",
         ]
 
@@ -466,8 +511,8 @@ class TestJudges:
         options = GuardrailOptions(name="s", on_failure="allow", timeout_s=0.001)
         asked = Asked(options, ScriptedJudge([None]), lambda: 5.0)
         question = Question(subject="answer", texts=("a",))
-        verdict = await asked.ask(question, 6.0, noted.append, lambda _: None)
-        assert verdict == ALLOW
+        with pytest.raises(UnavailableError):
+            await asked.ask(question, 6.0, noted.append, lambda _: None)
         assert noted == [Decision("s", "", "answer", "failed", "no verdict in 0.001 s")]
 
     async def test_deadlines_of_clients_neither_let_pass_nor_open_the_circuit(self) -> None:
@@ -498,13 +543,35 @@ class TestJudges:
             await ask("a", 5.0)
         assert len(judge.verdicts) == 1 + FAILURES
         waiting[0].cancel()
-        assert await waiting[1] == "failed"
-        assert [await ask("a") for _ in range(FAILURES)] == ["failed"] * FAILURES
+        for _ in range(FAILURES - 1):
+            with pytest.raises(UnavailableError):
+                await ask("a")
+        with pytest.raises(UnavailableError):
+            await waiting[1]
         assert (await ask("b"), judge.verdicts) == ("allow", [])
         assert [record.message for record in caplog.records] == [
-            "guardrail s: failed again and again, last: slow. Requests of tenant a pass without it; it is tried again "
-            "every 5 s"
+            "guardrail s: 5 questions of tenant a in a row failed, last: slow. Requests of tenant a fail from now on; "
+            "it is tried again every 5 s"
         ]
+
+    async def test_a_tenants_own_failures_let_none_of_its_texts_pass(self) -> None:
+        """Else whoever knows a text at which the judge fails could switch it off."""
+        judge = ScriptedJudge([*[JudgeError("status 500")] * FAILURES, Stop("forbidden"), *[JudgeError("down")] * 5])
+        asked, noted = Asked(GuardrailOptions(name="s", on_failure="allow"), judge, lambda: 5.0), list[Decision]()
+
+        async def ask(tenant: str) -> Verdict:
+            question = Question(subject="prompt", texts=("a",), tenant=tenant)
+            return await asked.ask(question, None, noted.append, lambda _: None, is_sole=False)
+
+        for _ in range(FAILURES + 1):
+            with pytest.raises(UnavailableError, match="the guardrail s gives no verdict"):
+                await ask("a")
+        assert await ask("b") == Stop("forbidden")
+        for tenant in "bcbc":
+            with pytest.raises(UnavailableError):
+                await ask(tenant)
+        assert [await ask(tenant) for tenant in "cab"] == [ALLOW] * 3  # an outage
+        assert judge.verdicts == []
 
     @pytest.mark.parametrize("on_failure", ["allow", "stop"])
     async def test_what_a_service_refuses_is_stopped_and_no_failure_of_it(
@@ -582,7 +649,8 @@ class TestJudges:
         asked = Asked(GuardrailOptions(name="s", on_failure="allow"), judge, lambda: now[0])
         for wait_s in (*[0.0] * FAILURES, PAUSE_S, PAUSE_S):
             now[0] += wait_s
-            await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, lambda _: None)
+            with contextlib.suppress(UnavailableError):
+                await asked.ask(Question(subject="prompt", texts=("a",)), None, lambda _: None, lambda _: None)
         assert (judge.verdicts, asked.is_open) == ([], False)
 
 
