@@ -23,7 +23,7 @@ _BEFORE: Final = (b"", b" ", b"a")
 
 
 class Alternatives:
-    """Those of one text, token by token.
+    """Alternatives of the tokens of one text, token by token.
 
     Args:
         scanners: of the patterns that no text may have; `None` leaves all alternatives out.
@@ -41,11 +41,12 @@ class Alternatives:
         """Where it begins."""
 
     def begin(self) -> Alternatives:
-        """The same at the beginning of a text of its own."""
+        """New ones, with the same patterns, for another text."""
         return Alternatives(self._scanners, self._token_bytes)
 
     def shown(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprobs:
-        """Those of the next token, without alternatives that would show something; the text goes on with it."""
+        """Log-probabilities of the next token without alternatives that would show something; the text goes on with
+        it."""
         allowed = list(takewhile(lambda other: other == token_id or self._may_follow(other), logprobs.top_ids))
         self.go_on(token_id)
         if len(allowed) == len(logprobs.top_ids):

@@ -6,7 +6,8 @@
                                             └─ tags ───────────────────┘
 
 What a client reads as one text is looked at as one, so the content before a call with that after it. A call is looked
-at whole: as the model wrote it (its tokens tell that), its arguments as they are sent, and what they say to a reader.
+at whole: as the model wrote it (its tokens tell that), its name and its arguments as they are sent, and what these say
+to a reader.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class GuardedChannels:
         return chain.stopped is not None
 
     def _refuses_call(self, text: str, call: ToolCall) -> Generator[Question, Verdict, bool]:
-        for each in dict.fromkeys((text, call.arguments, unescaped(call.arguments))):
+        for each in dict.fromkeys((text, call.name, call.arguments, unescaped(call.arguments))):
             if not each:
                 continue
             chain = self._make(True)

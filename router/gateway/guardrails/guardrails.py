@@ -225,7 +225,8 @@ class Guardrails:
         return AnswerGuard(channels, ask, decisions, partial(self._answer_ended, decisions), alternatives)
 
     def _alternatives(self, tokenizer: Tokenizer) -> Alternatives:
-        """Those of one text. Nobody is asked about them: where there is somebody to ask, none are shown."""
+        """Alternatives of the tokens of one text. Nobody is asked about them: where there is somebody to ask, none are
+        shown."""
         is_asked = any(each.name in self._asked and self._is_for(each, "answer") for each in self._options)
         scanners = [scanner for rules in self._rules.values() for scanner in rules.answer_scanners]
         return Alternatives(None if is_asked else scanners, tokenizer.token_bytes)

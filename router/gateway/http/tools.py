@@ -20,6 +20,7 @@ from disagg.router.gateway.requests.structured import StructuredOutput
 from disagg.router.gateway.requests.values import is_deeper
 from disagg.router.gateway.text.tool_calls import ToolFormat
 from disagg.router.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
+from disagg.router.gateway.text.written_json import compact, read_json
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 256 << 10
@@ -181,7 +182,7 @@ def read_extra(message: Message, index: int) -> str:
         extra["tool_call_id"] = message.tool_call_id
         if message.name is not None:
             extra["name"] = message.name
-    return msgspec.json.encode(extra).decode() if extra else ""
+    return compact(extra) if extra else ""
 
 
 def _checked(tool: _Tool, place: str) -> dict[str, Any]:
@@ -234,8 +235,8 @@ def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     calls = []
     for i, call in enumerate(found):
         try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
+            arguments = read_json(call.function.arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequestError(f"{place}[{i}]", f"is no call of a function: {error}") from None
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"{place}[{i}].function.arguments", "must be a JSON object")

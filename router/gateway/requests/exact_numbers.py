@@ -61,7 +61,7 @@ def _why(number: _Inexact) -> str:
 
 
 def _number(text: str) -> Any:
-    """Nothing of an exact number."""
+    """None where the number is exact."""
     if len(text) <= _SAFE_CHARS and "e" not in text and "E" not in text:
         return None
     try:

@@ -20,6 +20,7 @@ from disagg.proto.errors import ConfigError, InvalidRequestError
 from disagg.router.gateway.text.reasoning import ReasoningFormat, reasoning_format_of
 from disagg.router.gateway.text.template_limits import BoundedEnvironment, render
 from disagg.router.gateway.text.tool_calls import ToolFormat, format_of
+from disagg.router.gateway.text.written_json import read_json, write_json
 
 RESERVED: Final = frozenset(
     {
@@ -149,14 +150,14 @@ def turns_without_tools(turns: Sequence[ChatTurn], tools: str) -> list[ChatTurn]
 def _plain(turn: ChatTurn) -> ChatTurn:
     if turn.role == "tool":
         return ChatTurn("user", f"<tool_response>\n{turn.content}\n</tool_response>")
-    calls = json.loads(turn.extra).get("tool_calls", []) if turn.extra else []
-    texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    calls = read_json(turn.extra).get("tool_calls", []) if turn.extra else []
+    texts = [f"<tool_call>\n{write_json(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
     return ChatTurn(turn.role, "\n".join([turn.content, *texts] if turn.content else texts)) if texts else turn
 
 
 def _message(turn: ChatTurn) -> dict[str, Any]:
     message = {"role": turn.role, "content": turn.content}
-    return {**message, **json.loads(turn.extra)} if turn.extra else message
+    return {**message, **read_json(turn.extra)} if turn.extra else message
 
 
 class _GenerationTag(Extension):
@@ -180,4 +181,4 @@ def _time(now: datetime, form: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return write_json(value, ensure_ascii=ensure_ascii, indent=indent, **options)

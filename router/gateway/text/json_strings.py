@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from disagg.router.gateway.text.written_json import read_json
+
 _ESCAPE = "\\"
 
 
@@ -16,7 +18,7 @@ def unescaped(text: str) -> str:
     if _ESCAPE not in text:
         return ""
     try:
-        value = msgspec.json.decode(text)
+        value = read_json(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return ""
     return "\n".join(_strings(value))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, Literal
 
-from disagg.router.gateway.text.segments import Segment
+from disagg.router.gateway.text.segments import Segment, overlap
 
 ReasoningFormat = Literal["none", "think"]
 """`think`: `<think>` ... `</think>` at the beginning of an answer; a prompt may end with the open tag."""
@@ -105,7 +105,7 @@ class ReasoningSplitter:
         if not self._begun:
             text = self._without_space(text, found)
         closed = text.find(CLOSE)
-        end = closed if closed >= 0 else len(text) - _overlap(text, CLOSE)
+        end = closed if closed >= 0 else len(text) - overlap(text, CLOSE)
         sure = text[:end].rstrip(_SPACE)
         if sure:
             found.append(Segment("reasoning", self._spaced(sure)))
@@ -137,8 +137,3 @@ class ReasoningSplitter:
         text = "".join((*self._space, text))
         self._space.clear()
         return text
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
-    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)

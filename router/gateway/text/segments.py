@@ -73,3 +73,8 @@ def joined(segments: Iterable[Segment]) -> list[Segment]:
             found.append(one)
     end()
     return found
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`."""
+    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)

@@ -21,6 +21,8 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
+from disagg.router.gateway.text.written_json import WrittenNumber
+
 MAX_VALUE_CHARS = 1 << 20
 """Length of what `*` or a method that fills up makes."""
 _MAX_EXPONENT = 64
@@ -312,6 +314,8 @@ def _text_size(value: Any, depth: int = 0) -> int:
     """Characters of a value as text, or a few more. Counts the items that it looks at."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, WrittenNumber):
+        return len(value.text)
     if depth > _MAX_DEPTH:
         raise SecurityError(f"lists nested more than {_MAX_DEPTH} deep")
     if isinstance(value, dict):

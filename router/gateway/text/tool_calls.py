@@ -2,18 +2,20 @@
 text was cut, each character is looked at a bounded number of times, and text that cannot be a call is given on at once.
 
 A call counts only where its name is that of an offered tool and its arguments are an object; anything else is text.
+Its arguments are sent as compact JSON, in which numbers keep the digits that the model wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 from typing_extensions import override
 
 from disagg.router.gateway.text.json_prefix import JsonPrefix
-from disagg.router.gateway.text.segments import Segment, ToolCall, joined
+from disagg.router.gateway.text.segments import Segment, ToolCall, joined, overlap
+from disagg.router.gateway.text.written_json import compact, read_json
 
 ToolFormat = Literal["hermes", "json"]
 """How a model writes calls. `hermes`: `<tool_call>{...}</tool_call>` anywhere in the text (Hermes, Qwen). `json`: the
@@ -24,6 +26,19 @@ _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _MARKS: Final = ("<|python_tag|>", "[TOOL_CALLS]")
 _SPACE: Final = " \t\r\n"
+_NO_JSON: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """As models write it."""
+
+    name: str
+    arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_CALL: Final = msgspec.json.Decoder(_Call)
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ToolParser(Protocol):
@@ -82,7 +97,7 @@ class _HermesParser(ToolParser):
             if self._json is None:
                 tag = text.find(_OPEN, place)
                 if tag < 0:
-                    end = len(text) if ended else len(text) - _overlap(text[place:], _OPEN)
+                    end = len(text) if ended else len(text) - overlap(text[place:], _OPEN)
                     self._give_text(text[place:end], found)
                     self._tail = text[end:]
                     return joined(found)
@@ -99,7 +114,7 @@ class _HermesParser(ToolParser):
             is_closed = rest == _CLOSE and not self._json.in_string
             self._json = None
             body = before + text[begin:place]
-            call = _call_of(_loaded(body), self._names) if is_closed or not rest else None
+            call = _call_of(body, self._names) if is_closed or not rest else None
             if call is not None:
                 place += len(_CLOSE) if is_closed else 0
                 self._give_call(call, _OPEN + body + (_CLOSE if is_closed else ""), found)
@@ -157,14 +172,20 @@ class _JsonParser(ToolParser):
         body = text.strip(_SPACE)
         for mark in _MARKS:
             body = body.removeprefix(mark)
-        calls = [] if self._is_text else self._calls(_loaded(body))
+        calls = [] if self._is_text else self._calls(body)
         if calls:
             self._held.clear()
             return [Segment("call", "" if i else text, call) for i, call in enumerate(calls)]
         return self._flush()
 
-    def _calls(self, value: Any) -> list[ToolCall]:
-        calls = [_call_of(item, self._names) for item in (value if isinstance(value, list) else [value])]
+    def _calls(self, body: str) -> list[ToolCall]:
+        try:
+            items = (
+                [bytes(item).decode() for item in _LIST.decode(body)] if body.lstrip(_SPACE).startswith("[") else [body]
+            )
+        except _NO_JSON:
+            return []
+        calls = [_call_of(item, self._names) for item in items]
         return [call for call in calls if call is not None] if None not in calls else []
 
     def _flush(self) -> list[Segment]:
@@ -173,22 +194,13 @@ class _JsonParser(ToolParser):
         return [Segment("content", text)] if text else []
 
 
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
-    return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
-
-
-def _loaded(body: str) -> Any:
+def _call_of(body: str, names: Collection[str]) -> ToolCall | None:
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        call = _CALL.decode(body)
+        if call.name not in names:
+            return None
+        raw = next((each for each in (call.arguments, call.parameters) if each is not msgspec.UNSET), None)
+        arguments = {} if raw is None else read_json(bytes(raw).decode())
+        return ToolCall(call.name, compact(arguments)) if isinstance(arguments, dict) else None
+    except _NO_JSON:
         return None
-
-
-def _call_of(value: Any, names: Collection[str]) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(value["name"], msgspec.json.encode(arguments).decode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -13,8 +13,7 @@ from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.values import is_deeper
 from disagg.router.gateway.text.chat_template import ChatTurn
 from disagg.router.gateway.text.tool_grammar import MAX_CALLS
-
-_ARGUMENTS: Final = msgspec.json.Decoder()
+from disagg.router.gateway.text.written_json import compact, read_json
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class _Turn:
             extra["reasoning_content"] = "\n".join(self.reasoning)
         if self.answered_call is not None:
             extra["tool_call_id"] = self.answered_call
-        return ChatTurn(self.role, "\n".join(self.texts), msgspec.json.encode(extra).decode() if extra else "")
+        return ChatTurn(self.role, "\n".join(self.texts), compact(extra) if extra else "")
 
 
 class Turns:
@@ -62,13 +61,13 @@ class Turns:
             self._turns.append(last)
         last.reasoning.append(text)
 
-    def add_call(self, call_id: str, name: str, arguments: object, place: str) -> None:
+    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
         """A call of a function, by the turn of the assistant that it follows, or by a new one.
 
         Args:
             call_id: which its result names.
             name: of the function.
-            arguments: JSON of an object, or the object.
+            arguments: JSON of an object, or empty for one without any.
             place: what errors call it.
 
         Raises:
@@ -101,11 +100,10 @@ class Turns:
         return tuple(turns)
 
 
-def _arguments(given: object, place: str) -> dict[str, Any]:
-    if isinstance(given, str):
-        check_parts(given, place)
+def _arguments(given: str, place: str) -> dict[str, Any]:
+    check_parts(given, place)
     try:
-        value = _ARGUMENTS.decode(given or "{}") if isinstance(given, str) else given
+        value = read_json(given or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequestError(place, f"is no JSON: {error}") from None
     if not isinstance(value, dict):

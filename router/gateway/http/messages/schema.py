@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from disagg.router.gateway.http.foreign.bodies import SamplingFields
@@ -19,7 +17,7 @@ class Block(msgspec.Struct, frozen=True):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: Any = None
+    input: msgspec.Raw = ABSENT
     tool_use_id: str | None = None
     content: str | list[ContentPart] | None = None
     is_error: bool | None = None

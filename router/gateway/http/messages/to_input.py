@@ -31,7 +31,13 @@ from disagg.router.gateway.http.messages.schema import (
 )
 from disagg.router.gateway.http.schema import decode_field
 from disagg.router.gateway.http.to_input import ParsedCall, read_text
-from disagg.router.gateway.http.tools import MAX_CHOICE_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES, OfferedTools
+from disagg.router.gateway.http.tools import (
+    LONG_ARGUMENTS,
+    MAX_CHOICE_BYTES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    OfferedTools,
+)
 from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.router.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.router.gateway.requests.structured import StructuredOutput
@@ -145,7 +151,10 @@ def _read_block(block: Block, role: str, place: str, turns: Turns) -> Pieces[Non
         turns.add_reasoning(_set(block.thinking, f"{place}.thinking"))
     elif block.type == "tool_use" and role == "assistant":
         call_id, name = _set(block.id, f"{place}.id"), _set(block.name, f"{place}.name")
-        turns.add_call(call_id, name, {} if block.input is None else block.input, f"{place}.input")
+        arguments = bytes(block.input).decode()
+        turns.add_call(call_id, name, "" if arguments == "null" else arguments, f"{place}.input")
+        if len(arguments) > LONG_ARGUMENTS:
+            yield
     elif block.type == "tool_result" and role == "user":
         call_id = _set(block.tool_use_id, f"{place}.tool_use_id")
         content = "" if block.content is None else block.content

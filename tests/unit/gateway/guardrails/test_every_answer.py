@@ -275,6 +275,11 @@ async def answers(model: ServedModel, text: str, sizes: list[int], others: list[
 
 CASES: Final = [
     ("a call that spells it by escapes", CALL_OF % "\\u0073ecret", Found("", "", (), "content_filter")),
+    (
+        "a call that spells it by escapes, beside a number that no double can be",
+        CALL_OF.replace("}}", ', "n": 1e400}}') % "\\u0073ecret",
+        Found("", "", (), "content_filter"),
+    ),
     ("a blank by an escape", "so " + CALL_OF % "a\\u0020b", Found("so ", "", (), "content_filter")),
     ("text around a call that joins", "sec" + CALL_OF % "c" + "ret", Found("", "", (), "content_filter")),
     ("a line end in an argument", CALL_OF % "x\\ny", Found("", "", (), "content_filter")),

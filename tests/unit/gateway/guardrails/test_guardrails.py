@@ -44,6 +44,7 @@ from disagg.router.gateway.text.answer_splitter import answer_splitter
 from disagg.router.gateway.text.chat_template import ChatTurn, TemplateOptions
 from disagg.router.gateway.text.reasoning import Phase
 from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.router.gateway.text.tool_calls import tool_parser
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
 
 T = TypeVar("T")
@@ -682,3 +683,13 @@ async def test_reasoning_is_looked_at_like_the_rest(
     assert "".join(delta.text for delta in found) == text
     assert (None if guard.stopped is None else guard.stopped.reason) == reason
     assert guard.num_reasoning_tokens == num_reasoning
+
+
+@pytest.mark.parametrize("name", ["cat", "\\u0063at", "c\\u0061t"])
+async def test_the_name_of_a_call_is_looked_at_as_it_is_sent(model: ServedModel, name: str) -> None:
+    rule = RuleOptions(pattern="cat", applies_to="answers")
+    splitter = answer_splitter(Phase.AFTER, tool_parser("hermes", {"cat"}))
+    guard = Guardrails([rules(rule)], clock=lambda: 0.0).on_answer(CALL, ID, model, True, Decisions(), splitter)
+    assert guard is not None
+    await guard.push(0, f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', None)
+    assert guard.stopped is not None

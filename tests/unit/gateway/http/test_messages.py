@@ -125,6 +125,16 @@ async def test_blocks_are_turns() -> None:
     )
 
 
+async def test_numbers_of_earlier_calls_stay_as_they_are_written() -> None:
+    body = json.dumps({**BODY, "messages": [turn({**USED, "input": 5}, role="assistant"), turn(RESULT)]})
+    written = '{"x": 1.10, "y": 1e400}'
+    raw = body.replace('"input": 5', f'"input": {written}').encode()
+    parsed = await in_pieces(decoded(raw, msgspec.json.Decoder(MessagesBody), read_messages))
+    prompt = parsed.inputs[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert '"arguments":{"x":1.10,"y":1e400}' in prompt.turns[0].extra
+
+
 @pytest.mark.parametrize(
     ("choice", "forced", "parallel"),
     [

@@ -10,6 +10,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.gateway.event_loop.turns import in_pieces
 from disagg.router.gateway.grammars.grammars import Grammars
+from disagg.router.gateway.http.foreign.turns import Turns
 from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
 from disagg.router.gateway.http.to_input import read_chat
 from disagg.router.gateway.http.tool_choices import ToolChoices
@@ -121,6 +122,27 @@ def test_earlier_calls_reach_the_template_with_their_arguments_as_objects() -> N
         read_extra(Message("tool", "1"), 3)
 
 
+NUMBERS = '{"a":123456789.123456789123,"b":[1.10,1e400],"c":123456789012345678901234567890,"d":0.5}'
+
+
+async def test_numbers_of_earlier_calls_reach_the_template_as_they_are_written() -> None:
+    """Over all APIs, for templates that write the object, a value by itself, or have no tools."""
+    message = Message("assistant", None, [{"id": "c", "function": {"name": "add", "arguments": NUMBERS}}])
+    turns = Turns()
+    turns.add_call("c", "add", NUMBERS, "input")
+    (other,) = await in_pieces(turns.read())
+    spaced = NUMBERS.replace(":", ": ").replace(",", ", ")
+    whole = ChatTemplate("{{ tools and messages[0].tool_calls[0].function.arguments | tojson }}", {})
+    source = "{{ tools }}{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ v }};{% endfor %}"
+    single = ChatTemplate(source, {})
+    plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    for turn in (ChatTurn("assistant", "", read_extra(message, 0)), other):
+        assert whole.render([turn], "[1]") == spaced
+        values = "123456789.123456789123;[1.1, 1e400];123456789012345678901234567890;0.5;"
+        assert single.render([turn], "[1]") == "[1]" + values.replace("1.1,", "1.10,")
+        assert spaced in plain.render([turn])
+
+
 def test_arguments_of_earlier_calls_are_counted_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def message(*arguments: str) -> Message:
         return Message(
@@ -129,14 +151,12 @@ def test_arguments_of_earlier_calls_are_counted_before_they_are_built(monkeypatc
 
     half, built = MAX_JSON_PARTS // 2 - 8, json.dumps({"code": '[{,"' * MAX_JSON_PARTS})
     assert len(read_extra(message('{"a":[%s1]}' % ("1," * half), built), 0)) > 2 * half
-    decode = msgspec.json.decode
-    monkeypatch.setattr(msgspec.json, "decode", None)
+    monkeypatch.setattr("disagg.router.gateway.http.tools.read_json", None)
     for part in ("1,", "[],", '"",'):
         arguments = '{"a":[%s1]}' % (part * (half + 20))
         with pytest.raises(InvalidRequestError, match="arguments have more than 32768 values") as caught:
             read_extra(message(arguments, arguments), 3)
         assert caught.value.field == "messages[3].tool_calls"
-    monkeypatch.setattr(msgspec.json, "decode", decode)
 
 
 def test_a_template_with_tools_gets_them_and_one_without_gets_text() -> None:

@@ -25,6 +25,11 @@ def echoed(text: str) -> ToolCall:
     return ToolCall("now", msgspec.json.encode({"text": text}).decode())
 
 
+NUMBERS = '{"x":123456789.123456789123,"y":1.10,"z":1e400,"i":123456789012345678901234567890}'
+WRITTEN = ToolCall("add", NUMBERS)
+ESCAPED = ToolCall("add", '{"a":"s"}')
+
+
 CASES: list[tuple[ToolFormat, str, list[Part]]] = [
     ("hermes", "a < b <tool", ["a < b <tool"]),
     ("hermes", f"so {HERMES_ADD}.", ["so ", ADD, "."]),
@@ -44,6 +49,11 @@ CASES: list[tuple[ToolFormat, str, list[Part]]] = [
     ("hermes", '<tool_call>{"name": "a</tool_call>' + ADDED, ['<tool_call>{"name": "a</tool_call>', ADD]),
     ("hermes", '<tool_call>{"name": "a</tool_call>\n' + ADDED, ['<tool_call>{"name": "a</tool_call>\n', ADD]),
     ("hermes", "<tool_call> is a tag; " + ADDED, ["<tool_call> is a tag; ", ADD]),
+    ("hermes", f'<tool_call>{{"name":"add","arguments":{NUMBERS.replace(",", ", ")}}}</tool_call>', [WRITTEN]),
+    ("json", f'{{"name":"add","parameters":{NUMBERS}}}', [WRITTEN]),
+    ("json", f' [{{"name":"add","arguments":{NUMBERS}}}]', [WRITTEN]),
+    ("hermes", '<tool_call>{"name":"add","arguments":{"a": "\\u0073"}}', [ESCAPED]),
+    ("hermes", '{"name":"add","arguments":{"a":"\\ud800"}}', ['{"name":"add","arguments":{"a":"\\ud800"}}']),
     ("hermes", "<tool_call>{}}</tool_call>" + ADDED, ["<tool_call>{}}</tool_call>", ADD]),
     ("json", ' {"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
