@@ -399,6 +399,7 @@ class GatewayServer:
             start_phases=self._start_phases,
             name=self.config.name,
             models=lambda: models.names,
+            model_names=lambda: {key: source.name for key, source in self.served.sources.items()},
             usage=self._usage,
             guardrails=self._guardrails,
         )

@@ -280,7 +280,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back", "gateways", "gateway_start_phases", "notes")
+    __slots__ = ("workers", "queued_requests", "running_requests", "pools", "stages", "slos", "transfers", "requests_per_s", "output_tokens_per_s", "http_address", "autoscaler", "generation", "rollout", "rolled_back", "gateways", "gateway_start_phases", "notes", "load_left_out")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class GetClusterStateResponse(_message.Message):
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_START_PHASES_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     queued_requests: int
     running_requests: int
@@ -315,7 +316,8 @@ class GetClusterStateResponse(_message.Message):
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayState]
     gateway_start_phases: _containers.RepeatedCompositeFieldContainer[StartPhase]
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., gateways: _Optional[_Iterable[_Union[GatewayState, _Mapping]]] = ..., gateway_start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    load_left_out: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolState, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageCount, _Mapping]]] = ..., slos: _Optional[_Iterable[_Union[SloState, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferState, _Mapping]]] = ..., requests_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., http_address: _Optional[str] = ..., autoscaler: _Optional[_Union[AutoscalerState, _Mapping]] = ..., generation: _Optional[int] = ..., rollout: _Optional[_Union[RolloutState, _Mapping]] = ..., rolled_back: _Optional[_Union[RolledBack, _Mapping]] = ..., gateways: _Optional[_Iterable[_Union[GatewayState, _Mapping]]] = ..., gateway_start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ..., load_left_out: bool = ...) -> None: ...
 
 class RolloutState(_message.Message):
     __slots__ = ("generation", "previous", "stage", "done", "total", "running_s", "doing", "next", "is_back", "why")

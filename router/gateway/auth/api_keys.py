@@ -100,7 +100,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin: bool = False
     """May change the cluster, and see every tenant's requests."""
     metrics: bool = False
-    """May read `/metrics`, and exact counts in the state of the cluster. An admin may in any case."""
+    """May read `/metrics`, and the load in the state of the cluster. An admin may in any case."""
     expires: str | None = None
     """When it stops to be valid: a time of RFC 3339, or a date, which is its last day in UTC."""
     models: Annotated[tuple[_MODEL, ...], msgspec.Meta(min_length=1, max_length=MAX_MODELS)] | None = None

@@ -1,9 +1,9 @@
 """Authorization: who may send prompts, to which models, use which part of `AdminService`, and read `/metrics`.
 
     send prompts, tokenize               the scope `inference`, and the key's `models`
-    see workers and pools                every authenticated caller
+    see workers and pools                every authenticated caller, of the key's `models`
     addresses and processes of workers   an admin
-    exact counts over all tenants        the scope `metrics`, an admin; others see coarse ones
+    counts and load over all tenants     the scope `metrics`, an admin; others see none
     explain a request                    its tenant, an admin
     read what a tenant used              its tenant, an admin
     change the cluster, list requests    an admin: the scope `admin`

@@ -6,7 +6,7 @@
     /ui/usage            what the caller's key used by day, an admin's all; asked for twice a minute
 
 The first two kinds of data come from `AdminService`, with the rights that its calls have: a caller who is no admin sees
-no addresses and no requests of other tenants, and without `metrics` no exact counts.
+no addresses, no requests of other tenants and no models that its key is not for, and without `metrics` no load.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Page:
         self._clock = clock
         self._wall_clock = wall_clock
         self._files = _read_files()
-        self._made: dict[tuple[bool, bool, tuple[str, ...]], tuple[float, bytes]] = {}
+        self._made: dict[tuple[bool, bool, frozenset[str] | None, tuple[str, ...]], tuple[float, bytes]] = {}
         """By what its caller may see, when it was made."""
         self._making = asyncio.Lock()
 
@@ -148,7 +148,8 @@ class Page:
 
     async def _latest(self, caller: Caller) -> bytes:
         models = tuple(name for name in self._model_names() if may_use(caller, name))
-        rights = caller.is_admin, caller.sees_counts, models
+        # By all models of the key: it may see workers of one that requests may no longer name.
+        rights = caller.is_admin, caller.sees_counts, caller.models, models
         async with self._making:  # all that wait get what the first one makes
             now = self._clock()
             self._made = {key: made for key, made in self._made.items() if now - made[0] <= MAX_AGE_S}
@@ -185,6 +186,8 @@ def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:
             for pair in pairs
         ],
         "num_pairs": len(state.transfers),
+        "has_controller": bool(state.pools or state.gateways),
+        "has_load": not state.load_left_out,
         "queued": state.queued_requests,
         "running": state.running_requests,
         "stages": {entry.stage: entry.requests for entry in state.stages},

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, get_args
 
@@ -94,6 +94,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         name: of this gateway.
         start_phases: of the gateway's process.
         models: the names of the served ones, now.
+        model_names: by key the names of those that this gateway has, now.
         usage: what keys used; None where it is not known.
         guardrails: know the prompts that they refused.
     """
@@ -111,6 +112,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
         models: Callable[[], Sequence[str]] = tuple,
+        model_names: Callable[[], Mapping[str, str]] = dict,
         usage: UsageView | None = None,
         guardrails: Guardrails | None = None,
     ) -> None:
@@ -123,7 +125,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._rights = rights or Rights()
         self._audit = audit
         self._clock = clock = process_clock().now if clock is None else clock
-        self._feed = StateFeed(self._known, router.view, clock, name, start_phases)
+        self._feed = StateFeed(self._known, router.view, clock, name, start_phases, model_names)
         self._wall_clock = wall_clock
         self._shape = Shape(wall_clock())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
-from disagg.router.gateway.rpc.coarse import make_coarse
+from disagg.router.gateway.rpc.callers_view import leave_out_load, leave_out_models
 from disagg.router.gateway.usage.counts import Page, date_of
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.spans import spans_of
@@ -42,6 +42,7 @@ def cluster_state(
     *,
     with_addresses: bool = True,
     with_counts: bool = True,
+    models: Collection[str] | None = None,
     start_phases: Iterable[StartPhase] = (),
 ) -> pb.GetClusterStateResponse:
     """The cluster in both views.
@@ -50,7 +51,8 @@ def cluster_state(
         view: of the router.
         known: the state of the controller.
         with_addresses: where workers listen, their processes, and details, which may name hosts and paths.
-        with_counts: exact counts, from which the size of another tenant's request can be computed.
+        with_counts: the load, from which the size of another tenant's request can be computed.
+        models: keys of those that are shown; `None` for all.
         start_phases: of the gateway's process.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
@@ -81,7 +83,9 @@ def cluster_state(
         notes=view.notes,
     )
     if not with_counts:
-        make_coarse(found)
+        leave_out_load(found)
+    if models is not None:
+        leave_out_models(found, models)
     return found
 
 

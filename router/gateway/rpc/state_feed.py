@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -19,6 +19,7 @@ from disagg.proto.errors import OverloadedError
 from disagg.proto.messages import StartPhase
 from disagg.router.api import ClusterView
 from disagg.router.gateway.auth.auth import Caller
+from disagg.router.gateway.auth.rights import may_use
 from disagg.router.gateway.rpc.admin_answers import cluster_state, with_others
 from disagg.v1 import inference_pb2 as pb
 
@@ -31,25 +32,39 @@ RETRY_S: Final = 5.0
 class Snapshot:
     """The cluster at one moment, as the messages that callers of different rights get; each is made once."""
 
-    def __init__(self, view: ClusterView, known: ControlState, start_phases: Sequence[StartPhase]) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        known: ControlState,
+        start_phases: Sequence[StartPhase],
+        models: Mapping[str, str],
+    ) -> None:
+        self._models = models
         self._start_phases = start_phases
         self._view = view
         self._known = known
-        self._made: dict[tuple[bool, bool], pb.WatchClusterStateResponse] = {}
+        self._made: dict[tuple[bool, bool, frozenset[str] | None], pb.WatchClusterStateResponse] = {}
 
     def message(self, caller: Caller) -> pb.WatchClusterStateResponse:
         """For a caller; not to be changed."""
-        rights = caller.is_admin, caller.sees_counts
+        rights = caller.is_admin, caller.sees_counts, self._keys(caller)
         if (made := self._made.get(rights)) is None:
             state = cluster_state(
                 self._view,
                 self._known,
                 with_addresses=rights[0],
                 with_counts=rights[1],
+                models=rights[2],
                 start_phases=self._start_phases,
             )
             made = self._made[rights] = pb.WatchClusterStateResponse(state=state)
         return made
+
+    def _keys(self, caller: Caller) -> frozenset[str] | None:
+        """Of the models that are shown; `None` for all, also for ones that this gateway does not know."""
+        if caller.is_admin or caller.models is None:
+            return None
+        return frozenset(key for key, name in self._models.items() if may_use(caller, name))
 
 
 class StateFeed:
@@ -61,6 +76,7 @@ class StateFeed:
         clock: monotonic seconds.
         name: of this gateway; the counts of others are added to the view.
         start_phases: of the gateway's process.
+        models: by key the names of the models that this gateway has, now.
     """
 
     def __init__(
@@ -70,7 +86,9 @@ class StateFeed:
         clock: Callable[[], float],
         name: str = "gateway",
         start_phases: Sequence[StartPhase] = (),
+        models: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        self._models = models
         self._name = name
         self._start_phases = start_phases
         self._fetch = fetch
@@ -91,7 +109,8 @@ class StateFeed:
     async def now(self) -> Snapshot:
         """The cluster now, by a new call."""
         known = await self._fetch()
-        return Snapshot(with_others(self._view(), known, self._name), known, self._start_phases)
+        view = with_others(self._view(), known, self._name)
+        return Snapshot(view, known, self._start_phases, self._models())
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:

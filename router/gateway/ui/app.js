@@ -31,8 +31,8 @@ async function poll() {
 function show(state) {
   setText(byId("model"), state.models.join(", "));
   setModels(state.models);
-  setText(byId("status"), state.pools.length ? "Connected" : "The controller does not answer; this is what the gateway sees");
-  byId("status").className = state.pools.length ? "" : "bad";
+  setText(byId("status"), state.has_controller ? "Connected" : "The controller does not answer; this is what the gateway sees");
+  byId("status").className = state.has_controller ? "" : "bad";
   showRequests(state.requests, state.now);
   showCluster(state);
 }

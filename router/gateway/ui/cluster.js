@@ -8,6 +8,7 @@ const HISTORY = 300;
 const RECENT = 10; // seconds over which hand-overs are counted
 const MAX_ARROWS = 12;
 const MAX_ROWS = 8;
+const LOAD_LEFT_OUT = "Shown to keys with the scope metrics or admin.";
 
 const cards = new Map();
 const strips = new Map();
@@ -18,7 +19,7 @@ let shape = "";
 export function showCluster(state) {
   const moved = movements(state);
   remember(state);
-  facts(byId("totals"), [
+  facts(byId("totals"), !state.has_load ? [["load", LOAD_LEFT_OUT]] : [
     ["queued", String(state.queued)],
     ["running", String(state.running)],
     ...["prefill", "transfer", "decode"].map((stage) => [`in ${stage}`, String(state.stages[stage] ?? 0)]),
@@ -26,7 +27,7 @@ export function showCluster(state) {
   showPools(state.pools);
   const columns = split(state.workers);
   build(columns, state);
-  state.workers.forEach(showWorker);
+  state.workers.forEach((worker) => showWorker(worker, state.has_load));
   showArrows(moved, columns);
   showPairs(moved, state.num_pairs);
   showCharts(state);
@@ -94,14 +95,15 @@ function used(worker) {
 
 const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
-function showWorker(worker) {
+function showWorker(worker, hasLoad) {
   const card = cards.get(worker.id);
   const phase = worker.phase || "unknown";
   const isReady = phase === "ready";
   if (card.fill) {
     card.fill.style.height = `${used(worker) * 100}%`;
     card.root.classList.toggle("away", !isReady);
-    const text = `${worker.id}: ${phase}, ${percent(used(worker))} of KV in use, ${worker.sequences} sequences`;
+    const load = hasLoad ? `, ${percent(used(worker))} of KV in use, ${worker.sequences} sequences` : "";
+    const text = `${worker.id}: ${phase}${load}`;
     card.root.setAttribute("aria-label", text);
     card.root.title = text;
     return;
@@ -109,6 +111,10 @@ function showWorker(worker) {
   setText(card.phase, isReady ? "" : phase);
   card.phase.className = ["lost", "failed"].includes(phase) ? "bad" : "warn";
   card.root.title = worker.detail;
+  if (!hasLoad) {
+    setText(card.nums, `${worker.blocks} blocks`);
+    return;
+  }
   setText(card.sequences, worker.sequences === 1 ? "1 sequence" : `${worker.sequences} sequences`);
   const blocks = worker.blocks || 1;
   [worker.active, worker.reserved, worker.cached].forEach((count, i) => {
@@ -217,6 +223,10 @@ function showPairs(moved, numPairs) {
 // ---------------------------------------------------------------- over time
 
 function showCharts(state) {
+  if (!state.has_load) {
+    for (const name of ["targets", "rates"]) byId(name).replaceChildren(el("p", { class: "empty" }, LOAD_LEFT_OUT));
+    return;
+  }
   const names = ["both", "ttft", "tpot"].filter((name) => state.targets[name]?.[1]);
   const label = { both: "all", ttft: "TTFT", tpot: "TPOT" };
   const share = ([met, total]) => (total ? met / total : null);

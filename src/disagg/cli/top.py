@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cli.operations.operate import open_client, state_of
+from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
 from disagg.cluster.system.terminal import format_bytes, table
@@ -97,8 +97,11 @@ def picture(
 ) -> Group:
     """Everything on one screen. `problem` is a line above the rest, which may then be out of date."""
     parts: list[RenderableType] = [Text(problem, style="bold red"), Text()] if problem else []
-    parts += [_headline(state, address), Text(), _workers(state.workers, ascii_only), _legend(ascii_only), Text()]
-    parts += [_requests(state), _targets(state.slos)]
+    parts += [_headline(state, address), Text(), _workers(state, ascii_only)]
+    if state.load_left_out:
+        parts += [Text(), Text(LOAD_LEFT_OUT, style="dim")]
+    else:
+        parts += [_legend(ascii_only), Text(), _requests(state), _targets(state.slos)]
     if state.transfers:
         parts += [Text(), *_transfers(state.transfers, earlier)]
     parts += [Text(f"{worker.worker_id}: {worker.detail}") for worker in state.workers if _is_unwell(worker)]
@@ -107,7 +110,7 @@ def picture(
 
 def _headline(state: ClusterState, address: str) -> Text:
     line = Text.assemble(("disagg", "bold"), f" {address}")
-    if not state.pools:
+    if not (state.pools or state.gateways):
         return line.append("   the controller does not answer; this is what the gateway sees", style="yellow")
     for pool in state.pools:
         style = "green" if pool.ready == pool.desired else "yellow"
@@ -115,17 +118,19 @@ def _headline(state: ClusterState, address: str) -> Text:
     return line
 
 
-def _workers(workers: Sequence[WorkerState], ascii_only: bool) -> Table:
+def _workers(state: ClusterState, ascii_only: bool) -> Table:
     made = table("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>")
-    for worker in workers:
+    for worker in state.workers:
         phase = worker.phase or "unknown"
+        load: list[str | Text] = ["", "", "", ""]
+        if not state.load_left_out:
+            in_use = worker.kv_blocks_active + worker.kv_blocks_reserved
+            bar = kv_bar(worker, ascii_only=ascii_only)
+            load = [str(worker.sequences), bar, str(in_use), str(worker.kv_blocks_cached)]
         made.add_row(
             Text(worker.worker_id),
             Text(phase, style=_STYLES.get(phase, "yellow")),
-            str(worker.sequences),
-            kv_bar(worker, ascii_only=ascii_only),
-            str(worker.kv_blocks_active + worker.kv_blocks_reserved),
-            str(worker.kv_blocks_cached),
+            *load,
             str(worker.kv_blocks_total or ""),
         )
     return made

@@ -131,3 +131,18 @@ def test_notes_on_the_configuration_are_shown() -> None:
     out = io.StringIO()
     operate.show_state(state, Console(file=out, width=120))
     assert "note slo.tpot_ms is 30, and a decode step takes [60] ms\n" in out.getvalue()
+
+
+def test_load_that_is_left_out_is_not_shown_as_none() -> None:
+    out = io.StringIO()
+    state = pb.GetClusterStateResponse(
+        workers=[pb.WorkerState(worker_id="decode-0", phase="ready", kv_blocks_total=100)],
+        gateways=[pb.GatewayState(name="gateway", phase="ready")],
+        autoscaler=pb.AutoscalerState(policy="threshold"),
+        load_left_out=True,
+    )
+    operate.show_state(state, Console(file=out, width=120))
+    assert ["decode-0", "ready", "100"] in [line.split() for line in out.getvalue().splitlines()]
+    assert out.getvalue().endswith("\nload is shown to keys with the scope metrics or admin\n")
+    assert "it has not decided" not in out.getvalue()
+    assert "the controller does not answer" not in out.getvalue()

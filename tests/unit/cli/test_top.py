@@ -71,6 +71,17 @@ def test_the_whole_picture() -> None:
     )
 
 
+def test_load_that_is_left_out_is_not_shown_as_none() -> None:
+    state = pb.GetClusterStateResponse(
+        workers=[pb.WorkerState(worker_id="decode-0", phase="ready", kv_blocks_total=100)],
+        pools=[pb.PoolState(name="decode", desired=1, ready=1)],
+        load_left_out=True,
+    )
+    lines = text_of(top.picture(state, "127.0.0.1:8470", ascii_only=True)).splitlines()
+    assert ["decode-0", "ready", "100"] in [line.split() for line in lines]
+    assert lines[-1] == "load is shown to keys with the scope metrics or admin"
+
+
 def test_rates_are_made_of_two_states() -> None:
     now, then = full_state(), full_state()
     then.transfers[0].bytes = 1 << 20

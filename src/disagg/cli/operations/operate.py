@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from disagg.cli.address import check_address, reaching
 from disagg.client import AutoscalerState, Client, ClusterState
+from disagg.client.types import WorkerState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError
@@ -19,6 +20,7 @@ from disagg.proto.ids import model_of
 from disagg.router.api import QUARANTINED
 
 POLL_INTERVAL_S = 0.2
+LOAD_LEFT_OUT = "load is shown to keys with the scope metrics or admin"
 
 Workers = dict[str, tuple[str, str]]
 """Worker id -> phase and incarnation."""
@@ -157,14 +159,14 @@ def show_state(state: ClusterState, console: Console) -> None:
             escape(worker.phase or "unknown"),
             str(worker.pid or ""),
             worker.address,
-            str(worker.sequences),
-            f"{worker.kv_blocks_active} of {worker.kv_blocks_total}" if worker.kv_blocks_total else "",
+            "" if state.load_left_out else str(worker.sequences),
+            _kv_blocks(worker, state.load_left_out),
             str(worker.starts or ""),
         )
     if state.pools:
         console.print(pools)
         console.print()
-    else:
+    elif not state.gateways:  # a key that is for other models sees no pools either
         console.print("the controller does not answer; this is what the gateway sees\n")
     console.print(workers)
     for worker in state.workers:
@@ -181,8 +183,15 @@ def show_state(state: ClusterState, console: Console) -> None:
         show_gateways(state, console)
     show_starts(state, console)
     if state.HasField("autoscaler"):
-        show_autoscaler(state.autoscaler, console)
-    console.print(f"\n{state.running_requests} requests run, {state.queued_requests} wait", highlight=False)
+        show_autoscaler(state.autoscaler, console, load_left_out=state.load_left_out)
+    load = f"{state.running_requests} requests run, {state.queued_requests} wait"
+    console.print(f"\n{LOAD_LEFT_OUT if state.load_left_out else load}", highlight=False)
+
+
+def _kv_blocks(worker: WorkerState, load_left_out: bool) -> str:
+    if load_left_out or not worker.kv_blocks_total:
+        return str(worker.kv_blocks_total or "")
+    return f"{worker.kv_blocks_active} of {worker.kv_blocks_total}"
 
 
 def rollout_line(state: ClusterState) -> str:
@@ -224,10 +233,12 @@ def show_starts(state: ClusterState, console: Console) -> None:
             console.print(f"{escape(name)} started in {total_s:.2f} s: {parts}", highlight=False, soft_wrap=True)
 
 
-def show_autoscaler(found: AutoscalerState, console: Console) -> None:
+def show_autoscaler(found: AutoscalerState, console: Console, *, load_left_out: bool = False) -> None:
     """Why pools are as large as they are, and what would change that."""
     mode = ", dry run: nothing is resized" if found.dry_run else ""
     console.print(f"\nautoscaler: policy {escape(found.policy)}{mode}", highlight=False)
+    if load_left_out:
+        return
     if not found.pools:
         console.print("  it has not decided yet: no gateway has reported its load", highlight=False)
         return

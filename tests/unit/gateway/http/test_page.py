@@ -154,6 +154,23 @@ async def test_a_key_sees_the_models_that_it_is_for(model: ServedModel, views: F
     assert len(views.seen) == 2
 
 
+async def test_keys_for_other_models_share_no_state(model: ServedModel, views: FakeViews) -> None:
+    """Also where the models that differ are not served any more, but have workers yet."""
+    limited = [TENANT._replace(models=frozenset(models)) for models in ({"a"}, {"a", "withdrawn"})]
+    keys = ApiKeys([ApiKey(digest_of(f"k-{i}"), caller) for i, caller in enumerate(limited)])
+    page = Page(views, lambda: ["a", "b"], lambda: views.now, lambda: NOW)
+    app = TestApp(model, page=page, authenticator=keys)
+    for key in ("k-0", "k-1"):
+        assert (await get(app, "/ui/state", key)).json()["models"] == ["a"]
+    assert [caller.models for caller in views.seen] == [caller.models for caller in limited]
+
+
+def test_what_is_left_out_is_told() -> None:
+    shown = [state_json(pb.GetClusterStateResponse(load_left_out=left_out)) for left_out in (False, True)]
+    assert [(one["has_load"], one["has_controller"]) for one in shown] == [(True, False), (False, False)]
+    assert state_json(pb.GetClusterStateResponse(gateways=[pb.GatewayState(name="gateway")]))["has_controller"]
+
+
 async def test_one_request_is_shown_to_its_tenant(model: ServedModel, views: FakeViews) -> None:
     other = ApiKeys([ApiKey(digest_of("k-a"), TENANT), ApiKey(digest_of("k-b"), Caller("b", False))])
     app = app_of(model, views, authenticator=other)

@@ -21,6 +21,7 @@ from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.router.gateway.text.segments import ToolCall
 from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
 from disagg.router.gateway.text.tool_grammar import call_grammar
+from disagg.router.gateway.text.written_json import read_json, write_json
 from tests.support.gateway import FakeRouter
 from tests.support.http_app import CHAT, TestApp
 
@@ -141,6 +142,12 @@ async def test_numbers_of_earlier_calls_reach_the_template_as_they_are_written()
         values = "123456789.123456789123;[1.1, 1e400];123456789012345678901234567890;0.5;"
         assert single.render([turn], "[1]") == "[1]" + values.replace("1.1,", "1.10,")
         assert spaced in plain.render([turn])
+
+
+def test_texts_that_look_like_a_number_in_the_making_stay_texts() -> None:
+    given = '{"#1#": ["#1#", "##1##", "1.10", 1.10, 1e400], "a": "#"}'
+    assert write_json(read_json(given), ensure_ascii=False) == given
+    assert write_json(read_json(given.replace("1.10, 1e400", "1.5"))) == given.replace("1.10, 1e400", "1.5")
 
 
 def test_arguments_of_earlier_calls_are_counted_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from disagg.proto.control import ControlState
+from disagg.proto.control import ControlState, PoolState
 from disagg.proto.errors import OverloadedError
 from disagg.router.api import ClusterView
 from disagg.router.gateway.auth.auth import Caller
@@ -56,6 +56,27 @@ async def test_a_state_is_used_as_long_as_it_is_young_enough() -> None:
     assert await cluster.feed.now() is not second
     assert second.message(ADMIN) is second.message(Caller("b", True))
     assert second.message(PLAIN) is not second.message(ADMIN)
+
+
+async def test_each_set_of_models_has_a_message_of_its_own() -> None:
+    async def ask() -> ControlState:
+        names = ("q/decode", "l/decode")
+        return ControlState(
+            pools=tuple(PoolState(name=name, desired=1, ready=1) for name in names), workers=(), gateways=()
+        )
+
+    models = {"q": "qwen", "l": "llama"}
+    feed = StateFeed(ask, lambda: ClusterView((), 0, 0), lambda: 0.0, models=lambda: models)
+    found = await feed.latest(1.0)
+
+    def pools(models: frozenset[str] | None, is_admin: bool = False) -> list[str]:
+        message = found.message(Caller("a", is_admin, models=models))
+        return [pool.name for pool in message.state.pools]
+
+    qwen, llama, another = (frozenset({name}) for name in ("qwen", "llama", "another"))
+    assert (pools(qwen), pools(llama), pools(another)) == (["q/decode"], ["l/decode"], [])
+    assert pools(None) == pools(qwen, is_admin=True) == pools(qwen | llama) == ["q/decode", "l/decode"]
+    assert found.message(Caller("a", False, models=qwen)) is found.message(Caller("b", False, models=qwen | another))
 
 
 async def test_a_question_that_fails_is_asked_again_by_the_next() -> None:
