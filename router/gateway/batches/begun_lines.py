@@ -44,7 +44,7 @@ class BegunLines:
         self._db.execute("UPDATE begun SET runs = 0 WHERE batch = ?", (batch_id,))
 
     def gateway_ended(self, batch_id: str) -> None:
-        """It ended while it had the batch, and what ran there ran until then."""
+        """A gateway whose process is gone had the batch, and what ran there ran until then."""
         self._db.execute("UPDATE batches SET num_ends = num_ends + 1 WHERE id = ?", (batch_id,))
         self._db.execute("UPDATE begun SET ends = ends + 1, runs = 0 WHERE batch = ? AND runs", (batch_id,))
 

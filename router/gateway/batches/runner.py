@@ -23,8 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
+from disagg.proto.clock.process_clock import process_clock
+from disagg.proto.clock.still_time import StillTime
 from disagg.router.gateway.batches import lines
 from disagg.router.gateway.batches.begun_lines import MAX_ENDS
+from disagg.router.gateway.batches.leases import TakeOver
 from disagg.router.gateway.batches.room import Room, lines_to_start
 from disagg.router.gateway.batches.store import Answer, Batch, BatchStore, Held
 from disagg.router.gateway.usage.counts import CallUse
@@ -181,6 +184,7 @@ class BatchRunner:
         wall_clock: seconds since the epoch.
         kept: called with the tenant and what a line used, once its answer is kept.
         turn_s: how often leases and the batches' states are looked at, and room at least.
+        process: the clock of this process, by which it knows that it stood still.
     """
 
     def __init__(
@@ -194,7 +198,9 @@ class BatchRunner:
         kept: Callable[[str, CallUse], None],
         turn_s: float = TURN_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        process: StillTime | None = None,
     ) -> None:
+        self._take_over = TakeOver(process or process_clock(), store.lease_s)
         self._store = store
         self._owner = owner
         self._models = models
@@ -263,10 +269,11 @@ class BatchRunner:
     def _next_batch(self, now: float) -> Batch | None:
         """The oldest one of a tenant that has none open. Those who had a turn come after the others, however many
         older batches they have. Blocks on the disk."""
-        batch = self._store.claim(self._owner, now, self._served.union(self._open))
+        takes_over = self._take_over.is_allowed()
+        batch = self._store.claim(self._owner, now, self._served.union(self._open), takes_over=takes_over)
         if batch is None and self._served:
             self._served.clear()
-            batch = self._store.claim(self._owner, now, tuple(self._open))
+            batch = self._store.claim(self._owner, now, tuple(self._open), takes_over=takes_over)
         if batch is not None:
             self._served.add(batch.tenant)
         return batch

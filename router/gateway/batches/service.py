@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sqlite3
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Final, TypeVar
 
 from disagg.proto.errors import ConfigError, OverloadedError
 from disagg.router.api import ClusterView
+from disagg.router.gateway.batches.leases import is_alive, owner_of
 from disagg.router.gateway.batches.lines import NO_MODEL
 from disagg.router.gateway.batches.room import Room, bounds_for, room_in
 from disagg.router.gateway.batches.runner import AnswerLine, BatchRunner
@@ -71,7 +71,7 @@ class BatchService:
         tpot_s: float | None,
     ) -> None:
         self.options = options
-        self._name, self._owner = name, f"{name}/{os.getpid()}/{life}"
+        self._name, self._owner = name, owner_of(name, life)
         self._views = views
         self._names: list[str] = []
         """Of models that are served, or were; positions are kept with lines that wait."""
@@ -169,7 +169,7 @@ class BatchService:
             try:
                 yield path
             finally:
-                path.unlink(missing_ok=True)
+                await asyncio.to_thread(path.unlink, missing_ok=True)  # a large one takes long
                 await self.call(lambda store: store.end_upload(upload_id))
         finally:
             self._uploading[tenant] -= 1
@@ -206,22 +206,8 @@ class BatchService:
     def _release_former(self) -> None:
         """Of gateways of this name whose process is gone; those of other clusters on this machine may have the name."""
         for owner in self._runners_store.owners():
-            name, _, rest = owner.partition("/")
-            if name == self._name and not _is_alive(rest.partition("/")[0]):
+            if owner.partition("/")[0] == self._name and not is_alive(owner):
                 self._runners_store.release(owner, has_ended=True)
-
-
-def _is_alive(pid: str) -> bool:
-    """Whether there is such a process. Where it cannot be known, as if there were."""
-    if not pid.isdecimal() or int(pid) == os.getpid():
-        return False  # an earlier version wrote no process id; an earlier process may have had this one's
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _remove_stale(uploads: Path, arriving: Collection[str]) -> None:

@@ -33,6 +33,7 @@ import msgspec
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
 from disagg.router.gateway.batches.begun_lines import SCHEMA, BegunLines
+from disagg.router.gateway.batches.leases import is_alive
 from disagg.router.gateway.database import add_columns, open_database, transaction
 from disagg.router.gateway.private_files import create_private, make_folder
 
@@ -170,6 +171,11 @@ class BatchStore:
             raise
         make_folder(self._contents)
 
+    @property
+    def lease_s(self) -> float:
+        """See `StoreLimits`."""
+        return self._limits.lease_s
+
     def close(self) -> None:
         """Close the connection."""
         self._db.close()
@@ -292,19 +298,26 @@ class BatchStore:
         )
         return self.batch(tenant, batch_id)
 
-    def claim(self, owner: str, now: float, but_of: Collection[str] = ()) -> Batch | None:
-        """The oldest batch with work left that nobody else owns, of another tenant than these; from now on it is
-        `owner`'s for `lease_s`. An owner that did not give it back has ended."""
+    def claim(self, owner: str, now: float, but_of: Collection[str] = (), *, takes_over: bool = True) -> Batch | None:
+        """The oldest batch with work left that nobody else owns; from now on it is `owner`'s for `lease_s`.
+
+        Args:
+            owner: see `leases.owner_of`.
+            now: when it is claimed.
+            but_of: tenants whose batches are left alone.
+            takes_over: whether leases that ran out are taken over as well. Where the process of such an owner does not
+                run any more, that is the end of a gateway with this batch.
+        """
         with transaction(self._db) as db:
             row = db.execute(
                 f"SELECT id, owner, lease_until FROM batches WHERE status IN {RUNNABLE} AND (owner = ? OR "
                 f"lease_until <= ?) AND tenant NOT IN ({', '.join('?' * len(but_of))}) ORDER BY created, id LIMIT 1",
-                (owner, now, *but_of),
+                (owner, now if takes_over else 0.0, *but_of),
             ).fetchone()
             if row is None:
                 return None
             batch_id, before, lease_until = row
-            if before not in (None, owner) and lease_until > 0:
+            if before not in (None, owner) and lease_until > 0 and not is_alive(before):
                 self.begun.gateway_ended(batch_id)
             until = now + self._limits.lease_s
             db.execute("UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?", (owner, until, batch_id))

@@ -63,7 +63,7 @@ class Lives:
         """One gateway, to its end; whether it ran all batches."""
         store = BatchStore(self.folder, StoreLimits())
         runner = BatchRunner(
-            store, f"g/{number}", lambda: ("m",), self, lambda *_: Room(4, 4), lambda: self.now, lambda *_: None, 0.01
+            store, f"g{number}", lambda: ("m",), self, lambda *_: Room(4, 4), lambda: self.now, lambda *_: None, 0.01
         )
         self.running.clear()
         self.ended.clear()
@@ -114,15 +114,15 @@ async def test_two_such_lines_are_found_one_after_the_other(tmp_path: Path) -> N
 
 def test_a_batch_that_is_given_back_has_no_suspects(tmp_path: Path) -> None:
     store = Lives(tmp_path, a=content("x")).store
-    for owner in ("g/1", "g/2"):
+    for owner in ("g1", "g2"):
         assert store.claim(owner, 0.0) is not None
         store.begun.begin("a", [0])
         store.release(owner)
-    batch = store.claim("g/3", 0.0)
+    batch = store.claim("g3", 0.0)
     assert batch is not None
     assert (batch.num_ends, store.begun.num_ends("a")) == (0, {})
     store.begun.begin("a", [0])
-    store.release("g/3", has_ended=True)
-    batch = store.claim("g/4", 0.0)
+    store.release("g3", has_ended=True)
+    batch = store.claim("g4", 0.0)
     assert batch is not None
     assert (batch.num_ends, store.begun.num_ends("a")) == (1, {0: 1})
