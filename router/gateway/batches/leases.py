@@ -43,7 +43,7 @@ def is_alive(owner: str) -> bool:
 
 
 def _start(pid: int) -> str | None:
-    """When a process started, in ticks since the boot; empty for one that has ended, None where that cannot be known."""
+    """When a process started, in ticks since the boot; empty for one that has ended, None where it is unknown."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -32,15 +32,15 @@ import msgspec
 
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
+from disagg.router.gateway.batches import stored
 from disagg.router.gateway.batches.begun_lines import SCHEMA, BegunLines
 from disagg.router.gateway.batches.leases import is_alive
+from disagg.router.gateway.batches.stored import RUNNABLE, stored_by
 from disagg.router.gateway.database import add_columns, open_database, transaction
 from disagg.router.gateway.private_files import create_private, make_folder
 
 FILE: Final = "batches.sqlite"
 _BUSY_TIMEOUT_S: Final = 10.0
-RUNNABLE: Final = ("validating", "in_progress", "finalizing", "cancelling")
-"""States with work left for an owner."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files(
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
@@ -56,7 +56,7 @@ CREATE TABLE IF NOT EXISTS answers(
     batch TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(batch, line)
     ) WITHOUT ROWID;
 """
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Of the database, in `PRAGMA user_version`; see `_migrate`."""
 _LATER_COLUMNS: Final = (
     ("answer_bytes", "INTEGER NOT NULL DEFAULT 0"),
@@ -64,7 +64,7 @@ _LATER_COLUMNS: Final = (
     ("reserved", "INTEGER NOT NULL DEFAULT 0"),
     ("num_ends", "INTEGER NOT NULL DEFAULT 0"),
 )
-"""Of batches. A database of an earlier version has the first ones, or none."""
+"""Of batches. A database of an earlier version lacks some, or all: version 1 has the first two, 2 the third, 3 all."""
 _DAY_S: Final = 86_400.0
 
 
@@ -419,18 +419,11 @@ class BatchStore:
 
     def _num_left(self, tenant: str) -> int:
         """How many bytes more a tenant may have."""
-        stored = (
-            "SELECT tenant, bytes FROM files UNION ALL SELECT tenant, bytes FROM uploads UNION ALL "
-            f"SELECT tenant, max(answer_bytes, reserved) FROM batches WHERE status IN {RUNNABLE}"
-        )
-        sums = f"SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE tenant = ?), 0) FROM ({stored})"
-        of_all, own = self._db.execute(sums, (tenant,)).fetchone()
-        left: int = (self._limits.max_total_bytes - of_all - own) // 2
-        return left
+        by_all, own, _, _ = stored_by(self._db, tenant)
+        return (self._limits.max_total_bytes - by_all - own) // 2
 
     def _check_files(self, tenant: str) -> None:
-        counts = "SELECT (SELECT count(*) FROM files WHERE tenant = ?), (SELECT count(*) FROM uploads WHERE tenant = ?)"
-        num_files, num_uploads = self._db.execute(counts, (tenant, tenant)).fetchone()
+        _, _, num_files, num_uploads = stored_by(self._db, tenant)
         if num_files + num_uploads >= self._limits.max_files:
             found = f"there are {num_files}" + (f" and {num_uploads} arrive" if num_uploads else "")
             raise LimitError(tenant, "files", f"{found}; at most {self._limits.max_files}: delete some", None)
@@ -461,7 +454,7 @@ class BatchStore:
             )
             if ended.rowcount:
                 rows = [file for file in made if file is not None]
-                db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
+                db.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
                 db.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
                 self.begun.forget(batch_id)
 
@@ -489,7 +482,8 @@ class BatchStore:
 
 def _migrate(db: sqlite3.Connection) -> None:
     """Bring a database of an earlier version, or a new one, to `_VERSION`; of two processes the second finds nothing to
-    do. An earlier version can use the result. Raises `sqlite3.DatabaseError` for one of a later version."""
+    do. A gateway of an earlier version that has it open already goes on; none opens it afterwards. Raises
+    `sqlite3.DatabaseError` for one of a later version."""
     with transaction(db):
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
@@ -497,4 +491,5 @@ def _migrate(db: sqlite3.Connection) -> None:
         if version == _VERSION:
             return
         add_columns(db, "batches", _LATER_COLUMNS)
+        stored.migrate(db)
         db.execute(f"PRAGMA user_version = {_VERSION}")

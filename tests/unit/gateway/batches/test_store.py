@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from disagg.proto.errors import InvalidRequestError, LimitError
 from disagg.router.gateway.batches.store import Answer, BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.stored import RUNNABLE, stored_by
 
 LEASE_S = StoreLimits().lease_s
 
@@ -24,6 +26,7 @@ def _store(folder: Path, **limits: int) -> BatchStore:
 def _upload(
     store: BatchStore, folder: Path, file_id: str = "file-1", tenant: str = "a", num_bytes: int = 3, at: float = 1.0
 ) -> None:
+    folder.mkdir(exist_ok=True)
     uploaded = folder / "upload"
     uploaded.write_bytes(b"{}\n")
     store.add_file(File(file_id, tenant, "in.jsonl", "batch", num_bytes, at), uploaded)
@@ -40,6 +43,102 @@ def _running(folder: Path) -> BatchStore:
     _upload(store, folder)
     store.create("b", "a", "/v1/completions", "file-1", now=0.0, window_s=100.0)
     return store
+
+
+def _remove_sums(database: sqlite3.Connection) -> None:
+    """An earlier version had none."""
+    kinds = "type = 'trigger' OR type = 'index' AND sql IS NOT NULL OR name LIKE 'stored%'"
+    for kind, name in database.execute(f"SELECT type, name FROM sqlite_master WHERE {kinds} ORDER BY type").fetchall():
+        database.execute(f"DROP {kind} IF EXISTS {name}")
+
+
+def _check_sums(folder: Path) -> None:
+    """What a tenant may have more follows from what is there."""
+    with closing(sqlite3.connect(folder / "batches.sqlite")) as database:
+        rows = database.execute(
+            "SELECT tenant, bytes, 1, 0 FROM files UNION ALL SELECT tenant, bytes, 0, 1 FROM uploads UNION ALL "
+            "SELECT tenant, max(answer_bytes, reserved), 0, 0 FROM batches "
+            f"WHERE status IN {RUNNABLE}"
+        ).fetchall()
+        tenants = {tenant for (tenant,) in database.execute("SELECT tenant FROM stored")} | {"nobody"}
+        for tenant in tenants | {row[0] for row in rows}:
+            sums = [sum(row[column] for row in rows if row[0] == tenant) for column in (1, 2, 3)]
+            assert stored_by(database, tenant) == (sum(row[1] for row in rows), *sums)
+
+
+def test_the_sums_are_those_of_what_is_stored(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    steps: list[Callable[[], object]] = [
+        lambda: _upload(store, tmp_path, num_bytes=500),
+        lambda: store.begin_upload("upload", "c", 90, 0.0, 9.0),
+        lambda: store.begin_upload("other", "c", 70, 0.0, 5.0),
+        lambda: store.create("b", "a", "/v1/completions", "file-1", now=0.0, window_s=100.0),
+        lambda: store.claim("me", 0.0),
+        lambda: store.begin("b", "me", 2, expected_bytes=700),
+        lambda: store.answer("b", "me", [Answer(0, True, b"z" * 800)]),
+        lambda: store.answer("b", "me", [Answer(1, False, b"y" * 10)]),
+        lambda: _upload(store, tmp_path, "file-2", "c", 80, at=9e9),
+        lambda: store.begin_upload("third", "d", 20, 6.0, 9.0),
+        lambda: store.end_upload("third"),
+        lambda: store.finish("b", "me", "completed", 8e9),
+        lambda: store.delete_file("c", "file-2"),
+        lambda: store.expire(1e9),
+        lambda: store.create("gone", "a", "/v1/completions", "file-b-output", now=0.0, window_s=1.0),
+        lambda: store.claim("me", 0.0),
+        lambda: store.fail("gone", "me", "no line", 9e9),
+    ]
+    for step in steps:
+        step()
+        _check_sums(tmp_path)
+    assert [file.num_bytes for file in store.files("a")] == [11, 801]
+
+
+def test_a_refused_upload_counts_nothing(tmp_path: Path) -> None:
+    store = _store(tmp_path, max_files=1)
+    _upload(store, tmp_path)
+    with pytest.raises(LimitError):
+        _upload(store, tmp_path, "file-2")
+    with pytest.raises(LimitError):
+        store.begin_upload("file-2", "a", 1, 0.0, 9.0)
+    _check_sums(tmp_path)
+
+
+def test_a_turn_costs_the_same_however_many_files_and_batches_there_are(tmp_path: Path) -> None:
+    """Counted in steps of SQLite's machine; a turn renews leases, keeps answers and looks for batches."""
+    costs = []
+    for number in (10, 2000):
+        folder = tmp_path / str(number)
+        _running(folder).close()
+        with closing(sqlite3.connect(folder / "batches.sqlite")) as database:
+            for each in range(number):
+                values = (f"f{each}", f"t{each % 50}")
+                database.execute("INSERT INTO files VALUES (?, ?, 'in', 'batch', 1, 0)", values)
+                database.execute(
+                    "INSERT INTO batches(id, tenant, endpoint, input_file, status, created, expires) "
+                    "VALUES (?, ?, '', '', 'completed', 0, 0)",
+                    values,
+                )
+            database.commit()
+        store = _store(folder)
+        steps = 0
+
+        def count() -> int:
+            nonlocal steps
+            steps += 1
+            return 0
+
+        store._db.set_progress_handler(count, 10)
+        assert store.claim("me", 0.0)
+        store.begin("b", "me", 2)
+        assert _room(store)
+        assert store.answer("b", "me", [Answer(0, True, b"zero")])
+        assert store.claim("me", 0.0, ("a",)) is None
+        assert store.owners() == ["me"]
+        store.begin_upload("u", "t1", 1, 0.0, 9.0)
+        assert store.create("b2", "a", "/v1/completions", "file-1", 0.0, 1.0)
+        costs.append(steps)
+        store.close()
+    assert costs[1] < 1.5 * costs[0], costs
 
 
 def test_another_process_goes_on_and_no_line_is_lost_or_answered_twice(tmp_path: Path) -> None:
@@ -247,12 +346,19 @@ def test_contents_that_no_row_names_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "earlier"),
-    [(0, ("answer_bytes", "credential", "reserved")), (0, ("credential", "reserved")), (1, ("reserved",))],
+    [
+        (0, ("answer_bytes", "credential", "reserved", "num_ends")),
+        (0, ("credential", "reserved", "num_ends")),
+        (1, ("reserved", "num_ends")),
+        (2, ("num_ends",)),
+        (3, ()),
+    ],
 )
 def test_a_database_of_an_earlier_version_is_completed(tmp_path: Path, version: int, earlier: tuple[str, ...]) -> None:
-    """Its batches go on; which key ordered them is not known."""
+    """Its batches go on; which key ordered them is not known. What is stored counts."""
     _running(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database:
+        _remove_sums(database)
         for column in earlier:
             database.execute(f"ALTER TABLE batches DROP COLUMN {column}")
         database.execute(f"PRAGMA user_version = {version}")
@@ -263,11 +369,12 @@ def test_a_database_of_an_earlier_version_is_completed(tmp_path: Path, version: 
     again.create("b2", "a", "/v1/completions", "file-1", 1.0, 100.0, credential="sha256:00")
     kept = "" if "credential" not in earlier else None
     assert [(batch.id, batch.credential) for batch in other.batches("a", 9)] == [("b2", "sha256:00"), ("b", kept)]
+    _check_sums(tmp_path)
 
 
 def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     _running(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as database:
-        database.execute("PRAGMA user_version = 4")
-    with pytest.raises(sqlite3.DatabaseError, match=r"^the database has version 4, this program knows 3 at most$"):
+        database.execute("PRAGMA user_version = 5")
+    with pytest.raises(sqlite3.DatabaseError, match=r"^the database has version 5, this program knows 4 at most$"):
         _store(tmp_path)
