@@ -76,8 +76,8 @@ async def rest_after(events: Events, had: Position, note: Callable[[int], None])
     Args:
         events: the answer, from its beginning on.
         had: what the client says that it has.
-        note: called with how many tokens are left out. An event of which text goes out is delivered, whatever was said
-            of its tokens.
+        note: called with how many tokens are left out. An event of which any text goes out is delivered as a whole,
+            whatever was said of its tokens.
     """
     num_tokens, num_chars = had.num_tokens, had.num_chars
     seen_chars, is_noted = 0, False
@@ -98,9 +98,9 @@ async def rest_after(events: Events, had: Position, note: Callable[[int], None])
             token_ids = event.token_ids[known_tokens:]
             has_all = seen_chars >= num_chars  # else the id is none of this answer, which its end will show
             if not is_noted:
-                is_delivered = bool(token_ids or text or reasoning)
-                is_noted = is_delivered
-                note(event.first_index + (0 if is_delivered and not known_chars else known_tokens))
+                has_text = bool(text or reasoning)
+                is_noted = has_text or bool(token_ids)
+                note(event.first_index + (0 if has_text or (token_ids and not known_chars) else known_tokens))
             if has_all and (token_ids or text or reasoning):
                 first_index = event.first_index + known_tokens
                 yield replace(event, first_index=first_index, token_ids=token_ids, text=text, reasoning=reasoning)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
 from disagg.router.api import Completion
-from disagg.router.gateway.answers.generation import Delta
-from disagg.router.gateway.http.resume import Position, read_position
+from disagg.router.gateway.answers.generation import Delta, Finish
+from disagg.router.gateway.http.resume import Events, Position, read_position, rest_after
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.http_app import TestApp
 
@@ -111,3 +113,21 @@ def test_an_event_id_names_the_version_of_the_model() -> None:
     assert read_position("a.3.3.00000000000000ab", None) == position
     with pytest.raises(InvalidRequestError):
         read_position("a.3.3.ab", None)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chars", "num_had"), [(999_999_999, 1, 0), (3, 5, 3), (4, 7, 3), (2, 0, 0)])
+async def test_tokens_of_an_event_whose_text_goes_out_are_not_left_out(
+    num_tokens: int, num_chars: int, num_had: int
+) -> None:
+    """Whatever a client says of them: what is left out is not counted."""
+
+    async def answer() -> Events:
+        yield Delta(0, (1, 2, 3), "hello")
+        yield Delta(3, (4, 5), "there")
+        yield Finish(RequestId("r"), "stop", 1, 0, 5)
+
+    noted: list[int] = []
+    with suppress(InvalidRequestError):  # the answer has fewer tokens
+        async for _ in rest_after(answer(), Position(7, num_tokens, num_chars), noted.append):
+            pass
+    assert noted[-1] == num_had
