@@ -75,7 +75,8 @@ class Waiting:
         self._isolated: RequestRecord | None = None
         """The one request that is queued or runs of those that may end workers."""
         self._to_isolate: dict[RequestId, RequestRecord] = {}
-        """The others, in order."""
+        """The others, in order. Not of the tenants in turn: one that is let go runs beside the next one that is tried,
+        so innocent ones would be let go only to lose their attempts with the workers of those."""
         self._hold = WorkerHold(fleet, config.bypass_s, self.queue.level)
         self._must_look = False
         self._least_lacking: int | None = None
