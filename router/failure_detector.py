@@ -12,8 +12,9 @@ Pure. Each gateway (`router/shell/server.py`) and the controller (`cluster/contr
 for processes that hang: one that ends breaks its connections, which gateways notice in `router/shell/worker_link.py`
 and the controller in `cluster/control/server.py`; both then call `forget`.
 
-Silence is counted in the time for which the listener itself was awake, as measured by its sweeps. After a suspended
-machine, or a listener that was stopped or starved, no message can have been received, and none is suspected for that.
+Silence is counted by the clock of the listener's process (`proto/clock/`), which leaves out the time for which that
+stood still. A listener that was busy heard nothing either, but that time counts: what arrived meanwhile waits to be
+read. So a sweep that is late judges no silence, and the next one does.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ K = TypeVar("K")
 
 SWEEP_S = 0.25
 """How often `FailureDetector.sweep` is to be called."""
-_LONGEST_SWEEP_S = 2 * SWEEP_S
-"""Awake time that one sweep counts for at most, however late it is."""
+_LATE_S = 2 * SWEEP_S
+"""A sweep so long after the one before it is late: its process was busy."""
 _PATIENCE = 6.0
 """How many times its predicted length a step may last."""
 _MOST_PATIENCE = 20.0
@@ -37,7 +38,6 @@ _MOST_PATIENCE = 20.0
 @dataclass(slots=True)
 class _Watched:
     last_seen: float
-    """In awake time."""
     stuck_after_s: float
     step_s: float = 0.0
     expected_s: float = 0.0
@@ -51,7 +51,7 @@ class _Watched:
 
 
 class FailureDetector(Generic[K]):
-    """Watches processes by key. One owner, one clock.
+    """Watches processes by key. One owner, whose process's clock is what all times are of.
 
     Args:
         silent_after_s: silence that makes a process suspected; infinite for never.
@@ -62,26 +62,29 @@ class FailureDetector(Generic[K]):
         self._silent_after_s = silent_after_s
         self._stuck_after_s = stuck_after_s
         self._watched: dict[K, _Watched] = {}
-        self._awake_s = 0.0
-        self._swept_at: float | None = None
+        self._swept_at = math.inf
+        self._is_to_judge = False
+        """Whether the next sweep judges silence even if it is late as well."""
 
     def __contains__(self, key: object) -> bool:
         return key in self._watched
 
-    def watch(self, key: K, stuck_after_s: float | None = None) -> None:
+    def watch(self, key: K, now: float, stuck_after_s: float | None = None) -> None:
         """Watch a process, which has just sent something. One that was watched before starts anew.
 
         Args:
             stuck_after_s: its own limit instead of the detector's.
         """
         limit_s = self._stuck_after_s if stuck_after_s is None else stuck_after_s
-        self._watched[key] = _Watched(self._awake_s, limit_s)
+        self._watched[key] = _Watched(now, limit_s)
 
     def forget(self, key: K) -> None:
         """Stop watching. Does nothing for an unknown key."""
         self._watched.pop(key, None)
 
-    def heartbeat(self, key: K, step_s: float | None = None, doing: str = "", expected_s: float = 0.0) -> bool:
+    def heartbeat(
+        self, key: K, now: float, step_s: float | None = None, doing: str = "", expected_s: float = 0.0
+    ) -> bool:
         """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
 
         Args:
@@ -92,7 +95,7 @@ class FailureDetector(Generic[K]):
         watched = self._watched.get(key)
         if watched is None:
             return False
-        watched.last_seen = self._awake_s
+        watched.last_seen = now
         if step_s is not None:
             watched.step_s, watched.doing, watched.expected_s = step_s, doing, expected_s
         if not watched.is_suspected or watched.is_stuck:
@@ -103,18 +106,18 @@ class FailureDetector(Generic[K]):
     def sweep(self, now: float) -> list[tuple[K, str, bool]]:
         """Those that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`, and whether
         that is a step that does not end."""
-        if self._swept_at is not None:
-            self._awake_s += min(max(0.0, now - self._swept_at), _LONGEST_SWEEP_S)
-        self._swept_at = now
+        is_late = now > self._swept_at + _LATE_S
+        judges_silence = self._is_to_judge or not is_late
+        self._swept_at, self._is_to_judge = now, not judges_silence
         found = []
         for key, watched in self._watched.items():
-            if not watched.is_suspected and (why := self._why(watched)):
+            silence_s = now - watched.last_seen if judges_silence else 0.0
+            if not watched.is_suspected and (why := self._why(watched, silence_s)):
                 watched.is_suspected = True
                 found.append((key, *why))
         return found
 
-    def _why(self, watched: _Watched) -> tuple[str, bool] | None:
-        silence_s = self._awake_s - watched.last_seen
+    def _why(self, watched: _Watched, silence_s: float) -> tuple[str, bool] | None:
         if silence_s >= self._silent_after_s:
             return f"was unresponsive for {silence_s:.1f} s", False
         if watched.is_stuck:

@@ -74,14 +74,15 @@ class Supervisor:
 
     def watch(self, process: ProcessIncarnation) -> None:
         """It has connected to the controller."""
-        self._detector.watch(process, self._gateway_stuck_after_s if is_gateway(process.name) else None)
+        limit_s = self._gateway_stuck_after_s if is_gateway(process.name) else None
+        self._detector.watch(process, process_clock().now(), limit_s)
 
     def heartbeat(
         self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "", expected_s: float = 0.0
     ) -> None:
         """It sent something; `turn_s` is how long its engine or event loop has been in its present step, and
         `expected_s` how long that was predicted to last."""
-        self._detector.heartbeat(process, turn_s, doing, expected_s)
+        self._detector.heartbeat(process, process_clock().now(), turn_s, doing, expected_s)
 
     def forget(self, process: ProcessIncarnation) -> None:
         """Its connection broke. Whether it ended, the launcher reports."""

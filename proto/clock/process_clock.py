@@ -6,7 +6,7 @@
 A machine is suspended or moved, a container is frozen, a process is stopped: afterwards everything that was waited for
 is late at once, and nothing of it is anybody's fault. So whoever judges by time (a step that does not end, a lease, a
 client that does not read, a start that takes too long) asks this clock. A client's deadline is its own and goes on
-meanwhile: whoever keeps one hears by `on_stood_still` by how much it is nearer.
+meanwhile: an owner of deadlines registers in `on_stood_still`, which gives the seconds to subtract.
 
 A thread looks at the clock ten times a second. Where a look is late by more than `STILL_S`, and the process used hardly
 any processor time in between, it stood still; if it did, it was busy, and that time counts. A process that found no

@@ -62,7 +62,8 @@ class StillTime:
                 return
             self.seconds += late_s
         logger.warning(
-            "this process stood still for %.1f s (it was stopped, or its machine was): nobody is judged by that time",
+            "this process stood still for %.1f s (it was stopped, or its machine was): "
+            "this time is not counted for timeouts",
             late_s,
         )
         for tell in list(self.on_stood_still):

@@ -17,8 +17,8 @@ each times a coefficient that is never negative. Four properties matter more tha
   measure follows and lets them in.
 - A few steps in a row that all took far longer than predicted, or far less, are no outliers but a change of the
   worker's pace: what was seen before it counts as many times as long from then on, so the next prediction is right.
-  Of steps that took less, fewer are enough: a step may be long for many reasons, and none is shorter than the worker is
-  quick. Steps of a size that no fit has seen show the shape instead, and do not count.
+  Of steps that took less, fewer are enough: a step may be long for many reasons, but it is short only where the worker
+  is fast. Steps of a size that no fit has seen show the shape instead, and do not count.
 - After an hour of decoding the cost of a prompt must still be right. So the observations of each kind of step (prefill,
   decode, both) fade only with steps of the same kind, and the calibration never fades. But it is soon outweighed, and
   used as a shape: where present steps take 1.2 times as long as calibrated, because the core is shared, all of it

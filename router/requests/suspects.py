@@ -11,8 +11,9 @@ that were computed beside it must be answered all the same.
     third loss     it ends
     `PASSED_TOKENS` more of the answer, or its end: it was another one, and the next isolated one is tried
 
-So a request ends three workers at most, and two where it comes alone. A worker that is merely silent accuses nobody,
-nor does one that sent nothing since the request was placed there: it may have ended before, with the node of the first.
+So a request ends three workers at most, and two where it comes alone. A worker that is merely silent makes none of its
+requests a suspect, nor does one that sent nothing since the request was placed there: it may have ended before, with
+the node of the first.
 
 Owner: the router core.
 """

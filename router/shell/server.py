@@ -367,7 +367,7 @@ class RouterServer(Router):
         """Any message of a worker is a heartbeat; a report also has the time that its engine has been in its step."""
         match event:
             case WorkerUp(info=info):
-                self._detector.watch((info.worker_id, info.incarnation))
+                self._detector.watch((info.worker_id, info.incarnation), self._clock())
             case WorkerLost(worker_id=worker_id, incarnation=incarnation):
                 self._detector.forget((worker_id, incarnation))
             case FromWorker(worker_id=worker_id, incarnation=incarnation):
@@ -378,7 +378,7 @@ class RouterServer(Router):
     def _heartbeat(
         self, incarnation: tuple[WorkerId, Incarnation], turn_s: float | None, expected_s: float = 0.0
     ) -> None:
-        if self._detector.heartbeat(incarnation, turn_s, expected_s=expected_s):
+        if self._detector.heartbeat(incarnation, self._clock(), turn_s, expected_s=expected_s):
             logger.warning("worker %s responds again: placing requests on it", incarnation[0])
             self._handle_event(WorkerRecovered(*incarnation))
 
