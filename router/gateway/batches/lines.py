@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -88,7 +88,7 @@ _TEXTS: Final = msgspec.json.Decoder(list[str])
 _NAME: Final = msgspec.json.Decoder(str)
 
 
-def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
+def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable[[], bool] = lambda: False) -> Index:
     """What is known of each line, after all were checked. One line at a time is in memory, and of each before it what
     is returned and a digest. Blocks on the disk.
 
@@ -96,15 +96,19 @@ def index(path: Path, endpoint: str, models: Sequence[str]) -> Index:
         path: of the input.
         endpoint: of the batch.
         models: names of those that are served, or were.
+        is_stopped: asked before each line: whether nobody waits for the result any more.
 
     Raises:
-        InputError: for an empty file, too many or too long lines, and lines that are no requests to `endpoint`.
+        InputError: for an empty file, too many or too long lines, and lines that are no requests to `endpoint`; also
+            once it was stopped.
     """
     found = Index(array("Q"), array("H"), array("H"), array("I"))
     offsets, names, places = found.offsets, set[bytes](), {name: place for place, name in enumerate(models)}
     at = expected_bytes = 0
     with path.open("rb") as source:
         while raw := source.readline(MAX_LINE_BYTES + 1):
+            if is_stopped():
+                raise InputError("nobody waits for it")
             offsets.append(at)
             at += len(raw)
             where = f"line {len(offsets)}"

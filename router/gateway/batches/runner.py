@@ -16,6 +16,7 @@ import asyncio
 import heapq
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from disagg.router.gateway.batches.begun_lines import MAX_ENDS
 from disagg.router.gateway.batches.leases import TakeOver
 from disagg.router.gateway.batches.room import Room, lines_to_start
 from disagg.router.gateway.batches.store import Answer, Batch, BatchStore, Held
+from disagg.router.gateway.batches.tries import KeptTries, Tries
 from disagg.router.gateway.usage.counts import CallUse
 
 logger = logging.getLogger(__name__)
@@ -73,19 +75,6 @@ class Later(NamedTuple):
     """Whether further lines of its batch at its model would find the same: the reason is not the line's own."""
 
 
-@dataclass(slots=True)
-class Tries:
-    """What became of a line so far."""
-
-    num: int = 0
-    num_lost: int = 0
-    """Ended with a lost worker."""
-    num_unjudged: int = 0
-    """Ended without a guardrail's verdict."""
-    num_ends: int = 0
-    """Gateways that ended while it ran."""
-
-
 class AnswerLine(Protocol):
     """Runs lines for the tenant of their batch."""
 
@@ -122,6 +111,8 @@ class _Open:
     path: Path
     indexing: asyncio.Task[lines.Index] | None
     """Until `index` is known."""
+    is_dropped: threading.Event = field(default_factory=threading.Event)
+    """Ends the indexing, whose thread cannot be cancelled."""
     index: lines.Index | None = None
     left: dict[int, deque[int]] = field(default_factory=dict)
     """Lines without an answer that may start, by model."""
@@ -212,6 +203,7 @@ class BatchRunner:
         self._sleep = sleep
         self._open: dict[str, _Open] = {}
         """By tenant."""
+        self._tries = KeptTries()
         self._served: set[str] = set()
         """Tenants that had a turn since all others that have batches had one."""
         self._num_started = 0
@@ -258,8 +250,11 @@ class BatchRunner:
             if is_full and idle is not None:
                 await self._give_back(idle)
             path = self._store.path(batch.input_file)
-            indexing = asyncio.to_thread(lines.index, path, batch.endpoint, tuple(self._models()))
-            self._open[batch.tenant] = _Open(batch, path, asyncio.create_task(indexing, name=f"index-{batch.id}"))
+            opened = self._open[batch.tenant] = _Open(batch, path, None, tries=self._tries.take(batch.id))
+            indexing = asyncio.to_thread(
+                lines.index, path, batch.endpoint, tuple(self._models()), opened.is_dropped.is_set
+            )
+            opened.indexing = asyncio.create_task(indexing, name=f"index-{batch.id}")
         return bool(self._open)
 
     @property
@@ -323,6 +318,7 @@ class BatchRunner:
             reason = str(error) if isinstance(error, lines.InputError) else "its input file cannot be read"
             logger.info("batch %s of tenant %r failed: %s", batch.id, batch.tenant, error)
             await self._drop(each)
+            self._tries.take(batch.id)
             await asyncio.to_thread(self._store.fail, batch.id, self._owner, reason, self._clock())
             return
         await asyncio.to_thread(self._store.begin, batch.id, self._owner, len(index.offsets), index.expected_bytes)
@@ -460,6 +456,7 @@ class BatchRunner:
 
     async def _end(self, each: _Open, status: str, error: str | None = None) -> None:
         await self._drop(each)
+        self._tries.take(each.batch.id)
         await asyncio.to_thread(self._store.finish, each.batch.id, self._owner, status, self._clock(), error)
 
     async def _lose(self, each: _Open) -> None:
@@ -474,6 +471,8 @@ class BatchRunner:
     async def _drop(self, each: _Open) -> None:
         """Give up what runs of a batch; it is not open any more."""
         self._open.pop(each.batch.tenant, None)
+        self._tries.keep(each.batch.id, each.tries)
+        each.is_dropped.set()
         self._claimed = -math.inf  # its tenant may have another one
         if self._alone is not None and self._alone[0] is each:
             self._alone = None
@@ -490,7 +489,8 @@ class BatchRunner:
         await running.is_noted.wait()
         number = running.number
         line = await asyncio.to_thread(lines.read, each.path, index.offsets[number])
-        tries = each.tries.setdefault(number, Tries(num_ends=each.num_ends.get(number, 0)))
+        tries = each.tries.setdefault(number, Tries())
+        tries.num_ends = each.num_ends.get(number, 0)
         result = await self._answer_line(each.batch, line, tries)
         if isinstance(result, Later):
             return result

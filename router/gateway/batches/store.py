@@ -173,7 +173,7 @@ class BatchStore:
 
     @property
     def lease_s(self) -> float:
-        """See `StoreLimits`."""
+        """Length of a lease; the clock of leases is the wall clock."""
         return self._limits.lease_s
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ from disagg.router.gateway.auth.auth import CALLER, Authenticator
 from disagg.router.gateway.auth.rights import require_inference
 from disagg.router.gateway.batches.begun_lines import MAX_ENDS
 from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult, Tries
+from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
 from disagg.router.gateway.batches.store import Batch
+from disagg.router.gateway.batches.tries import Tries
 from disagg.router.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABLE
 from disagg.router.gateway.http.completions import Completions
 from disagg.router.gateway.http.responses.responses import RESPONSES, Responses

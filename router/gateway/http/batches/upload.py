@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -137,7 +137,11 @@ async def receive_file(form: FormWriter, parts: AsyncIterator[bytes], path: Path
         name = form.finish()
         await asyncio.to_thread(target.close)
     except BaseException:
-        target.close()
-        path.unlink(missing_ok=True)
+        await asyncio.to_thread(_remove, target, path)  # a large one takes long
         raise
     return name
+
+
+def _remove(target: BinaryIO, path: Path) -> None:
+    target.close()
+    path.unlink(missing_ok=True)

@@ -12,8 +12,9 @@ import pytest
 from disagg.router.gateway.batches.begun_lines import MAX_ENDS
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.room import Room
-from disagg.router.gateway.batches.runner import BatchRunner, Later, LineResult, Tries
+from disagg.router.gateway.batches.runner import BatchRunner, Later, LineResult
 from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.tries import Tries
 from disagg.router.gateway.usage.counts import CallUse
 
 URL = "/v1/completions"

@@ -13,8 +13,9 @@ from disagg.proto.ids import RequestId
 from disagg.router.api import Completion, TenantLimits
 from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult, Tries
+from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
 from disagg.router.gateway.batches.store import Batch
+from disagg.router.gateway.batches.tries import Tries
 from disagg.router.gateway.http.batches.line_answers import LineAnswers
 from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME, FakeRouter

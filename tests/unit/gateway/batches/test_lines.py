@@ -101,3 +101,10 @@ def test_of_a_line_little_is_kept(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 5_000_000
+
+
+def test_an_index_that_nobody_waits_for_is_not_finished(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b'{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {}}\n{\n')
+    looks = iter([False, True])
+    with pytest.raises(InputError, match="nobody waits"):
+        index(tmp_path / "in", "/v1/completions", (), lambda: next(looks))

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.router.gateway.batches import lines
 from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.room import Room, num_admissible
-from disagg.router.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult, Tries
+from disagg.router.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult
 from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.tries import KeptTries, Tries
 from disagg.router.gateway.usage.counts import CallUse
 from tests.support.waiting import eventually
 
@@ -65,6 +67,8 @@ class _Bench:
         """What the first tries of a line come to."""
         self.refused: list[tuple[str, float]] = []
         """Those tries, with the time."""
+        self.on_try: Callable[[str, Tries], None] = lambda name, tries: None
+        """Called with what became of a line before each try."""
         self.hang_from: int | None = None
         """After so many lines, the others hang."""
         self.held: tuple[str, str] | None = None
@@ -110,8 +114,10 @@ class _Bench:
             self.released.set()
 
     async def __call__(self, batch: Batch, line: Line, tries: Tries) -> LineResult | Later:
+        self.on_try(line.custom_id, tries)
         if later := self.refusals.get(line.custom_id, []):
             tries.num += 1
+            tries.num_lost += 1
             self.refused.append((line.custom_id, self.now))
             return later.pop(0)
         if self.hang_from is not None and len(self.ran) >= self.hang_from:
@@ -374,3 +380,47 @@ async def test_a_model_without_room_holds_up_no_line_of_another(tmp_path: Path) 
     assert await bench.runner("me").run()
     assert bench.ran.index("c") < bench.ran.index("e") < bench.ran.index("a")
     assert bench.names(bench.batch().output_file) == ["a", "b", "c", "d", "e"]
+
+
+async def test_tries_of_a_line_count_though_its_batch_gives_its_turn_away(tmp_path: Path) -> None:
+    """Else a line that always loses its worker would be tried for ever, with more tenants than turns."""
+    bench = _Bench(tmp_path, _line("first"), most=99)
+    for number in range(MAX_OPEN):
+        bench.add(f"c{number}", f"t{number}", _line(f"t{number}"))
+    names = ["first", *(f"t{number}" for number in range(MAX_OPEN))]
+    bench.refusals = {name: [Later(30.0, holds_others=False)] * 4 for name in names}
+    bench.turn_s, bench.pace_s = 1.0, 0.01
+    seen: dict[str, list[int]] = {name: [] for name in names}
+    bench.on_try = lambda name, tries: seen[name].append(tries.num_lost)
+    assert await bench.runner("me").run()
+    assert sorted(bench.ran) == sorted(names)
+    assert seen == {name: [0, 1, 2, 3, 4] for name in names}
+
+
+def test_tries_are_kept_for_so_many_lines(monkeypatch: Any) -> None:
+    monkeypatch.setattr("disagg.router.gateway.batches.tries._MAX_LINES", 3)
+    kept = KeptTries()
+    kept.keep("a", {1: Tries(num_lost=1), 2: Tries(num=9)})
+    kept.keep("b", {3: Tries(num_unjudged=1), 4: Tries(num_lost=2)})
+    kept.keep("c", {5: Tries(num_lost=3)})
+    assert [list(kept.take(batch_id)) for batch_id in "aabc"] == [[], [], [3, 4], [5]]
+
+
+async def test_an_indexing_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch: Any) -> None:
+    """Cancelling its task does not end its thread."""
+    bench = _Bench(tmp_path, _line("x"))
+    stops: list[Callable[[], bool]] = []
+
+    async def call(function: Callable[..., Any], *args: Any) -> Any:
+        if function is lines.index:
+            stops.append(args[3])
+            await asyncio.Event().wait()
+        return function(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", call)
+    running = asyncio.create_task(bench.runner("me").run())
+    await eventually(lambda: bool(stops), every_s=0.0)
+    assert not stops[0]()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert stops[0]()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from disagg.proto.errors import LimitError, OverloadedError
+from disagg.proto.errors import InvalidRequestError, LimitError, OverloadedError
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView
 from disagg.router.gateway.batches.lines import NO_MODEL
 from disagg.router.gateway.batches.room import Room
 from disagg.router.gateway.batches.service import BatchService
 from disagg.router.gateway.config import BatchOptions
+from disagg.router.gateway.http.batches.upload import FormWriter, receive_file
 from tests.support.router import worker_info
 
 
@@ -66,4 +68,28 @@ async def test_uploads_of_some_tenants_take_no_place_of_another(tmp_path: Path) 
     assert list(service.uploads.iterdir()) == []
     async with service.uploading("a", "a5", 500):
         pass
+    service.close()
+
+
+async def test_files_are_removed_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long for large ones, and every stream of the gateway would wait."""
+    unlink, threads = Path.unlink, list[int]()
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        threads.append(threading.get_ident())
+        unlink(path, missing_ok=missing_ok)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"--b\r\n"
+        raise InvalidRequestError("body", "is cut off")
+
+    service = _service(tmp_path)
+    monkeypatch.setattr(Path, "unlink", note)
+    async with service.uploading("a", "u", 9) as path:
+        path.write_bytes(b"x")
+    with pytest.raises(InvalidRequestError, match="cut off"):
+        await receive_file(FormWriter("multipart/form-data; boundary=b", 9), parts(), tmp_path / "v")
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+    assert not (tmp_path / "v").exists()
     service.close()
