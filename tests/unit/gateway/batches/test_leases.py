@@ -9,9 +9,11 @@ import pytest
 
 from disagg.proto.clock.still_time import LOOK_S, StillTime
 from disagg.router.gateway.batches.leases import TakeOver, is_alive, owner_of
+from disagg.router.gateway.batches.lines import Line
 from disagg.router.gateway.batches.room import Room
 from disagg.router.gateway.batches.runner import BatchRunner, LineResult
-from disagg.router.gateway.batches.store import BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.router.gateway.batches.tries import Tries
 from disagg.router.gateway.usage.counts import CallUse
 
 URL = "/v1/completions"
@@ -103,10 +105,10 @@ class Bench:
     def wall_s(self) -> float:
         return self.process.monotonic_s
 
-    def most_running(self, batch: object) -> int | None:
+    def most_running(self, batch: Batch) -> int | None:
         return None
 
-    async def __call__(self, *_: object) -> LineResult:
+    async def __call__(self, batch: Batch, line: Line, tries: Tries) -> LineResult:
         self.num_run += 1
         return LineResult(200, b"{}", CallUse())
 
