@@ -51,8 +51,13 @@ def store_with_a_batch(folder: Path) -> BatchStore:
 
 @pytest.mark.parametrize(
     ("owner", "num_ends"),
-    [(ALIVE, 0), (GONE, 1), (f"other/{1 << 30}/1/1", 1), (f"other/{1 << 30}/1", 1), ("other", 1)],
-    ids=["alive", "gone", "no such process", "without its start", "without a process"],
+    [
+        pytest.param(ALIVE, 0, id="alive"),
+        pytest.param(GONE, 1, id="gone, and its id is another's"),
+        pytest.param(f"other/{1 << 30}/1/1", 1, id="gone"),
+        pytest.param(f"other/{1 << 30}/1", 1, id="gone, of an earlier version"),
+        pytest.param("other", 1, id="unknown"),
+    ],
 )
 def test_only_a_process_that_is_gone_has_ended(tmp_path: Path, owner: str, num_ends: int) -> None:
     """One that lives stood still, or hangs: its batch goes on elsewhere, and its lines are no suspects."""
