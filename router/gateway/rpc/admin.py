@@ -303,6 +303,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
         found = explanation(trace, self._clock_to_epoch_s())
         if not caller.is_admin:
             found.ClearField("detail")  # it may name hosts
+        if not caller.sees_counts:  # costs are made of what others have under way
+            found.ClearField("chosen")
+            found.ClearField("options")
         return found
 
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:

@@ -71,6 +71,7 @@ function report(request) {
   if (request.spans.length) parts.push(el("h3", {}, "Where the time went"), waterfall(request.spans));
   const options = request.options.length ? request.options : request.chosen ? [request.chosen] : [];
   if (options.length) parts.push(el("h3", {}, "Why there"), decision(request, options));
+  else if (request.policy) parts.push(el("h3", {}, "Why there"), el("p", { class: "empty" }, "Shown to keys with the scope metrics or admin."));
   return parts;
 }
 

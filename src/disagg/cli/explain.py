@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.cli.address import reaching
-from disagg.cli.operations.operate import open_client
+from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client
 from disagg.client import Explanation
 from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
@@ -72,6 +72,8 @@ def report(request: Explanation, *, ascii_only: bool = False, shows_options: boo
     parts: list[RenderableType] = [_facts(request)]
     if shows_options and (request.options or request.HasField("chosen")):
         parts += [Text(), Text("Why there", style="bold"), *why(request)]
+    elif shows_options and request.policy:
+        parts += [Text(), Text("Why there", style="bold"), Text(LOAD_LEFT_OUT, style="dim")]
     if forecast := _forecast(request):
         parts += [Text(), Text("Predicted and measured", style="bold"), forecast]
     if request.spans:

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, RequestTrace
+from disagg.router.api import ClusterView, Decision, Option, RequestTrace
 from disagg.router.gateway.auth.auth import Caller
 from disagg.router.gateway.rpc.admin import AdminService
 
@@ -22,6 +22,24 @@ class Known(list[RequestTrace]):
     def __iter__(self) -> Iterator[RequestTrace]:
         self.num_rounds += 1
         return super().__iter__()
+
+
+class OnePlacement:
+    """With a single option."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    transfer_ms = 0.0
+
+    def decision(self) -> Decision:
+        times: dict[str, Any] = dict.fromkeys(
+            ("cost", "wait_ms", "prefill_ms", "transfer_ms", "decode_ms", "delay_ms", "barrier_ms"), 1.0
+        )
+        names: dict[str, Any] = {"prefill_worker": None, "decode_worker": "decode-0", "policy": "joint"}
+        return Decision(num_misses=0, ttft_ms=None, tpot_ms=None, num_options=1, **names, **times)
+
+    def options(self) -> list[Option]:
+        return [self.decision()]
 
 
 class Source:
@@ -59,6 +77,20 @@ def test_why_a_request_failed_is_for_admins() -> None:
     assert [(each.outcome, each.detail) for each in seen] == [
         ("worker_lost", ""),
         ("worker_lost", "no answer from 10.0.0.7"),
+    ]
+
+
+def test_what_others_have_under_way_is_not_told_by_the_costs_of_a_placement() -> None:
+    placed = RequestTrace(request_id=RequestId("a"), tenant="t", placement=OnePlacement())
+    source: Any = Source(Known([placed]), [])
+    audit: Any = None
+    admin = AdminService(source, audit=audit, guardrails=source)
+    callers = (Caller("t", False), Caller("t", False, metrics=True), Caller("ops", True))
+    seen = [admin.explain(RequestId("a"), caller) for caller in callers]
+    assert [(each.policy, each.HasField("chosen"), len(each.options)) for each in seen] == [
+        ("joint", False, 0),
+        ("joint", True, 1),
+        ("joint", True, 1),
     ]
 
 
