@@ -59,7 +59,9 @@ def compiler(tmp_path: Path) -> Iterator[CompilerProcess]:
     made.close()
 
 
-def test_a_grammar_that_ends_the_library_ends_no_other(compiler: CompilerProcess) -> None:
+def test_a_grammar_that_ends_the_library_ends_no_other(
+    compiler: CompilerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     assert compiler.verdict(schema(GOOD)) == ""
     process = compiler.pid
     for value in CRASHING:
@@ -70,6 +72,8 @@ def test_a_grammar_that_ends_the_library_ends_no_other(compiler: CompilerProcess
         found = list(threads.map(compiler.verdict, [schema(value) for value in (*CRASHING, GOOD) * 8]))
     assert [wrong == "" for wrong in found] == [False, False, False, True] * 8
     assert compiler.pid == process
+    (line,) = [record.getMessage() for record in caplog.records]  # once a minute
+    assert line.startswith("grammars of clients ended their compilers, 1 since the last such line")
 
 
 def test_one_without_end_ends_at_its_deadline_while_others_are_compiled(compiler: CompilerProcess) -> None:

@@ -49,6 +49,8 @@ BEGUN: Final = b"."
 """Comes first: from here on the grammar may be the reason for what happens."""
 DONE: Final = b"="
 """Begins a verdict. The rest is what is wrong, empty for a good grammar."""
+ENDED: Final = b"!"
+"""The same where the grammar ended a child."""
 LATE: Final = b"?"
 """In its place where none was found in `MAX_WALL_S`."""
 _YIELDS_AFTER_S: Final = 0.02
@@ -226,7 +228,7 @@ class _Compiler:
                 if number == signal.SIGALRM:
                     os.write(child.verdict, LATE)
                 elif number not in (0, signal.SIGKILL, signal.SIGTERM):  # these come from outside
-                    os.write(child.verdict, DONE + _ended_by(number).encode())
+                    os.write(child.verdict, ENDED + _ended_by(number).encode())
         self._close_verdict(child)
         os.close(child.pidfd)
         child.jobs.close()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Final
 
 import msgspec
 
-from disagg.router.gateway.grammars.compiler import BEGUN, DONE, LATE, MAX_WALL_S, VERDICT_BYTES, CompilerStart
+from disagg.router.gateway.grammars.compiler import BEGUN, ENDED, LATE, MAX_WALL_S, VERDICT_BYTES, CompilerStart
 from disagg.router.gateway.grammars.grammars import LateVerdictError, NoVerdictError
 
 logger = logging.getLogger(__name__)
 
 LOAD_S: Final = 60.0
 """How long it may take to load the vocabulary, beside the time of a grammar."""
+_LOG_PAUSE_S: Final = 60.0
 _ENVIRONMENT: Final = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """It forks, which it may do with one thread only."""
 
@@ -37,6 +40,9 @@ class CompilerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_closed = False
+        self._num_ended = 0
+        """Compilers that a grammar ended, since the log had a line of them."""
+        self._log_at = -math.inf
 
     @property
     def pid(self) -> int | None:
@@ -71,7 +77,25 @@ class CompilerProcess:
             raise LateVerdictError(f"not compiled within {MAX_WALL_S:g} s: the processors are busy")
         if not found:
             raise NoVerdictError("its compiler ended", begun and not self._is_closed)
-        return found[len(DONE) :].decode(errors="replace")
+        text = found[1:].decode(errors="replace")
+        if found.startswith(ENDED):
+            self._note_ended(text)
+        return text
+
+    def _note_ended(self, reason: str) -> None:
+        """Tell the operator, at most once in `_LOG_PAUSE_S`."""
+        with self._lock:
+            self._num_ended += 1
+            now = time.monotonic()
+            if now < self._log_at:
+                return
+            self._log_at, number, self._num_ended = now + _LOG_PAUSE_S, self._num_ended, 0
+        logger.warning(
+            "grammars of clients ended their compilers, %d since the last such line; each is refused, and nothing else "
+            "notices. The latest one %s",
+            number,
+            reason,
+        )
 
     def close(self) -> None:
         """End the process. Idempotent; there is no further verdict."""
