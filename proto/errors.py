@@ -49,6 +49,12 @@ CLIENT_MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
 """By code, what a client reads of errors inside the cluster."""
 
 
+GRAMMAR_TOO_LARGE: Final = (
+    "the form of the answer cannot be followed any further: repetitions inside repetitions are too many"
+)
+"""Detail of a sequence whose grammar went beyond a limit while it was used."""
+
+
 class DisaggError(Exception):
     """Base of everything that is answered to a client.
 

@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 from disagg.engine.plan import RowFault, ScheduledSequence
 from disagg.engine.request import Sequence
+from disagg.proto.errors import GRAMMAR_TOO_LARGE
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ def is_full(sequence: Sequence, max_model_len: int, num_pending: int = 0) -> boo
 
 def faulty_end(sequence: Sequence, fault: RowFault) -> tuple[Literal["invalid", "failed"], str]:
     """Reason and detail with which a sequence ends whose row gave no token; logged."""
+    state = sequence.grammar_state
+    if fault == "request" and state is not None and state.matcher is None:
+        _log.warning("%s: its grammar went beyond a limit; ending it, other sequences continue", sequence.key)
+        return "invalid", GRAMMAR_TOO_LARGE
     if fault == "request":
         _log.warning(
             "%s: its sampling settings left no finite logit; ending it, other sequences continue", sequence.key

@@ -24,7 +24,9 @@ from dataclasses import replace
 
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import (
+    GRAMMAR_TOO_LARGE,
     DeadlineError,
+    InvalidRequestError,
     LimitError,
     OverloadedError,
     RequestCancelledError,
@@ -548,7 +550,7 @@ class RouterCore:
             case "invalid":
                 # The request is the cause: another worker would fail too, and no failure counts against one.
                 self.counters["invalid"] += 1
-                self._out += self._endings.lost_attempt(record, UnsamplableError("sampling", end.detail), now)
+                self._out += self._endings.lost_attempt(record, _invalid(end.detail), now)
             case "failed" | "cancelled":
                 self._out += self._endings.failed(record, worker_id, end, now)
 
@@ -578,3 +580,9 @@ class RouterCore:
 
 def _deadline_passed(worker_id: WorkerId) -> DeadlineError:
     return DeadlineError("the deadline passed while the answer was computed", f"the deadline passed on {worker_id}")
+
+
+def _invalid(detail: str) -> InvalidRequestError:
+    if detail == GRAMMAR_TOO_LARGE:
+        return InvalidRequestError("structured", detail)
+    return UnsamplableError("sampling", detail)

@@ -10,8 +10,10 @@ import pytest
 
 from disagg.engine.commands import Add, Ended, Event, PrefillComputed, Release, TokenSampled
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.core.policy import UNSAMPLABLE
+from disagg.engine.core.policy import UNSAMPLABLE, faulty_end
 from disagg.engine.plan import ModelRunner
+from disagg.engine.runner.token_masks import GrammarState
+from disagg.proto.errors import GRAMMAR_TOO_LARGE
 from disagg.proto.messages import SequenceSpec
 from tests.support.engine import (
     GATEWAY,
@@ -22,6 +24,7 @@ from tests.support.engine import (
     key_of,
     make_core,
     make_prompt,
+    make_sequence,
     make_spec,
     run_until_idle,
     token_ids_of,
@@ -83,6 +86,12 @@ def test_a_request_that_leaves_nothing_to_sample_ends_alone(bad: str) -> None:
     check_innocents(events, expected)
     assert end_of(events, "bad") == Ended(key_of("bad"), GATEWAY, "invalid", UNSAMPLABLE)
     assert len(token_ids_of(events, "bad")) == (bad == "frequency")  # nothing is counted before the first token
+
+
+def test_a_grammar_that_went_beyond_a_limit_is_told_as_such() -> None:
+    sequence = make_sequence(spec_of("bad", 40))
+    sequence.grammar_state = GrammarState(None)
+    assert faulty_end(sequence, "request") == ("invalid", GRAMMAR_TOO_LARGE)
 
 
 @pytest.mark.parametrize("bad", BAD)

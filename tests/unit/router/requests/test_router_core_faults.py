@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from disagg.proto.block_hash import chain_hashes
+from disagg.proto.errors import GRAMMAR_TOO_LARGE
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import EndReason
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
@@ -123,6 +124,14 @@ def test_a_failed_decode_goes_on_elsewhere_after_the_tokens_that_were_shown() ->
     trace = it.core.trace(request.request_id)
     assert trace is not None
     assert (trace.attempts, trace.decode_worker) == (2, "d1")
+
+
+def test_a_grammar_that_went_beyond_a_limit_is_told_as_such() -> None:
+    it = Scenario("p0", "d0", config=PLAIN)
+    it.start("r0", "p0", "d0")
+    it.hand_over("r0", "p0", "d0", 100)
+    assert it.update("d0", end_update("r0", 0, "invalid", detail=GRAMMAR_TOO_LARGE)) == ["fail r0 InvalidRequestError"]
+    assert str(it.errors["r0"]) == f"structured: {GRAMMAR_TOO_LARGE}"
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
