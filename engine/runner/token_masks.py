@@ -57,7 +57,7 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher | None) -> None:
         self.matcher = matcher
-        """None where the grammar cannot be used here: nothing is allowed then, which ends the request as failed."""
+        """None where the grammar cannot be used (any further): nothing is allowed then, which ends the request."""
         self.num_taken = 0
         """Output tokens that the matcher has taken."""
         self.words: NDArray[np.int32] | None = None
