@@ -4,6 +4,7 @@
 #        vllm_cpu.sh --install               only makes the environment (about 1 GB is downloaded)
 # PEERS: where environments are made (default: build/peers). CORES: cores for its engine (default: all of them; left to itself vLLM
 # keeps one core for its HTTP server, which is slower on a machine of two). PYTHON: the interpreter of the environment.
+# DISAGG_CPU_LEVEL=x86-64-v3: its kernels, torch and oneDNN compute as on a processor that has AVX2 alone.
 set -eu
 version=0.32.0
 model=${1:?usage: vllm_cpu.sh MODEL_FOLDER [PORT]}
@@ -32,4 +33,13 @@ fi
 export VLLM_CPU_OMP_THREADS_BIND="${CORES:-0-$(($(nproc) - 1))}"
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+if [ "${DISAGG_CPU_LEVEL:-}" = x86-64-v3 ]; then
+    mkdir -p "$venv/level"
+    cat >"$venv/level/sitecustomize.py" <<'END'
+import torch.cpu
+
+torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
+END
+    export PYTHONPATH="$venv/level" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+fi
 exec "$venv/bin/vllm" serve "$model" --host 127.0.0.1 --port "$port" --max-model-len 4096 --dtype bfloat16 --served-model-name m
