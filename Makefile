@@ -22,7 +22,7 @@ QUIET := sh scripts/quiet.sh
 INSTALL := -m pip --disable-pip-version-check -q install --no-compile
 PIP := $(BIN)/python $(INSTALL)
 unexport PYTHONDONTWRITEBYTECODE
-USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert, disagg.engine.runner.model_runner, disagg.router.gateway.server
+USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert, disagg.engine.runner.model_runner, disagg.gateway.server
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -32,10 +32,10 @@ from benchmarks.clients.load import channel as channel_to
 from benchmarks.clients.pace import in_flight
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.router.gateway.http.batches.batches import BatchBody
-from disagg.router.gateway.http.messages.schema import MessagesBody
-from disagg.router.gateway.http.responses.schema import ResponsesBody
-from disagg.router.gateway.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from disagg.gateway.http.batches.batches import BatchBody
+from disagg.gateway.http.messages.schema import MessagesBody
+from disagg.gateway.http.responses.schema import ResponsesBody
+from disagg.gateway.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from disagg.v1 import inference_pb2 as pb
 
 KEY: Final = "key-of-fields-0123456789"

@@ -22,7 +22,7 @@ from benchmarks.clients.pace import in_flight
 from benchmarks.clients.raw import GENERATE
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.router.gateway.text.tokenizer import ModelInfo, fake_model
+from disagg.gateway.text.tokenizer import ModelInfo, fake_model
 from disagg.v1 import inference_pb2 as pb
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from benchmarks.clients.raw import GENERATE, frame, grpc_message, request_headers
-from disagg.router.gateway.text.tokenizer import ModelInfo
+from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 
 Dice = random.Random

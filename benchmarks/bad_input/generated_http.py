@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from disagg.router.gateway.text.tokenizer import ModelInfo
+from disagg.gateway.text.tokenizer import ModelInfo
 
 Dice = random.Random
 Value = Callable[[Dice], object]

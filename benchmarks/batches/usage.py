@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import percentiles
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.request import Call
+from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.config import UsageOptions
-from disagg.router.gateway.requests.request import Call
-from disagg.router.gateway.usage.recorder import UsageRecorder
 
 NUM_CALLS = 4000
 NUM_TENANTS = 20

@@ -24,7 +24,7 @@ from benchmarks.faults.kills import LEFT_S
 from benchmarks.faults.load import Load, Model, Stream
 from benchmarks.faults.row import Row, all_right, of_streams
 from benchmarks.processes import is_running
-from disagg.router.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.config import GatewayConfig, ModelSource
 
 NEIGHBOUR: Final = "neighbour"
 ATTACKER: Final = "attacker"

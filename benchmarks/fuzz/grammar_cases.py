@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from disagg.router.gateway.requests.structured import Kind
+from disagg.gateway.requests.structured import Kind
 
 NUMBERS: Final = (
     *(0, 1, -1, 2, 3, 7, 10, 64, 99, 100, 255, 1000, 65_535, 10**6, 10_007, 10_000_019, 2**31, -(2**31), 2**32, 2**53),

@@ -29,8 +29,8 @@ from typing_extensions import override
 
 from benchmarks.gateway.server import open_gateway
 from disagg.cluster.system.process_tools import allow_open_files, freeze_start
+from disagg.gateway.config import GatewayConfig
 from disagg.proto.messages import WorkerInfo
-from disagg.router.gateway.config import GatewayConfig
 
 NUM_PROFILE_LINES = 45
 

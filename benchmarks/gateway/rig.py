@@ -19,8 +19,8 @@ from benchmarks.common import REPOSITORY
 from benchmarks.gateway.process import GatewayJob, Sample, Started
 from benchmarks.gateway.worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
-from disagg.router.gateway.config import GatewayConfig, ModelSource
-from disagg.router.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
+from disagg.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb
 
 Protocol = Literal["grpc", "http"]

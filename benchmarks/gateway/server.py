@@ -6,12 +6,12 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from disagg.gateway.config import GatewayConfig
+from disagg.gateway.server import GatewayServer
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.server import GatewayServer
 from disagg.router.shell.server import RouterServer
 
 CONNECT_TIMEOUT_S = 15.0

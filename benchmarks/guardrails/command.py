@@ -22,19 +22,19 @@ from typing import Any, Final
 
 from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
+from disagg.gateway.answers.answer import Answer
+from disagg.gateway.answers.guarded import GuardedAnswer
+from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.verdicts import Decisions
+from disagg.gateway.requests.request import Call, TextPrompt
+from disagg.gateway.text.detokenizer import TextStream
+from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.block_hash import root_hash
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import Sampling
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
-from disagg.router.gateway.answers.answer import Answer
-from disagg.router.gateway.answers.guarded import GuardedAnswer
-from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.guardrails.verdicts import Decisions
-from disagg.router.gateway.requests.request import Call, TextPrompt
-from disagg.router.gateway.text.detokenizer import TextStream
-from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 
 CARD: Final = RuleOptions(pattern=r"\b[0-9]{4}(?:[ -]?[0-9]{4}){3}\b", action="replace")
 EMAIL: Final = RuleOptions(pattern=r"\b[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,120}\.[A-Za-z]{2,24}\b", action="replace")

@@ -35,8 +35,8 @@ from benchmarks.faults.cluster import Up
 from benchmarks.faults.load import Model
 from benchmarks.processes import is_running, rss_bytes
 from disagg.client import AsyncClient
+from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.proto.errors import DisaggError
-from disagg.router.gateway.config import GatewayConfig, ModelSource
 from disagg.v1 import inference_pb2 as pb
 
 KEYS: Final = {name: f"key-of-the-{name}-tenant" for name in ("neighbour", "attacker")}

@@ -55,12 +55,12 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.plan import ModelRunner
 from disagg.engine.request import SequenceState
 from disagg.engine.sampling_rules import edits_logits
+from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec, encode
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
-from disagg.router.gateway.text.tokenizer import ModelInfo
 from tests.support.captured import CapturedRunner, captured_steps
 from tests.support.engine import VOCAB_SIZE
 from tests.support.rank_connections import fake_group

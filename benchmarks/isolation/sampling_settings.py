@@ -16,13 +16,13 @@ import msgspec
 from google.protobuf.message import Message
 
 from benchmarks.common import in_one_go
+from disagg.gateway.http.schema import CompletionBody, decode
+from disagg.gateway.http.to_input import read_completion
+from disagg.gateway.requests.request import GenerationInput
+from disagg.gateway.requests.validate import Limits, check_request, fit_prompt
+from disagg.gateway.rpc.from_protobuf import read_request
+from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.messages import Sampling
-from disagg.router.gateway.http.schema import CompletionBody, decode
-from disagg.router.gateway.http.to_input import read_completion
-from disagg.router.gateway.requests.request import GenerationInput
-from disagg.router.gateway.requests.validate import Limits, check_request, fit_prompt
-from disagg.router.gateway.rpc.from_protobuf import read_request
-from disagg.router.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 
 _FLOAT_RANGES = {

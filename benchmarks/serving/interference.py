@@ -32,8 +32,8 @@ from benchmarks.clients.pace import on_time, steady
 from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.launch import LAUNCHERS, launched
 from disagg.cluster.system.cores import available_cores, pin_process
+from disagg.gateway.requests.validate import TPOT_METADATA
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
-from disagg.router.gateway.requests.validate import TPOT_METADATA
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -16,13 +16,13 @@ from disagg.cluster.config.schema import (
     PoolsConfig,
 )
 from disagg.engine.config import check_attention, check_quantization, check_share_weights, check_transfer
+from disagg.gateway.config import is_loopback, serves_page
+from disagg.gateway.guardrails.config import check_guardrails
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE
 from disagg.proto.errors import ConfigError
 from disagg.router.config import is_decodes, num_split
-from disagg.router.gateway.config import is_loopback, serves_page
-from disagg.router.gateway.guardrails.config import check_guardrails
 
 LEAST_TRACES = 40
 """As many requests as a twin compares at least (`LEAST` in `simulator/twin/twin.py`)."""

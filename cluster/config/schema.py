@@ -1,7 +1,7 @@
 """The structs of the cluster's YAML file, with the meaning and the default of each key.
 
 Limits stand beside what applies them, with their defaults and bounds, and are sections here as they are or with keys
-that only a user needs: `engine/config.py`, `router/config.py`, `router/gateway/config.py`, `system/logs.py`.
+that only a user needs: `engine/config.py`, `router/config.py`, `gateway/config.py`, `system/logs.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from disagg.engine.config import (
     TransportName,
     device_defaults,
 )
+from disagg.gateway.config import GatewayOptions
 from disagg.proto.cluster_secret import CertificateFiles
 from disagg.proto.config import Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds, TpotMillis
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
-from disagg.router.gateway.config import GatewayOptions
 
 Mode = Literal["disaggregated", "colocated", "elastic"]
 

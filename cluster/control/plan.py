@@ -47,6 +47,7 @@ from disagg.engine.config import (
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
+from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.config import KvReserve
 from disagg.proto.control import PoolKind, PoolName
@@ -54,7 +55,6 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, kind_of, model_of
 from disagg.proto.messages import RoleName, WorkerInfo
 from disagg.router.config import PlacementOptions, RecordingOptions, RouterConfig
-from disagg.router.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 
 ROLES: dict[PoolKind, tuple[RoleName, ...]] = {
     "prefill": ("prefill",),
@@ -361,9 +361,9 @@ def _find_model(alone: ClusterConfig) -> str:
 def check_gateway(config: ClusterConfig) -> None:
     """Find out before models are loaded that a port of the gateway is taken, or that keys, certificates or folders
     cannot be used; raises `LaunchError` or `ConfigError`."""
+    from disagg.gateway.auth.security import check_files
+    from disagg.gateway.stores import check_stores
     from disagg.proto.connections.channels import check_given  # loads gRPC, as the next one
-    from disagg.router.gateway.auth.security import check_files
-    from disagg.router.gateway.stores import check_stores
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)

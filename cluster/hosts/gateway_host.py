@@ -23,6 +23,15 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
+from disagg.gateway.all_routers import AllRouters
+from disagg.gateway.config import ModelSource
+from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
+from disagg.gateway.event_loop.loop_times import LoopTimes
+from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
+from disagg.gateway.membership import ControllerLink
+from disagg.gateway.model_changes import ModelChanges
+from disagg.gateway.rpc.admin_answers import counts_of
+from disagg.gateway.server import GatewayServer
 from disagg.proto.clock.process_clock import AwakeLoop
 from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.connections.blocking_stream import Resolve
@@ -30,15 +39,6 @@ from disagg.proto.connections.channels import given_until
 from disagg.proto.ids import model_of
 from disagg.proto.messages import StartPhase
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.all_routers import AllRouters
-from disagg.router.gateway.config import ModelSource
-from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
-from disagg.router.gateway.event_loop.loop_times import LoopTimes
-from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
-from disagg.router.gateway.membership import ControllerLink
-from disagg.router.gateway.model_changes import ModelChanges
-from disagg.router.gateway.rpc.admin_answers import counts_of
-from disagg.router.gateway.server import GatewayServer
 from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from disagg.router.shell.tracing import start_tracing

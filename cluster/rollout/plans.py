@@ -21,10 +21,10 @@ from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.rollout.changes import compare
 from disagg.cluster.rollout.rollout import Desired, Plan, Target, configured
 from disagg.engine.config import WorkerConfig
+from disagg.gateway.stores import check_stores
+from disagg.gateway.text import checkpoint
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlRefused, PoolName
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.stores import check_stores
-from disagg.router.gateway.text import checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from disagg.client import AsyncClient
+from disagg.gateway.config import TlsFiles
+from disagg.gateway.rpc.state_feed import MAX_STREAMS_PER_TENANT
+from disagg.gateway.server import GatewayServer
 from disagg.proto.errors import AuthenticationError, PermissionDeniedError, UnavailableError
 from disagg.router.api import TenantLimits
-from disagg.router.gateway.config import TlsFiles
-from disagg.router.gateway.rpc.state_feed import MAX_STREAMS_PER_TENANT
-from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.integration.test_security import client_context, http_get

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from disagg.client import AsyncClient, ShapeComparison
+from disagg.gateway.rpc.shape import STALE
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, PlacementView, RequestTrace
-from disagg.router.gateway.rpc.shape import STALE
 from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 

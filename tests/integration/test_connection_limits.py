@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from disagg.router.gateway.server import GatewayServer
+from disagg.gateway.server import GatewayServer
 from tests.support.gateway import FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 

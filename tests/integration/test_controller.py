@@ -21,15 +21,15 @@ from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.children import LaunchError
 from disagg.engine.runner.fake import fake_generate
+from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
+from disagg.gateway.event_loop.loop_times import LoopTimes
+from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
+from disagg.gateway.membership import ControllerLink
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
-from disagg.router.gateway.event_loop.loop_times import LoopTimes
-from disagg.router.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
-from disagg.router.gateway.membership import ControllerLink
 from tests.integration.test_processes import FAKE, PROMPT
 from tests.support.secret import SECRET
 from tests.support.waiting import wait_until

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from disagg.cli.doctor.health import ALIVE, READY, run_health
 from disagg.client import AsyncClient
+from disagg.gateway.config import TlsFiles
 from disagg.proto.errors import UnavailableError
-from disagg.router.gateway.config import TlsFiles
 from tests.integration.test_security import http_get
 from tests.support.certificates import Authority
 from tests.support.gateway import FakeRouter, Wait, write_checkpoint

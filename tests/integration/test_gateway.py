@@ -17,6 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from disagg.client import Answer, AsyncClient, Client, Delta, Finished, Usage, error_of
+from disagg.gateway.config import GatewayConfig
+from disagg.gateway.request_headers import LABEL, REQUEST_ID
+from disagg.gateway.server import SERVICE_NAMES, GatewayServer
 from disagg.proto.errors import (
     ConfigError,
     ContextLengthError,
@@ -34,9 +37,6 @@ from disagg.proto.ids import Incarnation, RequestId, WorkerId
 from disagg.proto.messages import KvLayout, Load, WorkerInfo
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, RequestTrace, WorkerView
-from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.request_headers import LABEL, REQUEST_ID
-from disagg.router.gateway.server import SERVICE_NAMES, GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.gateway import (

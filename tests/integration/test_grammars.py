@@ -18,12 +18,12 @@ import pytest
 
 from benchmarks.fuzz.grammar_cases import make_case
 from disagg.client import AsyncClient
+from disagg.gateway.grammars.compiler import CompilerStart
+from disagg.gateway.grammars.compiler_process import CompilerProcess
+from disagg.gateway.requests.request import GenerationInput, TextPrompt
+from disagg.gateway.requests.structured import StructuredOutput, check_structured
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
-from disagg.router.gateway.grammars.compiler import CompilerStart
-from disagg.router.gateway.grammars.compiler_process import CompilerProcess
-from disagg.router.gateway.requests.request import GenerationInput, TextPrompt
-from disagg.router.gateway.requests.structured import StructuredOutput, check_structured
 from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, tokenizer_json, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.processes import children_of

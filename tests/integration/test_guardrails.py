@@ -16,10 +16,10 @@ from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
+from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.gateway.text.tokenizer import fake_model, load_model
 from disagg.proto.errors import ContentFilterError, UnavailableError
 from disagg.router.api import Completion
-from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.router.gateway.text.tokenizer import fake_model, load_model
 from tests.support.gateway import CONFIG, MODEL_NAME, FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.guard_service import guard_service

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from disagg.client import AsyncClient
+from disagg.gateway.config import GatewayConfig
+from disagg.gateway.server import GatewayServer
 from disagg.proto.errors import ConfigError
 from disagg.proto.token_ids import unpack_token_ids
-from disagg.router.gateway.config import GatewayConfig
-from disagg.router.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
 from tests.support.gateway_server import running, sources
 from tests.support.http_app import CHAT, TEXT, error_of, events_of

@@ -21,8 +21,8 @@ import pytest
 
 from benchmarks.bad_input.fuzz_clients import Answer, Sender
 from benchmarks.bad_input.fuzz_messages import FAMILIES, Served, make
-from disagg.router.gateway.event_loop import turns
-from disagg.router.gateway.server import GatewayServer
+from disagg.gateway.event_loop import turns
+from disagg.gateway.server import GatewayServer
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
 

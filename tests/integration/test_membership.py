@@ -11,10 +11,10 @@ from benchmarks.router.many_workers_fleet import FleetProcess
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import GatewaySpec, plan_cluster
+from disagg.gateway.membership import ControllerLink
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.membership import ControllerLink
 from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from tests.support.secret import SECRET

@@ -24,6 +24,9 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.io.guard import ClusterGuard
+from disagg.gateway.auth.auth import KEY_NEEDED
+from disagg.gateway.config import TlsFiles
+from disagg.gateway.server import GatewayServer
 from disagg.proto.control import StateRequest
 from disagg.proto.errors import (
     AuthenticationError,
@@ -47,9 +50,6 @@ from disagg.proto.services import (
     service_and_method,
 )
 from disagg.router.api import RequestTrace
-from disagg.router.gateway.auth.auth import KEY_NEEDED
-from disagg.router.gateway.config import TlsFiles
-from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.certificates import Authority
@@ -246,7 +246,7 @@ async def test_strangers_may_change_nothing(folder: Path, monkeypatch: pytest.Mo
         async with AsyncClient(address) as client:
             assert (await client.generate("hello")).reason == "length"
             await client.requests()
-            monkeypatch.setattr("disagg.router.gateway.auth.rights.is_local_peer", lambda peer: False)
+            monkeypatch.setattr("disagg.gateway.auth.rights.is_local_peer", lambda peer: False)
             for operation in ADMIN_ONLY.values():
                 with pytest.raises(PermissionDeniedError, match=message):
                     await operation(client)

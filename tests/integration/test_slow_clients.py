@@ -18,8 +18,8 @@ from benchmarks.bad_input.generated_http import exchange
 from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import allow_open_files
+from disagg.gateway.server import GatewayServer
 from disagg.router.api import Completion, RoutedRequest
-from disagg.router.gateway.server import GatewayServer
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import (
     MODEL_NAME,

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.auth.auth import ApiKey, ApiKeys, Authenticator, Caller, digest_of
+from disagg.gateway.http.page import Page
+from disagg.gateway.http.server import HttpServer
+from disagg.gateway.http.transport.protocol import ConnectionLimits
+from disagg.gateway.text.tokenizer import load_model
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth.auth import ApiKey, ApiKeys, Authenticator, Caller, digest_of
-from disagg.router.gateway.http.page import Page
-from disagg.router.gateway.http.server import HttpServer
-from disagg.router.gateway.http.transport.protocol import ConnectionLimits
-from disagg.router.gateway.text.tokenizer import load_model
 from disagg.v1 import inference_pb2 as pb
 from tests.support.architecture import REPOSITORY
 from tests.support.gateway import CONFIG, MODEL_NAME, FakeRouter, write_checkpoint

@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from disagg.gateway.event_loop.offload_turns import OffloadTurns
+from disagg.gateway.event_loop.turns import Turns
+from disagg.gateway.grammars.compiler import verdict_of
+from disagg.gateway.grammars.grammars import Grammars
+from disagg.gateway.requests.validate import Limits
+from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.ids import RequestId
 from disagg.proto.structured_output.grammars import grammar_tokenizer
@@ -28,12 +34,6 @@ from disagg.router.api import (
     TokenBatch,
 )
 from disagg.router.config import Decodes
-from disagg.router.gateway.event_loop.offload_turns import OffloadTurns
-from disagg.router.gateway.event_loop.turns import Turns
-from disagg.router.gateway.grammars.compiler import verdict_of
-from disagg.router.gateway.grammars.grammars import Grammars
-from disagg.router.gateway.requests.validate import Limits
-from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

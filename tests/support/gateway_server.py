@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from disagg.router.gateway.config import GatewayConfig, ModelSource
-from disagg.router.gateway.server import GatewayServer
+from disagg.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.server import GatewayServer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
 
 LEFT_TIMEOUT_S = 60.0

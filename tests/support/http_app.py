@@ -10,25 +10,25 @@ from typing import Any
 
 import httpx
 
+from disagg.gateway.answers.generation import Generator
+from disagg.gateway.auth.audit import Audit
+from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.http.app import HttpApp
+from disagg.gateway.http.completions import Completions
+from disagg.gateway.http.exchange import BodyLimits
+from disagg.gateway.http.information import Information
+from disagg.gateway.http.page import Page
+from disagg.gateway.http.transport.body_budget import BodyBudget
+from disagg.gateway.http.transport.sites import Sites
+from disagg.gateway.http.transport.unfinished import UnfinishedBodies
+from disagg.gateway.http.usage import UsageHandler
+from disagg.gateway.metrics.registry import GatewayMetrics
+from disagg.gateway.models import Models
+from disagg.gateway.readiness import Readiness
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.answers.generation import Generator
-from disagg.router.gateway.auth.audit import Audit
-from disagg.router.gateway.auth.auth import AnonymousAccess, Authenticator
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.http.app import HttpApp
-from disagg.router.gateway.http.completions import Completions
-from disagg.router.gateway.http.exchange import BodyLimits
-from disagg.router.gateway.http.information import Information
-from disagg.router.gateway.http.page import Page
-from disagg.router.gateway.http.transport.body_budget import BodyBudget
-from disagg.router.gateway.http.transport.sites import Sites
-from disagg.router.gateway.http.transport.unfinished import UnfinishedBodies
-from disagg.router.gateway.http.usage import UsageHandler
-from disagg.router.gateway.metrics.registry import GatewayMetrics
-from disagg.router.gateway.models import Models
-from disagg.router.gateway.readiness import Readiness
-from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.usage.recorder import UsageRecorder
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, grammars_here, limits_of, make_turns
 
 CREATED = 1_700_000_000

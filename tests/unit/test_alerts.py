@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from disagg.router.gateway.metrics.cluster import ROLES, STATES
+from disagg.gateway.metrics.cluster import ROLES, STATES
 from tests.unit.test_dashboards import DEPLOY, known_labels, labels_in, names_in
 
 ALERTS = DEPLOY / "prometheus-alerts.yml"

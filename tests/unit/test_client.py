@@ -26,6 +26,7 @@ from disagg.client import (
 from disagg.client.calls import Calls, Flow, Metadata
 from disagg.client.credentials import Credentials
 from disagg.client.wire import answer_of, delta_of, target_metadata
+from disagg.gateway.status import to_rpc_status
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,
@@ -38,7 +39,6 @@ from disagg.proto.errors import (
     RequestNotFoundError,
     UnavailableError,
 )
-from disagg.router.gateway.status import to_rpc_status
 from disagg.v1 import inference_pb2 as pb
 
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.gateway.guardrails.config import GuardrailOptions, ServiceOptions
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.metrics.registry import GatewayMetrics
+from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.messages import StartPhase
-from disagg.router.gateway.guardrails.config import GuardrailOptions, ServiceOptions
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.metrics.registry import GatewayMetrics
-from disagg.router.gateway.usage.recorder import UsageRecorder
 from tests.support.metrics import busy_view, read_samples
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

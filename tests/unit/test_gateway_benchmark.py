@@ -19,11 +19,11 @@ from benchmarks.gateway.cost import Cost, medians, orders, summary
 from benchmarks.gateway.rig import split
 from benchmarks.gateway.slow import Slow, slow_summary, timings
 from benchmarks.gateway.worker import Steps
+from disagg.gateway.rpc.decoding import decode
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut
 from disagg.proto.token_ids import pack_token_ids
-from disagg.router.gateway.rpc.decoding import decode
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import make_turns
 from tests.support.router import ROOT

@@ -16,11 +16,11 @@ import msgspec
 import yaml
 from rich.console import Console
 
+from disagg.gateway.auth.api_keys import KeyEntry, parse_entries
+from disagg.gateway.auth.auth import TENANT, digest_of
 from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
 from disagg.router.api import NO_LIMITS
-from disagg.router.gateway.auth.api_keys import KeyEntry, parse_entries
-from disagg.router.gateway.auth.auth import TENANT, digest_of
 
 PREFIX: Final = "disagg_"
 """By which people and secret scanners recognize a key."""

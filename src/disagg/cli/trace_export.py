@@ -24,8 +24,8 @@ from disagg.cli.explain import NO_REQUEST
 from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.cluster.system.children import LaunchError
+from disagg.gateway.rpc.admin_answers import explanation_json
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.rpc.admin_answers import explanation_json
 
 VIEWER = "https://ui.perfetto.dev"
 GATEWAY = "gateway"

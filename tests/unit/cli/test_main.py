@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from disagg import __version__
 from disagg.cli import main as cli
 from disagg.cluster.system.children import LaunchError
+from disagg.gateway.auth.api_keys import load_keys
+from disagg.gateway.auth.auth import Caller
 from disagg.proto.errors import (
     AuthenticationError,
     DeadlineError,
@@ -23,8 +25,6 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 from disagg.router.api import NO_LIMITS
-from disagg.router.gateway.auth.api_keys import load_keys
-from disagg.router.gateway.auth.auth import Caller
 from tests.support.checkpoints import write_checkpoint
 
 COMMANDS = ("up", "demo", "generate", "status", "scale", "drain", "top", "explain", "doctor")

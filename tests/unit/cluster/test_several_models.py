@@ -25,6 +25,7 @@ from disagg.cluster.rollout.changes import compare
 from disagg.cluster.rollout.plans import Plans, check_served
 from disagg.cluster.rollout.rollout import Plan, Target
 from disagg.cluster.scaling.models import Autoscalers, of_model, together
+from disagg.gateway.config import ModelSource
 from disagg.proto.autoscaling import AutoscalerState, Decision, LoadReport, PoolDecision, WorkerSample
 from disagg.proto.control import (
     ApplyRequest,
@@ -37,7 +38,6 @@ from disagg.proto.control import (
 )
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.router.gateway.config import ModelSource
 from tests.support.control import ADDRESS, GATEWAY_ID, Driver, make_info, succeeding
 
 FAKE = {"path": "fake"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.requests.validate import Limits
-from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.gateway.requests.validate import Limits
+from disagg.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import limits_of, served_model
 
 

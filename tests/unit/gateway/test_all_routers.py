@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from disagg.gateway.all_routers import together
 from disagg.router.api import BackgroundView, ClusterView
-from disagg.router.gateway.all_routers import together
 
 
 def test_what_waits_behind_interactive_requests_is_told_apart_with_several_models_too() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.answers.generation import Delta, Finish, Generator
+from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt
+from disagg.gateway.requests.sampling import answer_seed
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import DisaggError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion, RoutedRequest
-from disagg.router.gateway.answers.generation import Delta, Finish, Generator
-from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt
-from disagg.router.gateway.requests.sampling import answer_seed
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, Step, Wait, forever, limits_of
 
 IDS = [RequestId("r1"), RequestId("r2"), RequestId("r3")]

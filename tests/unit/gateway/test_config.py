@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.config import GatewayConfig, ModelSource, TlsFiles, serves_page
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.config import GatewayConfig, ModelSource, TlsFiles, serves_page
 
 
 def config(**changes: Any) -> GatewayConfig:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from disagg.gateway.membership import CONNECT_TIMEOUT_S, ControllerLink
 from disagg.proto.control import (
     ExpectedWorkers,
     GatewayHello,
@@ -20,7 +21,6 @@ from disagg.proto.control import (
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo, decoder
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.membership import CONNECT_TIMEOUT_S, ControllerLink
 from tests.support.control import make_info
 from tests.support.secret import SECRET
 

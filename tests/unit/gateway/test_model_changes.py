@@ -8,15 +8,15 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from disagg.gateway import model_changes
+from disagg.gateway.auth.auth import ANONYMOUS
+from disagg.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.model_changes import ModelChanges
+from disagg.gateway.served_models import ServedModels
 from disagg.proto.ids import GatewayId, RequestId, WorkerId
 from disagg.router.api import ClusterView
 from disagg.router.config import RouterConfig
-from disagg.router.gateway import model_changes
-from disagg.router.gateway.auth.auth import ANONYMOUS
-from disagg.router.gateway.config import GatewayConfig, ModelSource
-from disagg.router.gateway.event_loop.offload import Offload
-from disagg.router.gateway.model_changes import ModelChanges
-from disagg.router.gateway.served_models import ServedModels
 from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from tests.support.control import make_info

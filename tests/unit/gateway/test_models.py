@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.gateway.all_routers import AllRouters, together
+from disagg.gateway.answers.generation import Generator
+from disagg.gateway.auth.auth import ANONYMOUS
+from disagg.gateway.metrics.registry import GatewayMetrics
+from disagg.gateway.models import Models
+from disagg.gateway.text.tokenizer import fake_model
 from disagg.proto.errors import InvalidRequestError, ModelDeniedError, ModelNotFoundError
 from disagg.proto.ids import RequestId
 from disagg.router.api import BackgroundView, ClusterView, RequestTrace
-from disagg.router.gateway.all_routers import AllRouters, together
-from disagg.router.gateway.answers.generation import Generator
-from disagg.router.gateway.auth.auth import ANONYMOUS
-from disagg.router.gateway.metrics.registry import GatewayMetrics
-from disagg.router.gateway.models import Models
-from disagg.router.gateway.text.tokenizer import fake_model
 from disagg.router.statistics import Rates
 from tests.support.gateway import FakeRouter, limits_of
 from tests.support.metrics import busy_view, read_samples, value

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from disagg.router.gateway.batches.store import Answer, BatchStore, File, StoreLimits
-from disagg.router.gateway.database import open_database
-from disagg.router.gateway.private_files import check_folder, create_private, make_folder, make_private
-from disagg.router.gateway.usage.counts import Batch, Counts, Key
-from disagg.router.gateway.usage.store import UsageStore
+from disagg.gateway.batches.store import Answer, BatchStore, File, StoreLimits
+from disagg.gateway.database import open_database
+from disagg.gateway.private_files import check_folder, create_private, make_folder, make_private
+from disagg.gateway.usage.counts import Batch, Counts, Key
+from disagg.gateway.usage.store import UsageStore
 
 
 def modes_in(folder: Path) -> dict[str, int]:

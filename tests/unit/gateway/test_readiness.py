@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from disagg.gateway.readiness import Readiness
 from disagg.proto.errors import UnavailableError
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView
-from disagg.router.gateway.readiness import Readiness
 from tests.support.router import worker_info
 
 

@@ -9,6 +9,7 @@ from google.protobuf.any_pb2 import Any as PackedAny
 from google.rpc import error_details_pb2 as details_pb
 from grpc_status import rpc_status
 
+from disagg.gateway.status import to_rpc_status
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,
@@ -22,7 +23,6 @@ from disagg.proto.errors import (
     RequestNotFoundError,
     UnavailableError,
 )
-from disagg.router.gateway.status import to_rpc_status
 
 CASES: list[tuple[DisaggError, grpc.StatusCode, str]] = [
     (InvalidRequestError("sampling.top_p", "is wrong"), grpc.StatusCode.INVALID_ARGUMENT, "invalid_value"),

@@ -11,9 +11,9 @@ import pytest
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.plan import check_gateway, plan_cluster
 from disagg.cluster.rollout.plans import Plans
+from disagg.gateway.stores import check_stores
 from disagg.proto.control import ApplyRequest
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.stores import check_stores
 
 KINDS = ("usage", "batches", "record_events")
 

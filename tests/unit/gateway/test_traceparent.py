@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.gateway.request_headers import child_of, parent_span, sibling_of
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.request_headers import child_of, parent_span, sibling_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BITS = (0xABC << 64) | 0xDEF

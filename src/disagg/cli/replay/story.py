@@ -19,9 +19,9 @@ from rich.text import Text
 from disagg.cli import explain
 from disagg.cli.replay.wording import command_text, entry_text
 from disagg.client import Explanation
+from disagg.gateway.rpc.admin_answers import explanation, explanation_json
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepUpdate
-from disagg.router.gateway.rpc.admin_answers import explanation, explanation_json
 from disagg.router.recording.entries import Entry, Handled
 from disagg.router.recording.replay import Replayed
 from disagg.router.requests.events import (

@@ -19,8 +19,8 @@ from disagg.cli.address import UNREACHABLE, check_address
 from disagg.cli.twin.wire import load_from, message_of
 from disagg.client import Client, RecentLoad
 from disagg.cluster.system.process_tools import StopFlag
+from disagg.gateway.rpc.shape import STALE
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
-from disagg.router.gateway.rpc.shape import STALE
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.load import Load
 from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, LEAST, MOST, Twin

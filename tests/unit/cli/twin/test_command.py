@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.twin import command
+from disagg.gateway.rpc.admin_answers import recent_request
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
-from disagg.router.gateway.rpc.admin_answers import recent_request
 from disagg.v1 import inference_pb2 as pb
 
 READS = (

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from disagg.cli.twin.wire import load_from, message_of
+from disagg.gateway.rpc.admin_answers import placement_facts, recent_request
+from disagg.gateway.rpc.shape import check
 from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.messages import Load as WorkerLoad
 from disagg.proto.step_times.step_model import StepCoefficients
 from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
-from disagg.router.gateway.rpc.admin_answers import placement_facts, recent_request
-from disagg.router.gateway.rpc.shape import check
 from disagg.simulator.twin.comparison import Attained, Comparison
 from disagg.simulator.twin.load import load_of
 from disagg.v1 import inference_pb2 as pb

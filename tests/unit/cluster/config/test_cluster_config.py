@@ -15,9 +15,9 @@ from disagg.cluster.config.cluster_config import (
     unused_pools,
 )
 from disagg.cluster.config.reader import parse_size
+from disagg.gateway.config import BatchOptions, TlsFiles, UsageOptions, is_loopback
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RecordingOptions
-from disagg.router.gateway.config import BatchOptions, TlsFiles, UsageOptions, is_loopback
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "

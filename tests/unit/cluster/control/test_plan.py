@@ -19,12 +19,12 @@ from disagg.cluster.control.plan import (
 )
 from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, TransferLimits
 from disagg.engine.kv_transfer.transports import nixl_agent
+from disagg.gateway.config import ModelSource, TlsFiles
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, WorkerInfo
 from disagg.router.config import RecordingOptions
-from disagg.router.gateway.config import ModelSource, TlsFiles
 
 
 def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") -> WorkerInfo:

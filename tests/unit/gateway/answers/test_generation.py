@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.answers.generation import Delta, Finish, Generator
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Targets, TextPrompt
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import (
     ContextLengthError,
@@ -21,12 +27,6 @@ from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import Sampling, TokenLogprobs
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
-from disagg.router.gateway.answers.generation import Delta, Finish, Generator
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.event_loop.offload import Offload
-from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Targets, TextPrompt
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import (
     EOS,
     FINGERPRINT,

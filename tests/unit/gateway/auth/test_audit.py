@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
+from disagg.gateway.auth.audit import BURST_LINES, LINES_PER_S, Audit, LineBudget, shown
+from disagg.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.proto.errors import InvalidRequestError, PermissionDeniedError
-from disagg.router.gateway.auth.audit import BURST_LINES, LINES_PER_S, Audit, LineBudget, shown
-from disagg.router.gateway.auth.auth import ANONYMOUS, Caller
 
 OPS = Caller("ops", True)
 PEER = "ipv4:10.0.0.7:4"

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.errors import AuthenticationError, ConfigError
-from disagg.router.api import NO_LIMITS, TenantLimits
-from disagg.router.gateway.auth.api_keys import KeyEntry, expiry_of, load_keys
-from disagg.router.gateway.auth.auth import (
+from disagg.gateway.auth.api_keys import KeyEntry, expiry_of, load_keys
+from disagg.gateway.auth.auth import (
     ANONYMOUS,
     CALLER,
     KEY_NEEDED,
@@ -25,6 +23,8 @@ from disagg.router.gateway.auth.auth import (
     RefusedError,
     digest_of,
 )
+from disagg.proto.errors import AuthenticationError, ConfigError
+from disagg.router.api import NO_LIMITS, TenantLimits
 
 KEY_A, KEY_B = "a" * 16, "key-of-the-operators"
 PLAIN = TenantLimits(max_priority=0, is_sole=False)
@@ -97,7 +97,7 @@ def test_the_digest_that_was_found_is_compared_in_constant_time(monkeypatch: pyt
         compared.append((known, brought))
         return known == brought
 
-    monkeypatch.setattr("disagg.router.gateway.auth.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("disagg.gateway.auth.auth.hmac.compare_digest", compare)
     for key in (KEY_A, KEY_B):
         KEYS.authenticate(f"Bearer {key}")
     with pytest.raises(RefusedError):

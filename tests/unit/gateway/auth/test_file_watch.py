@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.auth.file_watch import FileWatch, Watched
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.auth.file_watch import FileWatch, Watched
 
 
 def test_a_changed_a_replaced_and_a_broken_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
+from disagg.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
+from disagg.gateway.auth.rights import Rights, is_local_peer, require_counts
+from disagg.gateway.auth.security import check_files, secure
+from disagg.gateway.config import GatewayConfig, ModelSource, TlsFiles
 from disagg.proto.errors import ConfigError, PermissionDeniedError
 from disagg.router.api import NO_LIMITS, TenantLimits
-from disagg.router.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
-from disagg.router.gateway.auth.rights import Rights, is_local_peer, require_counts
-from disagg.router.gateway.auth.security import check_files, secure
-from disagg.router.gateway.config import GatewayConfig, ModelSource, TlsFiles
 from tests.support.certificates import Authority
 
 LOCAL, REMOTE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.auth.tls import ServerTls, http_context, name_in, name_of_peer
+from disagg.gateway.config import TlsFiles
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.auth.tls import ServerTls, http_context, name_in, name_of_peer
-from disagg.router.gateway.config import TlsFiles
 from tests.support.certificates import Authority
 
 

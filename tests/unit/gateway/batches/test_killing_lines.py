@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disagg.router.gateway.batches.begun_lines import MAX_ENDS
-from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.room import Room
-from disagg.router.gateway.batches.runner import BatchRunner, Later, LineResult
-from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
-from disagg.router.gateway.batches.tries import Tries
-from disagg.router.gateway.usage.counts import CallUse
+from disagg.gateway.batches.begun_lines import MAX_ENDS
+from disagg.gateway.batches.lines import Line
+from disagg.gateway.batches.room import Room
+from disagg.gateway.batches.runner import BatchRunner, Later, LineResult
+from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.tries import Tries
+from disagg.gateway.usage.counts import CallUse
 
 URL = "/v1/completions"
 LEASE_S = StoreLimits().lease_s

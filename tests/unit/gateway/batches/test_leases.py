@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.batches.leases import TakeOver, is_alive, owner_of
+from disagg.gateway.batches.lines import Line
+from disagg.gateway.batches.room import Room
+from disagg.gateway.batches.runner import BatchRunner, LineResult
+from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.tries import Tries
+from disagg.gateway.usage.counts import CallUse
 from disagg.proto.clock.still_time import LOOK_S, StillTime
-from disagg.router.gateway.batches.leases import TakeOver, is_alive, owner_of
-from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.room import Room
-from disagg.router.gateway.batches.runner import BatchRunner, LineResult
-from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
-from disagg.router.gateway.batches.tries import Tries
-from disagg.router.gateway.usage.counts import CallUse
 
 URL = "/v1/completions"
 LEASE_S = StoreLimits().lease_s

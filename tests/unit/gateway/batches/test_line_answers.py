@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
+from disagg.gateway.batches.lines import Line
+from disagg.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
+from disagg.gateway.batches.store import Batch
+from disagg.gateway.batches.tries import Tries
+from disagg.gateway.http.batches.line_answers import LineAnswers
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import DisaggError, InvalidRequestError, LimitError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion, TenantLimits
-from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
-from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
-from disagg.router.gateway.batches.store import Batch
-from disagg.router.gateway.batches.tries import Tries
-from disagg.router.gateway.http.batches.line_answers import LineAnswers
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.http_app import TestApp
 

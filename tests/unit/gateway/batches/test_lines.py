@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.router.gateway.batches.lines import NO_MODEL, Index, InputError, index, shape_of
+from disagg.gateway.batches.lines import NO_MODEL, Index, InputError, index, shape_of
 
 
 @pytest.mark.parametrize(

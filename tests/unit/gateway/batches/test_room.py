@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.batches.room import Room, StepBounds, bounds_for, lines_to_start, num_admissible, room_in
 from disagg.proto.messages import Load
 from disagg.proto.step_times.step_model import StepCoefficients
 from disagg.router.api import BackgroundView, ClusterView, WorkerView
-from disagg.router.gateway.batches.room import Room, StepBounds, bounds_for, lines_to_start, num_admissible, room_in
 from tests.support.router import worker_info
 
 TIMES = StepCoefficients(base_ms=5.0, prefill_token_ms=0.4, attended_ms=0.0, decode_ms=0.5, context_ms=0.001)

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.router.gateway.batches import lines
-from disagg.router.gateway.batches.lines import Line
-from disagg.router.gateway.batches.room import Room, num_admissible
-from disagg.router.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult
-from disagg.router.gateway.batches.store import Batch, BatchStore, File, StoreLimits
-from disagg.router.gateway.batches.tries import KeptTries, Tries
-from disagg.router.gateway.usage.counts import CallUse
+from disagg.gateway.batches import lines
+from disagg.gateway.batches.lines import Line
+from disagg.gateway.batches.room import Room, num_admissible
+from disagg.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult
+from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.tries import KeptTries, Tries
+from disagg.gateway.usage.counts import CallUse
 from tests.support.waiting import eventually
 
 URL = "/v1/completions"
@@ -333,7 +333,7 @@ async def test_batches_that_wait_leave_their_turn_to_those_of_others(tmp_path: P
 
 async def test_a_tenant_with_many_batches_has_one_turn_like_others(tmp_path: Path, monkeypatch: Any) -> None:
     """Each of its inputs is wrong, and all are older than that of the other."""
-    monkeypatch.setattr("disagg.router.gateway.batches.runner.MAX_OPEN", 1)
+    monkeypatch.setattr("disagg.gateway.batches.runner.MAX_OPEN", 1)
     bench = _Bench(tmp_path, b"{\n", most=1)
     for number in range(5):
         bench.add(f"b{number}", "a", b"{\n")
@@ -398,7 +398,7 @@ async def test_tries_of_a_line_count_though_its_batch_gives_its_turn_away(tmp_pa
 
 
 def test_tries_are_kept_for_so_many_lines(monkeypatch: Any) -> None:
-    monkeypatch.setattr("disagg.router.gateway.batches.tries._MAX_LINES", 3)
+    monkeypatch.setattr("disagg.gateway.batches.tries._MAX_LINES", 3)
     kept = KeptTries()
     kept.keep("a", {1: Tries(num_lost=1), 2: Tries(num=9)})
     kept.keep("b", {3: Tries(num_unjudged=1), 4: Tries(num_lost=2)})

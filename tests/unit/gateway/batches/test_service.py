@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from disagg.gateway.batches.lines import NO_MODEL
+from disagg.gateway.batches.room import Room
+from disagg.gateway.batches.service import BatchService
+from disagg.gateway.config import BatchOptions
+from disagg.gateway.http.batches.upload import FormWriter, receive_file
 from disagg.proto.errors import InvalidRequestError, LimitError, OverloadedError
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView
-from disagg.router.gateway.batches.lines import NO_MODEL
-from disagg.router.gateway.batches.room import Room
-from disagg.router.gateway.batches.service import BatchService
-from disagg.router.gateway.config import BatchOptions
-from disagg.router.gateway.http.batches.upload import FormWriter, receive_file
 from tests.support.router import worker_info
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.batches.store import Answer, BatchStore, File, StoreLimits
+from disagg.gateway.batches.stored import RUNNABLE, stored_by
 from disagg.proto.errors import InvalidRequestError, LimitError
-from disagg.router.gateway.batches.store import Answer, BatchStore, File, StoreLimits
-from disagg.router.gateway.batches.stored import RUNNABLE, stored_by
 
 LEASE_S = StoreLimits().lease_s
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import grpc
 
+from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.proto.ids import GatewayId
-from disagg.router.gateway.event_loop.heartbeat import HeartbeatConnection
 from tests.support.secret import SECRET
 
 

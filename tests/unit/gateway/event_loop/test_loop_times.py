@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.router.gateway.event_loop.loop_times import LoopTimes
+from disagg.gateway.event_loop.loop_times import LoopTimes
 
 
 def test_turns_above_each_limit_are_counted() -> None:

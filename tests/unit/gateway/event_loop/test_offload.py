@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
+from disagg.gateway.event_loop.offload import Offload
 from disagg.proto.errors import DeadlineError, OverloadedError
-from disagg.router.gateway.event_loop.offload import Offload
 
 
 @asynccontextmanager

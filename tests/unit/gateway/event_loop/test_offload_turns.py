@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.gateway.event_loop.offload_turns import QUANTUM_BYTES, OffloadTurns, Work
 from disagg.proto.errors import OverloadedError
-from disagg.router.gateway.event_loop.offload_turns import QUANTUM_BYTES, OffloadTurns, Work
 
 MIB = 1 << 20
 

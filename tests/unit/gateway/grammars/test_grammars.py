@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.grammars import compiler, grammars
+from disagg.gateway.grammars.grammars import Grammars, LateVerdictError, NoVerdictError
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import OverloadedError, UnavailableError
-from disagg.router.gateway.grammars import compiler, grammars
-from disagg.router.gateway.grammars.grammars import Grammars, LateVerdictError, NoVerdictError
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import CompilerHere
 
 REFUSED = "cannot be used: the compiler of grammars ended with it 2 times"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disagg.gateway.guardrails.alternatives import Alternatives
+from disagg.gateway.guardrails.patterns.scanner import Scanner
 from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.guardrails.alternatives import Alternatives
-from disagg.router.gateway.guardrails.patterns.scanner import Scanner
 
 TEXTS = [" the", " cat", "cat", "con", "s", " se", "cret", "secret", "c", "ecret", "\xe9"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S, Circuits
+from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S, Circuits
 
 
 def test_failures_of_one_tenant_are_that_tenants() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
+from disagg.gateway.guardrails.config import PythonOptions
+from disagg.gateway.guardrails.judges import load_function
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.guardrails.config import PythonOptions
-from disagg.router.gateway.guardrails.judges import load_function
 
 
 def parse(*guardrails: Any) -> Any:

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from disagg.gateway.answers.generation import Delta
+from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import Completion, TokenBatch
-from disagg.router.gateway.answers.generation import Delta
-from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import ServedModel, load_model
 from tests.support.gateway import MODEL_NAME, TOKENIZER_CONFIG, FakeRouter, Step, write_checkpoint
 from tests.support.http_app import TestApp, events_of
 

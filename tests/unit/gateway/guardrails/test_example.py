@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.router.gateway.guardrails import service
-from disagg.router.gateway.guardrails.verdicts import ALLOW, Replace, Stop, Verdict
+from disagg.gateway.guardrails import service
+from disagg.gateway.guardrails.verdicts import ALLOW, Replace, Stop, Verdict
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "guard_service.py"
 

@@ -11,6 +11,29 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import pytest
 
+from disagg.gateway.answers.generation import Delta, Finish, Generator
+from disagg.gateway.answers.guarded import deltas
+from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S
+from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.judges import Asked, Judge, JudgeError
+from disagg.gateway.guardrails.verdicts import (
+    ALLOW,
+    CannotJudgeError,
+    Decision,
+    Decisions,
+    Question,
+    Replace,
+    Stop,
+    Verdict,
+)
+from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.gateway.requests.structured import StructuredOutput
+from disagg.gateway.text.answer_splitter import answer_splitter
+from disagg.gateway.text.chat_template import ChatTurn, TemplateOptions
+from disagg.gateway.text.reasoning import Phase
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.text.tool_calls import tool_parser
 from disagg.proto.errors import (
     ContentFilterError,
     DeadlineError,
@@ -22,29 +45,6 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RequestTrace, TokenBatch
-from disagg.router.gateway.answers.generation import Delta, Finish, Generator
-from disagg.router.gateway.answers.guarded import deltas
-from disagg.router.gateway.guardrails.circuit import FAILURES, PAUSE_S
-from disagg.router.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.guardrails.judges import Asked, Judge, JudgeError
-from disagg.router.gateway.guardrails.verdicts import (
-    ALLOW,
-    CannotJudgeError,
-    Decision,
-    Decisions,
-    Question,
-    Replace,
-    Stop,
-    Verdict,
-)
-from disagg.router.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
-from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.text.answer_splitter import answer_splitter
-from disagg.router.gateway.text.chat_template import ChatTurn, TemplateOptions
-from disagg.router.gateway.text.reasoning import Phase
-from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.text.tool_calls import tool_parser
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
 
 T = TypeVar("T")

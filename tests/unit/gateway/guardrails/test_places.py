@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.guardrails.places import Places, PlacesError, Ticket
+from disagg.gateway.guardrails.places import Places, PlacesError, Ticket
 
 
 def tickets(tenant: str, count: int, is_sole: bool = False) -> list[Ticket]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.router.gateway.guardrails.config import RuleOptions
-from disagg.router.gateway.guardrails.release import Part, TokenRelease
-from disagg.router.gateway.guardrails.rules import Rules
-from disagg.router.gateway.guardrails.stream import Chain, PieceStage, Stage
-from disagg.router.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
+from disagg.gateway.guardrails.config import RuleOptions
+from disagg.gateway.guardrails.release import Part, TokenRelease
+from disagg.gateway.guardrails.rules import Rules
+from disagg.gateway.guardrails.stream import Chain, PieceStage, Stage
+from disagg.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
 
 Answer = Callable[[Question], Verdict]
 

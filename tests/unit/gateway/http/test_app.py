@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.auth.auth import Caller, RefusedError
+from disagg.gateway.http.transport.sites import Sites
+from disagg.gateway.requests.request import Targets
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import OverloadedError, UnavailableError
 from disagg.proto.messages import Load, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, TokenBatch, WorkerView
-from disagg.router.gateway.auth.auth import Caller, RefusedError
-from disagg.router.gateway.http.transport.sites import Sites
-from disagg.router.gateway.requests.request import Targets
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE, FakeRouter, Wait
 from tests.support.http_app import CHAT, CREATED, MAX_BODY_BYTES, TEXT, AsgiCall, TestApp, error_of, events_of
 from tests.support.router import worker_info
@@ -474,7 +474,7 @@ async def test_tokens_of_texts_and_chats(app: TestApp) -> None:
 
 
 async def test_lists_of_ids_have_a_limit(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.router.gateway.answers.generation.MAX_LISTED_IDS", 1)
+    monkeypatch.setattr("disagg.gateway.answers.generation.MAX_LISTED_IDS", 1)
     text, most = "q" * 100, MAX_MODEL_LEN
     num_tokens = len(app.model.tokenizer.encode_text(text))
     assert (await app.client.post("/tokenize", json={"prompt": text})).json()["count"] == num_tokens
@@ -488,7 +488,7 @@ async def test_lists_of_ids_have_a_limit(app: TestApp, monkeypatch: pytest.Monke
 
 
 async def test_a_long_list_is_written_in_pieces(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.router.gateway.http.information._VALUES_A_PIECE", 3)
+    monkeypatch.setattr("disagg.gateway.http.information._VALUES_A_PIECE", 3)
     body: dict[str, Any] = {"prompt": 'q"\u00e9' * 5, "return_token_strs": True}
     answer = (await app.client.post("/tokenize", json=body)).json()
     assert answer["tokens"] == app.model.tokenizer.encode_text(body["prompt"])

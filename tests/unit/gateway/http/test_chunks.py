@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.ids import RequestId
-from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.answers.generation import Delta, Finish
-from disagg.router.gateway.http.chunks import (
+from disagg.gateway.answers.generation import Delta, Finish
+from disagg.gateway.http.chunks import (
     AnswerWriter,
     ChatChoices,
     StreamWriter,
@@ -19,7 +17,9 @@ from disagg.router.gateway.http.chunks import (
     UsageCount,
     encode_text,
 )
-from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.proto.ids import RequestId
+from disagg.proto.messages import TokenLogprobs
 from tests.support.http_app import events_of
 
 HEAD = {"id": "cmpl-r", "created": 5, "model": "m"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.router.api import Completion
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME
 from tests.support.http_app import TestApp, events_of
 

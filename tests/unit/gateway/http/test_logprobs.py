@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from disagg.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.messages import TokenLogprobs
-from disagg.router.gateway.http.logprobs import CompletionLogprobs, chat_logprobs
-from disagg.router.gateway.text.tokenizer import ServedModel
 
 NEVER = float("-inf")
 

@@ -12,22 +12,22 @@ import msgspec
 import pytest
 
 from benchmarks.bad_input.generated_http import Bodies
+from disagg.gateway.answers.generation import Finish
+from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
+from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.http.foreign.answers import PartReader
+from disagg.gateway.http.messages.answer import MessageWriter
+from disagg.gateway.http.messages.schema import MessagesBody
+from disagg.gateway.http.messages.to_input import read_messages
+from disagg.gateway.http.schema import decoded
+from disagg.gateway.http.to_input import ParsedCall
+from disagg.gateway.requests.request import ChatPrompt
+from disagg.gateway.requests.structured import StructuredOutput
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import fake_model
 from disagg.proto.errors import InvalidRequestError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion
-from disagg.router.gateway.answers.generation import Finish
-from disagg.router.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
-from disagg.router.gateway.event_loop.turns import in_pieces
-from disagg.router.gateway.http.foreign.answers import PartReader
-from disagg.router.gateway.http.messages.answer import MessageWriter
-from disagg.router.gateway.http.messages.schema import MessagesBody
-from disagg.router.gateway.http.messages.to_input import read_messages
-from disagg.router.gateway.http.schema import decoded
-from disagg.router.gateway.http.to_input import ParsedCall
-from disagg.router.gateway.requests.request import ChatPrompt
-from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import fake_model
 from tests.support.gateway import FakeRouter, Wait
 from tests.support.http_app import AsgiCall, TestApp, error_of
 

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from benchmarks.bad_input.generated_http import Bodies
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.http.options.order import read_priority, tier_of
+from disagg.gateway.requests.request import Call
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.http.options.order import read_priority, tier_of
-from disagg.router.gateway.requests.request import Call
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import BOS, MAX_MODEL_LEN, FakeRouter, Step
 from tests.support.http_app import TEXT, TestApp, error_of, events_of
 

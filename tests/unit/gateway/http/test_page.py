@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.errors import RequestNotFoundError, UnavailableError
-from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
-from disagg.router.gateway.http.page import (
+from disagg.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
+from disagg.gateway.http.page import (
     FOLDER,
     MAX_AGE_S,
     MAX_PAIRS,
@@ -23,9 +21,11 @@ from disagg.router.gateway.http.page import (
     Page,
     state_json,
 )
-from disagg.router.gateway.http.transport.sites import Sites
-from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.usage import counts as usage
+from disagg.gateway.http.transport.sites import Sites
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.usage import counts as usage
+from disagg.proto.errors import RequestNotFoundError, UnavailableError
+from disagg.proto.ids import RequestId
 from disagg.v1 import inference_pb2 as pb
 from tests.support.architecture import REPOSITORY
 from tests.support.http_app import NOW, TestApp, error_of

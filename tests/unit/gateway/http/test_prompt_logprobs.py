@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RoutedRequest, TokenBatch
-from disagg.router.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.router.gateway.guardrails.guardrails import Guardrails
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import BOS, FakeRouter, Step
 from tests.support.http_app import TestApp, error_of
 
@@ -117,7 +117,7 @@ async def test_what_is_refused(app: TestApp, fields: dict[str, Any], field: str)
 async def test_so_many_values_are_refused_before_anything_runs(
     app: TestApp, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr("disagg.router.gateway.requests.validate.MAX_PROMPT_VALUES", 100)
+    monkeypatch.setattr("disagg.gateway.requests.validate.MAX_PROMPT_VALUES", 100)
     assert (await app.text(prompt=[40] * 10, echo=field == "logprobs", **fields)).status_code == 200
     refused = await app.text(prompt=[40] * 11, echo=field == "logprobs", **fields)
     assert error_of(refused)[:2] == (400, field)

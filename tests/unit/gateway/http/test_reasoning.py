@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.gateway.text.tokenizer import load_model
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion
-from disagg.router.gateway.text.tokenizer import load_model
 from tests.support.gateway import MODEL_NAME, TOKENIZER_CONFIG, write_checkpoint
 from tests.support.http_app import TestApp, error_of, events_of
 

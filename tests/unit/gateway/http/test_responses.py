@@ -10,19 +10,19 @@ import httpx
 import msgspec
 import pytest
 
+from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.http.foreign.answers import PartReader
+from disagg.gateway.http.responses.answer import ResponseWriter
+from disagg.gateway.http.responses.schema import ResponsesBody
+from disagg.gateway.http.responses.to_input import ParsedResponse, read_response
+from disagg.gateway.http.schema import decoded
+from disagg.gateway.requests.request import ChatPrompt
+from disagg.gateway.requests.shape import MAX_JSON_PARTS
+from disagg.gateway.requests.structured import StructuredOutput
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import fake_model
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.router.api import Completion
-from disagg.router.gateway.event_loop.turns import in_pieces
-from disagg.router.gateway.http.foreign.answers import PartReader
-from disagg.router.gateway.http.responses.answer import ResponseWriter
-from disagg.router.gateway.http.responses.schema import ResponsesBody
-from disagg.router.gateway.http.responses.to_input import ParsedResponse, read_response
-from disagg.router.gateway.http.schema import decoded
-from disagg.router.gateway.requests.request import ChatPrompt
-from disagg.router.gateway.requests.shape import MAX_JSON_PARTS
-from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import fake_model
 from tests.support.gateway import FakeRouter, Wait
 from tests.support.http_app import NOW, AsgiCall, TestApp, error_of
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from disagg.gateway.answers.generation import Delta, Finish
+from disagg.gateway.http.resume import Events, Position, read_position, rest_after
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion
-from disagg.router.gateway.answers.generation import Delta, Finish
-from disagg.router.gateway.http.resume import Events, Position, read_position, rest_after
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.http_app import TestApp
 
 TEXTS = ["hello", " there", " 🙂", " the", " cat"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.auth.auth import AnonymousAccess, Caller
-from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.gateway.auth.auth import AnonymousAccess, Caller
+from disagg.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME
 from tests.support.http_app import TestApp, error_of
 

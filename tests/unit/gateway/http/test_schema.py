@@ -7,10 +7,9 @@ import re
 import msgspec
 import pytest
 
-from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.http.messages.schema import MessagesBody
-from disagg.router.gateway.http.responses.schema import ResponsesBody
-from disagg.router.gateway.http.schema import (
+from disagg.gateway.http.messages.schema import MessagesBody
+from disagg.gateway.http.responses.schema import ResponsesBody
+from disagg.gateway.http.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -18,7 +17,8 @@ from disagg.router.gateway.http.schema import (
     TokenizeBody,
     decode,
 )
-from disagg.router.gateway.text.tokenizer import ServedModel
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.proto.errors import InvalidRequestError
 from tests.support.http_app import CHAT as CHAT_BODY
 from tests.support.http_app import TEXT as TEXT_BODY
 from tests.support.http_app import TestApp

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.http.options.template_options import read_template_options
+from disagg.gateway.http.schema import ChatBody, Message
+from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn, TemplateOptions
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.http.options.template_options import read_template_options
-from disagg.router.gateway.http.schema import ChatBody, Message
-from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn, TemplateOptions
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import BOS, IM_END
 from tests.support.http_app import TestApp, error_of
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from benchmarks.common import in_one_go
+from disagg.gateway.http.schema import ChatBody, CompletionBody
+from disagg.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
+from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
+from disagg.gateway.text.chat_template import ChatTurn
 from disagg.proto.errors import ContextLengthError, InvalidRequestError
-from disagg.router.gateway.http.schema import ChatBody, CompletionBody
-from disagg.router.gateway.http.to_input import FieldNames, ParsedCall, read_chat, read_completion
-from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
-from disagg.router.gateway.text.chat_template import ChatTurn
 
 USER = {"role": "user", "content": "hi"}
 

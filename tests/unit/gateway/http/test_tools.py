@@ -6,22 +6,22 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.grammars.grammars import Grammars
+from disagg.gateway.http.foreign.turns import Turns
+from disagg.gateway.http.schema import ABSENT, ChatBody, Message
+from disagg.gateway.http.to_input import read_chat
+from disagg.gateway.http.tool_choices import ToolChoices
+from disagg.gateway.http.tools import read_extra, read_tools
+from disagg.gateway.requests.request import Call
+from disagg.gateway.requests.shape import MAX_JSON_PARTS
+from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
+from disagg.gateway.text.segments import ToolCall
+from disagg.gateway.text.tokenizer import ServedModel, fake_model
+from disagg.gateway.text.tool_grammar import call_grammar
+from disagg.gateway.text.written_json import read_json, write_json
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.event_loop.turns import in_pieces
-from disagg.router.gateway.grammars.grammars import Grammars
-from disagg.router.gateway.http.foreign.turns import Turns
-from disagg.router.gateway.http.schema import ABSENT, ChatBody, Message
-from disagg.router.gateway.http.to_input import read_chat
-from disagg.router.gateway.http.tool_choices import ToolChoices
-from disagg.router.gateway.http.tools import read_extra, read_tools
-from disagg.router.gateway.requests.request import Call
-from disagg.router.gateway.requests.shape import MAX_JSON_PARTS
-from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
-from disagg.router.gateway.text.segments import ToolCall
-from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
-from disagg.router.gateway.text.tool_grammar import call_grammar
-from disagg.router.gateway.text.written_json import read_json, write_json
 from tests.support.gateway import FakeRouter
 from tests.support.http_app import CHAT, TestApp
 
@@ -158,7 +158,7 @@ def test_arguments_of_earlier_calls_are_counted_before_they_are_built(monkeypatc
 
     half, built = MAX_JSON_PARTS // 2 - 8, json.dumps({"code": '[{,"' * MAX_JSON_PARTS})
     assert len(read_extra(message('{"a":[%s1]}' % ("1," * half), built), 0)) > 2 * half
-    monkeypatch.setattr("disagg.router.gateway.http.tools.read_json", None)
+    monkeypatch.setattr("disagg.gateway.http.tools.read_json", None)
     for part in ("1,", "[],", '"",'):
         arguments = '{"a":[%s1]}' % (part * (half + 20))
         with pytest.raises(InvalidRequestError, match="arguments have more than 32768 values") as caught:

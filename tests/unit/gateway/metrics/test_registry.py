@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.router.api import ClusterView, PlacementView
-from disagg.router.gateway.metrics.registry import GatewayMetrics
 from tests.support.metrics import Samples, busy_view, read_samples, value
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
-from disagg.router.gateway.requests.validate import Limits
-from disagg.router.gateway.text.chat_template import ChatTurn
+from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
+from disagg.gateway.requests.validate import Limits
+from disagg.gateway.text.chat_template import ChatTurn
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
 """With lone surrogates and control characters."""

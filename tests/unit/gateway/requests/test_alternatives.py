@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.router.gateway.requests.alternatives import MAX_COMBINATIONS, AlternativesError, check_alternatives
+from disagg.gateway.requests.alternatives import MAX_COMBINATIONS, AlternativesError, check_alternatives
 
 
 def any_of(count: int) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.answers.generation import Generator
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import LimitError, OverloadedError
 from disagg.proto.ids import RequestId
 from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
-from disagg.router.gateway.answers.generation import Generator
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
-from disagg.router.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import FINGERPRINT, MAX_MODEL_LEN, MODEL_NAME, FakeHandle, FakeRouter, limits_of
 from tests.support.http_app import CHAT, TEXT, TestApp, error_of
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from google.protobuf.descriptor import Descriptor
 
+from disagg.gateway.requests.shape import MAX_FIELDS, MAX_JSON_PARTS, count_fields, count_json, find_broken_text
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.requests.shape import MAX_FIELDS, MAX_JSON_PARTS, count_fields, count_json, find_broken_text
 from disagg.v1 import inference_pb2 as pb
 
 GENERATE = cast(Descriptor, pb.GenerateRequest.DESCRIPTOR)

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.proto.errors import (
-    ContextLengthError,
-    DeadlineError,
-    DisaggError,
-    InvalidRequestError,
-    ModelNotFoundError,
-)
-from disagg.proto.messages import Sampling, decoder, encode
-from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
-from disagg.router.gateway.requests.validate import (
+from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
+from disagg.gateway.requests.validate import (
     MAX_CHAT_MESSAGES,
     CheckedRequest,
     Limits,
@@ -26,8 +18,16 @@ from disagg.router.gateway.requests.validate import (
     check_targets,
     fit_prompt,
 )
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import ModelInfo, ServedModel
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import ModelInfo, ServedModel
+from disagg.proto.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DisaggError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from disagg.proto.messages import Sampling, decoder, encode
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import EOS, IM_END, MAX_MODEL_LEN, MODEL_NAME, VOCAB_SIZE
 from tests.unit.gateway.requests.bad_requests import generation_inputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.router.gateway.requests.values import is_deeper
+from disagg.gateway.requests.values import is_deeper
 
 
 @pytest.mark.parametrize(

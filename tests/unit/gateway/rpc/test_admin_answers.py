@@ -7,11 +7,11 @@ import dataclasses
 import msgspec
 import pytest
 
+from disagg.gateway.rpc.admin_answers import cluster_state, counts_of, explanation, with_others
 from disagg.proto.control import ControlState, GatewayRecord, PoolState
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.router.api import RequestTrace
 from disagg.router.config import RouterConfig
-from disagg.router.gateway.rpc.admin_answers import cluster_state, counts_of, explanation, with_others
 from disagg.router.statistics import Rates
 from disagg.v1 import inference_pb2 as pb
 from tests.support.metrics import busy_view

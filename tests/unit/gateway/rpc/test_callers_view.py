@@ -7,10 +7,10 @@ import dataclasses
 import msgspec
 import pytest
 
+from disagg.gateway.rpc.admin_answers import cluster_state
+from disagg.gateway.rpc.callers_view import leave_out_models
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.control import ControlState
-from disagg.router.gateway.rpc.admin_answers import cluster_state
-from disagg.router.gateway.rpc.callers_view import leave_out_models
 from disagg.router.statistics import Rates
 from disagg.v1 import inference_pb2 as pb
 from tests.support.metrics import busy_view

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.common import in_one_go
+from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.gateway.requests.structured import StructuredOutput
+from disagg.gateway.rpc.from_protobuf import read_request, read_turns
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
-from disagg.router.gateway.requests.structured import StructuredOutput
-from disagg.router.gateway.rpc.from_protobuf import read_request, read_turns
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
 
 CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="robot", content="")])

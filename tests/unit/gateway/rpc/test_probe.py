@@ -7,13 +7,13 @@ import random
 
 import pytest
 
+from disagg.gateway.rpc.probe import TIMEOUT_S, PairProbe, ProbeResult
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import Load, WorkerInfo
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import ClusterView, Completion, RequestTrace, RoutedRequest, WorkerView
-from disagg.router.gateway.rpc.probe import TIMEOUT_S, PairProbe, ProbeResult
 from tests.support.gateway import FakeRouter, Wait
 from tests.support.router import worker_info
 

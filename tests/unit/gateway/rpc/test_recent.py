@@ -7,10 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.rpc.admin import AdminService
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Decision, Option, RequestTrace
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.rpc.admin import AdminService
 
 
 class Known(list[RequestTrace]):

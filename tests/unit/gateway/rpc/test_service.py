@@ -7,18 +7,18 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from disagg.gateway.answers.generation import Generator
+from disagg.gateway.auth.auth import CALLER, Caller
+from disagg.gateway.metrics.registry import GatewayMetrics
+from disagg.gateway.models import Models
+from disagg.gateway.readiness import Readiness
+from disagg.gateway.rpc.service import InferenceService
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import ClusterView, TokenBatch
-from disagg.router.gateway.answers.generation import Generator
-from disagg.router.gateway.auth.auth import CALLER, Caller
-from disagg.router.gateway.metrics.registry import GatewayMetrics
-from disagg.router.gateway.models import Models
-from disagg.router.gateway.readiness import Readiness
-from disagg.router.gateway.rpc.service import InferenceService
-from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, Wait, forever, grammars_here, limits_of
 

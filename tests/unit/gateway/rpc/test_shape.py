@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from disagg.gateway.rpc.shape import MAX_CHARS, MAX_KEPT, MAX_OPTIONS, MAX_RATES, Shape, check, why
 from disagg.proto.errors import InvalidRequestError
-from disagg.router.gateway.rpc.shape import MAX_CHARS, MAX_KEPT, MAX_OPTIONS, MAX_RATES, Shape, check, why
 from disagg.v1 import inference_pb2 as pb
 
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.rpc.state_feed import MAX_STREAMS, MAX_STREAMS_PER_TENANT, StateFeed
 from disagg.proto.control import ControlState, PoolState
 from disagg.proto.errors import OverloadedError
 from disagg.router.api import ClusterView
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.rpc.state_feed import MAX_STREAMS, MAX_STREAMS_PER_TENANT, StateFeed
 
 ADMIN, PLAIN = Caller("ops", True), Caller("a", False)
 NOTHING = ControlState(pools=(), workers=(), gateways=())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.proto.errors import OverloadedError
-from disagg.router.gateway.rpc.watch_places import WatchPlaces, address_of
 
 
 def test_places_of_one_address_and_of_all() -> None:

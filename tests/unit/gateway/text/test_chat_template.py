@@ -4,8 +4,8 @@ from datetime import datetime
 
 import pytest
 
+from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.proto.errors import ConfigError, InvalidRequestError
-from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
 
 TURNS = [ChatTurn("system", "be <kind>"), ChatTurn("user", "hi"), ChatTurn("assistant", "yes"), ChatTurn("user", "so")]
 NOW = datetime(2025, 3, 4, 5, 6, 7)

@@ -8,14 +8,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from disagg.router.gateway.text.detokenizer import (
+from disagg.gateway.text.detokenizer import (
     MAX_PENDING_TOKENS,
     IncrementalDecoder,
     Piece,
     StopMatcher,
     TextStream,
 )
-from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer
+from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
 from tests.support.gateway import EOS, IM_END, NUM_TOKENS
 
 CUT = "\ufffd"

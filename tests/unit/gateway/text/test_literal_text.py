@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
+from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
+from disagg.gateway.text.literal_text import _any_of
+from disagg.gateway.text.tokenizer import ServedModel, Tokenizer, load_model
 from disagg.proto.token_ids import unpack_token_ids
-from disagg.router.gateway.text.chat_template import ChatTemplate, ChatTurn
-from disagg.router.gateway.text.literal_text import _any_of
-from disagg.router.gateway.text.tokenizer import ServedModel, Tokenizer, load_model
 from tests.support.gateway import CONFIG, EOS, IM_END, IM_START, MODEL_NAME, SPECIAL_TOKENS, write_checkpoint
 from tests.support.http_app import TestApp
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.text.answer_splitter import answer_splitter
+from disagg.gateway.text.detokenizer import TextStream
+from disagg.gateway.text.reasoning import Phase, ReasoningSplitter, first_phase, reasoning_format_of
+from disagg.gateway.text.segments import parts_of
+from disagg.gateway.text.tokenizer import ServedModel, fake_model, load_model
 from disagg.proto.errors import ConfigError
-from disagg.router.gateway.text.answer_splitter import answer_splitter
-from disagg.router.gateway.text.detokenizer import TextStream
-from disagg.router.gateway.text.reasoning import Phase, ReasoningSplitter, first_phase, reasoning_format_of
-from disagg.router.gateway.text.segments import parts_of
-from disagg.router.gateway.text.tokenizer import ServedModel, fake_model, load_model
 from tests.support.gateway import MODEL_NAME, TOKENIZER_CONFIG, tokenizer_json, write_checkpoint
 
 CASES = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import decoders, models
 
-from disagg.router.gateway.text.token_pieces import TokenPieces
-from disagg.router.gateway.text.tokenizer import ServedModel, fake_model
+from disagg.gateway.text.token_pieces import TokenPieces
+from disagg.gateway.text.tokenizer import ServedModel, fake_model
 from tests.support.gateway import EOS, NUM_TOKENS
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
+from disagg.gateway.text.chat_template import ChatTurn
+from disagg.gateway.text.token_pieces import TokenPieces
+from disagg.gateway.text.tokenizer import FAKE_VOCAB_SIZE, ModelInfo, ServedModel, fake_model, load_model
 from disagg.proto.errors import ConfigError, ContextLengthError, InvalidRequestError
-from disagg.router.gateway.text.chat_template import ChatTurn
-from disagg.router.gateway.text.token_pieces import TokenPieces
-from disagg.router.gateway.text.tokenizer import FAKE_VOCAB_SIZE, ModelInfo, ServedModel, fake_model, load_model
 from tests.support.gateway import (
     BOS,
     EOS,
@@ -179,7 +179,7 @@ def test_what_the_fake_model_makes_can_be_read() -> None:
 
 
 def test_the_gateway_loads_neither_torch_nor_transformers() -> None:
-    script = "import disagg.router.gateway.server, sys; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    script = "import disagg.gateway.server, sys; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from disagg.router.gateway.text.segments import Segment, ToolCall, joined
-from disagg.router.gateway.text.tool_calls import ToolFormat, format_of, tool_parser
+from disagg.gateway.text.segments import Segment, ToolCall, joined
+from disagg.gateway.text.tool_calls import ToolFormat, format_of, tool_parser
 
 Part = str | ToolCall
 

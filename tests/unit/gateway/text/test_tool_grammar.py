@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from disagg.gateway.text.tool_calls import ToolFormat, tool_parser
+from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar, closed
 from disagg.proto.structured_output.grammars import new_matcher
-from disagg.router.gateway.text.tool_calls import ToolFormat, tool_parser
-from disagg.router.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar, closed
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from disagg.gateway.auth.auth import AnonymousAccess, Caller
+from disagg.gateway.auth.rights import usage_of
+from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.request import Call
+from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.usage.counts import CallUse, Counts
+from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import UnavailableError
 from disagg.router.api import Completion, RoutedRequest
-from disagg.router.gateway.auth.auth import AnonymousAccess, Caller
-from disagg.router.gateway.auth.rights import usage_of
-from disagg.router.gateway.config import UsageOptions
-from disagg.router.gateway.requests.request import Call
-from disagg.router.gateway.text.tokenizer import ServedModel
-from disagg.router.gateway.usage.counts import CallUse, Counts
-from disagg.router.gateway.usage.recorder import UsageRecorder
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import MODEL_NAME, FakeRouter, Wait
 from tests.support.http_app import NOW, AsgiCall, TestApp, error_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from disagg.router.gateway.usage import counts
-from disagg.router.gateway.usage.counts import OTHERS, CallUse, Counts, Key, Part, Pending, date_of, day_of
+from disagg.gateway.usage import counts
+from disagg.gateway.usage.counts import OTHERS, CallUse, Counts, Key, Part, Pending, date_of, day_of
 
 KEY = Key("a", 3, "m")
 

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from disagg.router.gateway.usage.counts import Counts, Key, Part
-from disagg.router.gateway.usage.parts import MAX_CONTINUED, Continued, Known, continued, marks_of
+from disagg.gateway.usage.counts import Counts, Key, Part
+from disagg.gateway.usage.parts import MAX_CONTINUED, Continued, Known, continued, marks_of
 
 KEY = Key("a", 10, "m")
 ANSWER = tuple(range(1000, 1200))

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.request import Call
+from disagg.gateway.usage import recorder as module
+from disagg.gateway.usage.counts import CallUse, Counts
+from disagg.gateway.usage.recorder import UsageRecorder
+from disagg.gateway.usage.store import FILE
 from disagg.proto.errors import ConfigError, OverloadedError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.gateway.auth.auth import Caller
-from disagg.router.gateway.config import UsageOptions
-from disagg.router.gateway.requests.request import Call
-from disagg.router.gateway.usage import recorder as module
-from disagg.router.gateway.usage.counts import CallUse, Counts
-from disagg.router.gateway.usage.recorder import UsageRecorder
-from disagg.router.gateway.usage.store import FILE
 
 NOW = 1_764_115_200.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from disagg.router.gateway.database import transaction
-from disagg.router.gateway.usage import store as module
-from disagg.router.gateway.usage.counts import OTHERS, Batch, Counts, Key, Part, Row
-from disagg.router.gateway.usage.store import FILE, PART_S, UsageStore
+from disagg.gateway.database import transaction
+from disagg.gateway.usage import store as module
+from disagg.gateway.usage.counts import OTHERS, Batch, Counts, Key, Part, Row
+from disagg.gateway.usage.store import FILE, PART_S, UsageStore
 
 DAY_S = 86_400.0
 KEY = Key("a", 10, "m")

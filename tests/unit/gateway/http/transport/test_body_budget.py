@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.router.gateway.http.transport.body_budget import BodyBudget
+from disagg.gateway.http.transport.body_budget import BodyBudget
 
 
 def test_bytes_count_until_the_body_is_finished() -> None:

@@ -6,6 +6,13 @@ import json
 
 import pytest
 
+from disagg.gateway.http.transport.errors import (
+    MethodNotAllowedError,
+    SlowBodyError,
+    UnknownUrlError,
+    error_headers,
+    error_json,
+)
 from disagg.proto.errors import (
     AuthenticationError,
     ContextLengthError,
@@ -19,13 +26,6 @@ from disagg.proto.errors import (
     PermissionDeniedError,
     RequestCancelledError,
     UnavailableError,
-)
-from disagg.router.gateway.http.transport.errors import (
-    MethodNotAllowedError,
-    SlowBodyError,
-    UnknownUrlError,
-    error_headers,
-    error_json,
 )
 
 CASES: list[tuple[DisaggError, int, str, str | None, str]] = [

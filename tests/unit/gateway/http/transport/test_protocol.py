@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disagg.router.gateway.http.transport.protocol import (
+from disagg.gateway.http.transport.protocol import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,

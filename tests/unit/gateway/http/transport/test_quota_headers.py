@@ -1,7 +1,7 @@
 import pytest
 
+from disagg.gateway.http.transport.quota_headers import duration, quota_headers
 from disagg.router.api import Quota, RateView
-from disagg.router.gateway.http.transport.quota_headers import duration, quota_headers
 
 
 @pytest.mark.parametrize(

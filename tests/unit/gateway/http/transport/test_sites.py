@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from disagg.router.gateway.config import GatewayOptions, TlsFiles
-from disagg.router.gateway.http.transport.errors import ContentTypeError, ForeignSiteError
-from disagg.router.gateway.http.transport.sites import Sites, check_content_type
-from disagg.router.gateway.server import sites_of
+from disagg.gateway.config import GatewayOptions, TlsFiles
+from disagg.gateway.http.transport.errors import ContentTypeError, ForeignSiteError
+from disagg.gateway.http.transport.sites import Sites, check_content_type
+from disagg.gateway.server import sites_of
 
 KEYLESS = Sites(checks_host=True, checks_origin=True, hosts=("llm.local",), origins=("https://chat.example",))
 

@@ -1,0 +1,72 @@
+"""`GET /v1/usage`: what a key used by day; an admin reads what all used."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.auth.rights import usage_of
+from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, Page, Row, UsageView, date_of
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+
+_DEFAULT_ROWS: Final = 1000
+_MAX_KEY_CHARS: Final = 64
+
+
+class UsageHandler:
+    """Handlers.
+
+    Args:
+        usage: what is shown.
+    """
+
+    def __init__(self, usage: UsageView) -> None:
+        self._usage = usage
+
+    async def list(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /v1/usage`: `days`, `key` (the name of a tenant), `limit` of rows. Raises `InvalidRequestError`, and
+        `PermissionDeniedError` for another tenant's."""
+        query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
+        days = _count(query, "days", DEFAULT_DAYS, MAX_DAYS)
+        limit = _count(query, "limit", _DEFAULT_ROWS, MAX_ROWS)
+        key = query.get("key", [""])[0]
+        if len(key) > _MAX_KEY_CHARS:
+            raise InvalidRequestError("key", f"has at most {_MAX_KEY_CHARS} characters")
+        page = await self._usage.read(days, usage_of(CALLER.get(), key), limit)
+        await exchange.respond_json(usage_json(page))
+
+
+def usage_json(page: Page) -> dict[str, Any]:
+    """The list as it is answered."""
+    return {
+        "object": "list",
+        "data": [_shown(row) for row in page.rows],
+        "first_date": date_of(page.first_day),
+        "last_date": date_of(page.last_day),
+        "has_more": page.has_more,
+    }
+
+
+def _count(query: dict[str, list[str]], name: str, default: int, most: int) -> int:
+    given = query.get(name, [str(default)])[0]
+    if not (given.isascii() and given.isdecimal()) or len(given) > len(str(most)) or not 1 <= int(given) <= most:
+        raise InvalidRequestError(name, f"must be from 1 to {most}")
+    return int(given)
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    key, counts = row
+    return {
+        "object": "usage",
+        "date": date_of(key.day),
+        "key": key.tenant,
+        "model": key.model,
+        "num_requests": counts.requests,
+        "num_failed": counts.failed,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "completion_tokens": counts.completion_tokens,
+    }

@@ -1,0 +1,74 @@
+"""The same numbers under the names that dashboards and endpoint pickers for vLLM read, for the cluster as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from disagg.gateway.metrics.family_constructors import counter, gauge, histogram
+from disagg.proto.errors import RequestCancelledError
+from disagg.router.api import ClusterView
+from disagg.router.statistics import merged
+
+_LABELS = ("model_name",)
+_REASONS = {"stop": "stop", "length": "length", "abort": RequestCancelledError.code}
+"""vLLM's reason -> our outcome."""
+
+
+def vllm_families(view: ClusterView, model: str) -> Iterator[Metric]:
+    """Families under vLLM's names; `model` is the label `model_name`."""
+    yield from _gauges(view, model)
+    yield from _counters(view, model)
+    yield from _histograms(view, model)
+
+
+def kv_usage(view: ClusterView) -> float:
+    """Share of the KV blocks in use, over the workers on which sequences decode."""
+    loads = [worker.load for worker in view.workers if "decode" in worker.info.roles]
+    total = sum(load.blocks_total for load in loads)
+    return sum(load.blocks_active for load in loads) / total if total else 0.0
+
+
+def _gauges(view: ClusterView, model: str) -> Iterator[Metric]:
+    usage = kv_usage(view)
+    for name, text, value in (
+        ("vllm:num_requests_running", "Requests that were placed.", float(view.num_running)),
+        ("vllm:num_requests_waiting", "Requests in the router's queue.", float(view.num_queued)),
+        ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use where sequences decode; 1 is all.", usage),
+        ("vllm:gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage),
+    ):
+        yield gauge(name, text, _LABELS, [((model,), value)])
+
+
+def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
+    stats = view.stats
+    prompt_tokens = int(stats.prompt_tokens.total)
+    preemptions = sum(metrics.preemptions for metrics in view.counters.values())
+    for name, text, count in (
+        ("vllm:prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
+        ("vllm:generation_tokens", "Output tokens.", stats.num_output_tokens),
+        ("vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix caches.", prompt_tokens),
+        ("vllm:prefix_cache_hits", "Prompt tokens that were found there.", stats.cached_tokens),
+        ("vllm:num_preemptions", "Preemptions on all workers.", preemptions),
+    ):
+        yield counter(name, text, _LABELS, [((model,), count)])
+    yield counter(
+        "vllm:request_success",
+        "Requests by how they ended.",
+        (*_LABELS, "finished_reason"),
+        [((model, reason), stats.outcomes[outcome]) for reason, outcome in _REASONS.items()],
+    )
+
+
+def _histograms(view: ClusterView, model: str) -> Iterator[Metric]:
+    stats = view.stats
+    for name, text, found in (
+        ("vllm:time_to_first_token_seconds", "From arrival to the first token.", merged(stats.ttft.values())),
+        ("vllm:inter_token_latency_seconds", "Between two tokens.", stats.itl),
+        ("vllm:time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", stats.itl),
+        ("vllm:e2e_request_latency_seconds", "From arrival to the end.", stats.e2e),
+        ("vllm:request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens),
+        ("vllm:request_generation_tokens", "Output tokens of a request.", stats.output_tokens),
+    ):
+        yield histogram(name, text, _LABELS, [((model,), found)])

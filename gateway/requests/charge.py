@@ -1,0 +1,55 @@
+"""The charge of a call before anything is done for it, so that it is refused completely or not at all.
+
+Charge: admitted ──submitted, for each answer──> the router's from here on
+            └──close──> what was never submitted is given back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.requests.request import GenerationInput, IdsPrompt
+from disagg.router.api import CallDemand, Router
+
+
+class Charge:
+    """The charge of one call. Owner: the call, which must close it.
+
+    Args:
+        router: charges.
+        caller: whose call it is.
+        inputs: the prompts, checked.
+
+    Raises:
+        LimitError: if a limit of the caller's tenant is in the way; nothing is charged then.
+    """
+
+    def __init__(self, router: Router, caller: Caller, inputs: Sequence[GenerationInput]) -> None:
+        self._router = router
+        self._tenant = caller.tenant
+        self._left = sum((given.n or 1) * least_tokens(given) for given in inputs)
+        self._num_answers = sum(given.n or 1 for given in inputs)
+        """Those that are not submitted."""
+        router.admit(
+            CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=self._num_answers, num_tokens=self._left)
+        )
+
+    def submitted(self, num_tokens: int) -> None:
+        """The router has taken an answer with so many `prepaid_tokens`."""
+        self._left -= num_tokens
+        self._num_answers -= 1
+
+    def close(self) -> None:
+        """Refund the rest. Idempotent."""
+        if self._num_answers:
+            self._router.refund(self._tenant, self._left, self._num_answers)
+            self._left = self._num_answers = 0
+
+
+def least_tokens(given: GenerationInput) -> int:
+    """Tokens that one answer is charged at least, as far as it can be seen before the prompt is tokenized."""
+    num_prompt_tokens = len(given.prompt.token_ids) if isinstance(given.prompt, IdsPrompt) else 1
+    if given.truncate_prompt_tokens is not None:
+        num_prompt_tokens = max(1, min(num_prompt_tokens, given.truncate_prompt_tokens))
+    return num_prompt_tokens + (1 if given.max_tokens is None else given.max_tokens)
