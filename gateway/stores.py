@@ -7,8 +7,8 @@ from pathlib import Path
 
 from disagg.gateway.batches import store as batches
 from disagg.gateway.config import GatewayOptions
-from disagg.gateway.database import check_database
 from disagg.gateway.private_files import check_folder
+from disagg.gateway.sqlite import check_database
 from disagg.gateway.usage import store as usage
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RecordingOptions

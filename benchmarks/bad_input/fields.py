@@ -32,10 +32,10 @@ from benchmarks.clients.load import channel as channel_to
 from benchmarks.clients.pace import in_flight
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.gateway.http.batches.batches import BatchBody
-from disagg.gateway.http.messages.schema import MessagesBody
-from disagg.gateway.http.responses.schema import ResponsesBody
-from disagg.gateway.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from disagg.gateway.batches.batch_handlers import BatchBody
+from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from disagg.gateway.other_apis.messages.schema import MessagesBody
+from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.v1 import inference_pb2 as pb
 
 KEY: Final = "key-of-fields-0123456789"

@@ -16,8 +16,8 @@ import msgspec
 from google.protobuf.message import Message
 
 from benchmarks.common import in_one_go
-from disagg.gateway.http.schema import CompletionBody, decode
-from disagg.gateway.http.to_input import read_completion
+from disagg.gateway.openai.schema import CompletionBody, decode
+from disagg.gateway.openai.to_input import read_completion
 from disagg.gateway.requests.request import GenerationInput
 from disagg.gateway.requests.validate import Limits, check_request, fit_prompt
 from disagg.gateway.rpc.from_protobuf import read_request

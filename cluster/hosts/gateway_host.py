@@ -23,14 +23,14 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
-from disagg.gateway.all_routers import AllRouters
 from disagg.gateway.config import ModelSource
 from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
-from disagg.gateway.membership import ControllerLink
-from disagg.gateway.model_changes import ModelChanges
-from disagg.gateway.rpc.admin_answers import counts_of
+from disagg.gateway.models.all_routers import AllRouters
+from disagg.gateway.models.membership import ControllerLink
+from disagg.gateway.models.model_changes import ModelChanges
+from disagg.gateway.operators.admin_answers import counts_of
 from disagg.gateway.server import GatewayServer
 from disagg.proto.clock.process_clock import AwakeLoop
 from disagg.proto.cluster_secret import ClusterSecret

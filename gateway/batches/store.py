@@ -34,8 +34,8 @@ from disagg.gateway.batches import stored
 from disagg.gateway.batches.begun_lines import SCHEMA, BegunLines
 from disagg.gateway.batches.leases import is_alive
 from disagg.gateway.batches.stored import RUNNABLE, stored_by
-from disagg.gateway.database import add_columns, open_database, transaction
 from disagg.gateway.private_files import create_private, make_folder
+from disagg.gateway.sqlite import add_columns, open_database, transaction
 from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
 

@@ -22,10 +22,10 @@ from starlette.datastructures import Headers as RequestHeaders
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.auth.tls import name_in
 from disagg.gateway.event_loop.turns import Turns, in_pieces
-from disagg.gateway.http.transport.errors import Headers, SlowBodyError, error_event, error_json
-from disagg.gateway.http.transport.sites import check_content_type
-from disagg.gateway.http.transport.unfinished import UnfinishedBodies
-from disagg.gateway.requests.shape import SMALL_BYTES, Pieces, count_json
+from disagg.gateway.http.errors import Headers, SlowBodyError, error_event, error_json
+from disagg.gateway.http.sites import check_content_type
+from disagg.gateway.http.unfinished import UnfinishedBodies
+from disagg.gateway.requests.part_counts import SMALL_BYTES, Pieces, count_json
 from disagg.proto.addresses import join_address
 from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError, UnavailableError
 

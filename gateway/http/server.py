@@ -14,8 +14,8 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from disagg.gateway.http.app import HttpApp
-from disagg.gateway.http.transport.protocol import ConnectionLimits, Connections, make_config
+from disagg.gateway.app import HttpApp
+from disagg.gateway.http.protocol import ConnectionLimits, Connections, make_config
 
 _BACKLOG: Final = 2048
 _ACCEPTS_A_TURN: Final = 32

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from disagg.gateway.auth.auth import ANONYMOUS, Caller
-from disagg.gateway.request_headers import sibling_of
+from disagg.gateway.requests.headers import sibling_of
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 from disagg.gateway.usage.counts import CallUse

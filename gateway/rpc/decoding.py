@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.event_loop.turns import Turns, in_pieces, rest_after
-from disagg.gateway.requests.shape import SMALL_BYTES, count_fields, find_broken_text
+from disagg.gateway.requests.part_counts import SMALL_BYTES, count_fields, find_broken_text
 from disagg.gateway.status import abort_on_error
 from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb

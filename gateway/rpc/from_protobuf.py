@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from google.protobuf.message import Message
 
+from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Pieces
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
-from disagg.gateway.requests.shape import TURNS_A_PIECE, Pieces
 from disagg.gateway.requests.structured import MAX_CHOICES, StructuredOutput
 from disagg.gateway.requests.validate import check_num_ids, check_num_resumed, check_num_turns
 from disagg.gateway.requests.values import check_length

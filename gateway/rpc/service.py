@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import grpc
 from typing_extensions import override
 
-from disagg.gateway.answers.generation import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Delta, Finish, Generator
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.event_loop.loop_watch import name_task
 from disagg.gateway.event_loop.stall import StalledError, StallWatch
 from disagg.gateway.event_loop.turns import in_pieces
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models import Models
+from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
-from disagg.gateway.request_headers import HEADER as TRACE_METADATA
-from disagg.gateway.request_headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
+from disagg.gateway.requests.headers import HEADER as TRACE_METADATA
+from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 from disagg.gateway.requests.request import Call, GenerationInput, Prompt
 from disagg.gateway.requests.validate import check_chat, check_targets, check_text
 from disagg.gateway.requests.values import check_ids, check_length

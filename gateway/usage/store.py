@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from disagg.gateway.database import add_columns, open_database, transaction
+from disagg.gateway.sqlite import add_columns, open_database, transaction
 from disagg.gateway.usage.counts import OTHERS, Batch, Counts, Key, Page, Part, Row, day_of
 from disagg.gateway.usage.parts import Known, continued
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.client import AsyncClient, ShapeComparison
-from disagg.gateway.rpc.shape import STALE
+from disagg.gateway.operators.decode_placement_log import STALE
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, PlacementView, RequestTrace

@@ -24,7 +24,7 @@ from disagg.engine.runner.fake import fake_generate
 from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
-from disagg.gateway.membership import ControllerLink
+from disagg.gateway.models.membership import ControllerLink
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from disagg.client import Answer, AsyncClient, Client, Delta, Finished, Usage, error_of
 from disagg.gateway.config import GatewayConfig
-from disagg.gateway.request_headers import LABEL, REQUEST_ID
+from disagg.gateway.requests.headers import LABEL, REQUEST_ID
 from disagg.gateway.server import SERVICE_NAMES, GatewayServer
 from disagg.proto.errors import (
     ConfigError,

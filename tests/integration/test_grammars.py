@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.fuzz.grammar_cases import make_case
 from disagg.client import AsyncClient
-from disagg.gateway.grammars.compiler import CompilerStart
-from disagg.gateway.grammars.compiler_process import CompilerProcess
+from disagg.gateway.answers.grammars.compiler import CompilerStart
+from disagg.gateway.answers.grammars.compiler_process import CompilerProcess
 from disagg.gateway.requests.request import GenerationInput, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput, check_structured
 from disagg.proto.errors import InvalidRequestError

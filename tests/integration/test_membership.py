@@ -11,7 +11,7 @@ from benchmarks.router.many_workers_fleet import FleetProcess
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import GatewaySpec, plan_cluster
-from disagg.gateway.membership import ControllerLink
+from disagg.gateway.models.membership import ControllerLink
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import GatewayId, WorkerId
 from disagg.router.config import RouterConfig

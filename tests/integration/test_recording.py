@@ -14,7 +14,7 @@ from typing import Any
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.gateway.rpc.admin_answers import explanation_json
+from disagg.gateway.operators.admin_answers import explanation_json
 from tests.integration.test_processes import FAKE, PROMPT
 from tests.integration.test_scaling import NUM_STREAMS, endless_streams, replaced
 from tests.support.waiting import wait_until

@@ -54,11 +54,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/on_ray/*",),
     "triton": ("kernels/*",),
-    "starlette": ("gateway/http/*",),
+    "starlette": ("gateway/app.py", "gateway/http/*"),
     "uvicorn": ("gateway/http/*",),
     "httptools": ("gateway/http/*", "gateway/guardrails/service.py"),
     "re2": ("gateway/guardrails/patterns/scanner.py",),
-    "python_multipart": ("gateway/http/*",),
+    "python_multipart": ("gateway/batches/upload.py",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
     "opentelemetry": ("router/shell/tracing.py",),

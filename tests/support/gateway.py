@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from disagg.gateway.answers.grammars.compiler import verdict_of
+from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.event_loop.offload_turns import OffloadTurns
 from disagg.gateway.event_loop.turns import Turns
-from disagg.gateway.grammars.compiler import verdict_of
-from disagg.gateway.grammars.grammars import Grammars
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError

@@ -10,23 +10,23 @@ from typing import Any
 
 import httpx
 
-from disagg.gateway.answers.generation import Generator
+from disagg.gateway.answers.generator import Generator
+from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
 from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.http.app import HttpApp
-from disagg.gateway.http.completions import Completions
+from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
-from disagg.gateway.http.information import Information
-from disagg.gateway.http.page import Page
-from disagg.gateway.http.transport.body_budget import BodyBudget
-from disagg.gateway.http.transport.sites import Sites
-from disagg.gateway.http.transport.unfinished import UnfinishedBodies
-from disagg.gateway.http.usage import UsageHandler
+from disagg.gateway.http.sites import Sites
+from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models import Models
+from disagg.gateway.models.models import Models
+from disagg.gateway.openai.completions import Completions
+from disagg.gateway.openai.information import Information
+from disagg.gateway.operators.page import Page
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.usage.handler import UsageHandler
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, grammars_here, limits_of, make_turns

@@ -31,7 +31,7 @@ LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeo
 not start, such as gRPC's own, once it has logged something."""
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python keeps as long as the process, by a part of their command line."""
-FORKING_PROCESSES = ("disagg.gateway.grammars.compiler",)
+FORKING_PROCESSES = ("disagg.gateway.answers.grammars.compiler",)
 """Processes that replace their children as they see fit, as long as they run, by a part of their command line."""
 
 _cancel_all = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]  # the one place where a runner sees them

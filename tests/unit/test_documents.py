@@ -31,6 +31,7 @@ CODE_TOPS = (
     "cluster",
     "decode_worker",
     "engine",
+    "gateway",
     "kernels",
     "loadtests",
     "prefill_worker",

@@ -20,7 +20,7 @@ from disagg.client import Explanation
 from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import format_bytes, table
-from disagg.gateway.rpc.admin_answers import explanation_json
+from disagg.gateway.operators.admin_answers import explanation_json
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")

@@ -24,7 +24,7 @@ from disagg.cli.explain import NO_REQUEST
 from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.cluster.system.children import LaunchError
-from disagg.gateway.rpc.admin_answers import explanation_json
+from disagg.gateway.operators.admin_answers import explanation_json
 from disagg.proto.errors import ConfigError
 
 VIEWER = "https://ui.perfetto.dev"

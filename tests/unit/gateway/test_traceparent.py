@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.gateway.request_headers import child_of, parent_span, sibling_of
+from disagg.gateway.requests.headers import child_of, parent_span, sibling_of
 from disagg.proto.ids import RequestId
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

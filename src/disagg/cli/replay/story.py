@@ -19,7 +19,7 @@ from rich.text import Text
 from disagg.cli import explain
 from disagg.cli.replay.wording import command_text, entry_text
 from disagg.client import Explanation
-from disagg.gateway.rpc.admin_answers import explanation, explanation_json
+from disagg.gateway.operators.admin_answers import explanation, explanation_json
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepUpdate
 from disagg.router.recording.entries import Entry, Handled

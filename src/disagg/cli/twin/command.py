@@ -19,7 +19,7 @@ from disagg.cli.address import UNREACHABLE, check_address
 from disagg.cli.twin.wire import load_from, message_of
 from disagg.client import Client, RecentLoad
 from disagg.cluster.system.process_tools import StopFlag
-from disagg.gateway.rpc.shape import STALE
+from disagg.gateway.operators.decode_placement_log import STALE
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.load import Load

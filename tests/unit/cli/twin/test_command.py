@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.twin import command
-from disagg.gateway.rpc.admin_answers import recent_request
+from disagg.gateway.operators.admin_answers import recent_request
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from disagg.cli.twin.wire import load_from, message_of
-from disagg.gateway.rpc.admin_answers import placement_facts, recent_request
-from disagg.gateway.rpc.shape import check
+from disagg.gateway.operators.admin_answers import placement_facts, recent_request
+from disagg.gateway.operators.decode_placement_log import check
 from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.messages import Load as WorkerLoad
 from disagg.proto.step_times.step_model import StepCoefficients

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
+from disagg.gateway.batches.line_answers import LineAnswers
 from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
 from disagg.gateway.batches.store import Batch
 from disagg.gateway.batches.tries import Tries
-from disagg.gateway.http.batches.line_answers import LineAnswers
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import DisaggError, InvalidRequestError, LimitError, UnavailableError
 from disagg.proto.ids import RequestId

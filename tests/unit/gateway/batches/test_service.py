@@ -13,8 +13,8 @@ import pytest
 from disagg.gateway.batches.lines import NO_MODEL
 from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.service import BatchService
+from disagg.gateway.batches.upload import FormWriter, receive_file
 from disagg.gateway.config import BatchOptions
-from disagg.gateway.http.batches.upload import FormWriter, receive_file
 from disagg.proto.errors import InvalidRequestError, LimitError, OverloadedError
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from disagg.gateway.answers.generation import Delta
+from disagg.gateway.answers.generator import Delta
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput

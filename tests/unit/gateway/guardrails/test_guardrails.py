@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import pytest
 
-from disagg.gateway.answers.generation import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Delta, Finish, Generator
 from disagg.gateway.answers.guarded import deltas
 from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions

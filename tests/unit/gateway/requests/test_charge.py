@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.answers.generation import Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.text.tokenizer import ServedModel

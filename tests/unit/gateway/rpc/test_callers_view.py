@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from disagg.gateway.rpc.admin_answers import cluster_state
+from disagg.gateway.operators.admin_answers import cluster_state
 from disagg.gateway.rpc.callers_view import leave_out_models
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.control import ControlState

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from disagg.gateway.answers.generation import Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER, Caller
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models import Models
+from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.rpc.service import InferenceService
 from disagg.gateway.text.tokenizer import ServedModel

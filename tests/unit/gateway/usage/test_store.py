@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.database import transaction
+from disagg.gateway.sqlite import transaction
 from disagg.gateway.usage import store as module
 from disagg.gateway.usage.counts import OTHERS, Batch, Counts, Key, Part, Row
 from disagg.gateway.usage.store import FILE, PART_S, UsageStore

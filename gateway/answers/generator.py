@@ -1,0 +1,469 @@
+"""One call in the gateway, from the client's input to text.
+
+    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, merged ──> finish
+                           an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
+
+Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
+generator reads more tokens only when its consumer takes more, and the router's handle merges what came meanwhile: a
+client that reads slowly, or not at all, costs the memory of its ids and of the messages that its connection has in
+flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from disagg.gateway.answers.answer import Answer, Delta, Finish
+from disagg.gateway.answers.grammars.grammars import Grammars
+from disagg.gateway.answers.guarded import GuardedAnswer, guarded_rest
+from disagg.gateway.answers.merge import merge
+from disagg.gateway.auth.auth import CALLER, Caller
+from disagg.gateway.auth.rights import require_model
+from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.guardrails.answers import AnswerGuard
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.requests.charge import Charge, least_tokens
+from disagg.gateway.requests.headers import sibling_of
+from disagg.gateway.requests.request import (
+    BYTES_PER_ID,
+    Call,
+    ChatPrompt,
+    GenerationInput,
+    IdsPrompt,
+    Prompt,
+    TextPrompt,
+)
+from disagg.gateway.requests.sampling import answer_seed
+from disagg.gateway.requests.validate import (
+    RESUMED,
+    CheckedRequest,
+    Limits,
+    check_deadline,
+    check_prompt,
+    check_request,
+    fit_prompt,
+)
+from disagg.gateway.requests.values import check_length
+from disagg.gateway.text.answer_splitter import AnswerSplitter, answer_splitter
+from disagg.gateway.text.detokenizer import TextStream
+from disagg.gateway.text.reasoning import Phase, first_phase
+from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
+from disagg.gateway.text.tool_calls import tool_parser
+from disagg.proto.block_hash import chain_hashes, root_hash
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids, unpack_token_ids
+from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
+
+__all__ = ["Delta", "Finish", "Generator"]
+
+T = TypeVar("T")
+
+MAX_LISTED_IDS: Final = 65_536
+"""Of one call that takes or gives ids only, where the context is not longer."""
+_MAX_TAG_IDS: Final = 16
+"""Of a tag at the end of a prompt, with white space."""
+_IDS_A_TURN: Final = 512
+"""Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
+
+
+class Generator:
+    """Runs calls for one model. Keeps nothing between calls.
+
+    Args:
+        model: what is served.
+        router: where requests go.
+        limits: what requests are checked against.
+        prefix_root: block hashes start from it.
+        offload: tokenizes large prompts; `None` tokenizes all on the event loop.
+        guardrails: on prompts and answers; `None` for none.
+        grammars: verdicts on clients' grammars; `None` refuses all of them.
+        clock: monotonic seconds, the clock of the deadlines.
+        mint_seed: 64 random bits.
+        mint_id: a request id that was never used, for all answers of a call but the first.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        router: Router,
+        limits: Limits,
+        prefix_root: str,
+        *,
+        clock: Callable[[], float],
+        mint_seed: Callable[[], int],
+        mint_id: Callable[[], RequestId],
+        offload: Offload | None = None,
+        guardrails: Guardrails | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self._router = router
+        self._prefix_root = prefix_root
+        self._clock = clock
+        self.mint_seed = mint_seed
+        self._mint_id = mint_id
+        self._offload = offload
+        self._guardrails = guardrails
+        self._grammars = grammars or Grammars(None)
+
+    async def run(
+        self,
+        given: GenerationInput,
+        call: Call,
+        charge: Charge | None = None,
+        checked: CheckedRequest | None = None,
+    ) -> AsyncGenerator[Delta | Finish, None]:
+        """Answer `given`, `n` times, merged as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
+        early. `charge` is what was charged for it, where it is one prompt of several; `checked` is what `check_request`
+        made of it, where that was done.
+
+        Raises:
+            DisaggError: whatever is wrong with the request or happens to one of its answers.
+        """
+        arrival = self._clock()
+        require_model(call.caller, given.model)
+        time_left_s = None if call.deadline is None else call.deadline - arrival
+        if checked is None:
+            checked = check_request(given, self.limits, time_left_s)
+        check_deadline(time_left_s)
+        call.use.model = given.model
+        own = self.charge([given], call.caller) if charge is None else None
+        charge = charge or own
+        answers: list[Answer] = []
+        routed: RoutedRequest | None = None
+        try:
+            await self._check_grammar(checked, call)
+            if self._guardrails is not None:
+                checked = await self.guarded(checked, call)
+            routed = await self._route(checked, call, None if charge is None else least_tokens(given))
+            call.use.continues |= bool(checked.resumed)
+            resumed, had_text = await self._resumed_text(checked, routed)
+            if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
+                call.use.add(routed.num_prompt_tokens, 0, resumed.num_tokens)
+                call.use.token_ids.extend(checked.resumed)
+                _note_stream(call, checked, routed, checked.model_version)
+                guard = await self._answer_guard(checked, call, routed, had_text)
+                if guard is not None:
+                    async for event in guarded_rest(guard, routed, resumed, reason):
+                        yield event
+                    return
+                for event in _rest_of(routed, resumed, reason):
+                    yield event
+                return
+            for i in range(checked.num_answers):
+                if i:
+                    await asyncio.sleep(0)  # one answer in a turn of the event loop
+                one = self._one_of(routed, i)
+                guard = await self._answer_guard(checked, call, one, had_text)
+                if guard is not None and guard.stopped is not None:  # in what the client has
+                    async for event in guarded_rest(guard, routed, resumed or self._text_stream(checked, one), "stop"):
+                        yield event
+                    return
+                answer = self._submit(checked, one, arrival, i, resumed, guard)
+                if _is_continuable(call, checked):
+                    call.use.token_ids.extend(checked.resumed)
+                    answer.note_tokens(call.use.token_ids)
+                answers.append(answer)  # one by one: the next may be refused
+                if charge is not None:
+                    charge.submitted(least_tokens(given))
+            streams = [answer.events() for answer in answers]
+            async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if routed is not None and answers:
+                _note_use(call, routed, [answer.used() for answer in answers])
+                _note_stream(call, checked, routed, answers[0].model_version)
+            for answer in answers:
+                answer.cancel()
+            if own is not None:
+                own.close()
+
+    async def guarded(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
+        """The request after guardrails looked at its prompt; as it is where they did already, and where there are none.
+
+        Raises:
+            ContentFilterError: if one refuses it.
+            UnavailableError: if one gives no verdict, and without one nothing may pass.
+            InvalidRequestError: if what one put in its place is too long.
+        """
+        if self._guardrails is None or checked.decisions is not None:
+            return checked
+        found = await self._guardrails.check_prompt(
+            checked.prompt,
+            call,
+            self.model,
+            lambda num_bytes, work: self.offload(num_bytes, work, call.deadline),
+            checked.resumed,
+        )
+        prompt = checked.prompt
+        if found.prompt is not prompt:
+            prompt = check_prompt(found.prompt, self.limits, checked.max_prompt_tokens)
+        return replace(checked, prompt=prompt, decisions=found.decisions)
+
+    @property
+    def max_listed_ids(self) -> int:
+        """Of one call that takes or gives ids only."""
+        return max(self.limits.model.max_model_len, MAX_LISTED_IDS)
+
+    async def tokenize(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
+        """The ids of a checked prompt; of a text without the special tokens around it where `special` is false. Raises
+        `InvalidRequestError` where the chat template refuses it, or it has too many."""
+        most, tokenizer = self.max_listed_ids, self.model.tokenizer
+        ids = await self.offload(prompt.num_bytes, lambda: _encode(prompt, tokenizer, most, special))
+        check_length(len(ids), prompt.field, most, "tokens")
+        return ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of checked ids, without special tokens."""
+        return await self.offload(BYTES_PER_ID * len(token_ids), lambda: self.model.tokenizer.decode(token_ids))
+
+    async def offload(self, num_bytes: int, work: Callable[[], T], deadline: float | None = None) -> T:
+        """Do `work`, whose input has `num_bytes`: at once if it is small, else on a thread when it is the caller's
+        turn. Raises as `Offload.run`."""
+        if self._offload is None:
+            return work()
+        return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
+
+    def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
+        """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
+        return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
+
+    def quota(self, caller: Caller) -> Quota:
+        """What is left now to the tenant."""
+        return Quota() if caller.limits is NO_LIMITS else self._router.quota(caller.tenant, caller.limits)
+
+    async def _check_grammar(self, checked: CheckedRequest, call: Call) -> None:
+        """Raises `InvalidRequestError`, or as `Grammars.check`."""
+        grammar = checked.sampling.grammar
+        if grammar and (wrong := await self._grammars.check(grammar, call.caller.tenant, call.deadline)):
+            raise InvalidRequestError(checked.structured_field, wrong)
+
+    async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
+        """Tokenize, check the context, hash: the first answer's request."""
+        seed = self.mint_seed()
+        waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
+        came = self._clock() if waits else 0.0
+        max_tokens = self.limits.model.max_model_len - 1
+        if isinstance(checked.prompt, TextPrompt) and checked.max_prompt_tokens is None:
+            self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
+        if waits:
+            self._router.check_queue_capacity()
+
+        def prepare() -> RoutedRequest:
+            queue_s = self._clock() - came if waits else 0.0
+            token_ids = _prompt_ids(checked, self.model.tokenizer, max_tokens)
+            sampling = fit_prompt(checked, token_ids, self.limits, seed)
+            packed = pack_token_ids(token_ids)
+            known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
+            root = root_hash(self._prefix_root, prefix_salt(call.caller.tenant, checked.cache_salt))
+            return RoutedRequest(
+                request_id=call.request_id,
+                sampling=sampling,
+                prompt_token_ids=packed,
+                block_hashes=tuple(chain_hashes(root, known)),
+                root_hash=root,
+                deadline=call.deadline,
+                priority=call.priority,
+                ttft_slo_s=call.targets.ttft_s,
+                tpot_slo_s=call.targets.tpot_s,
+                trace_parent=call.trace_parent,
+                parent_span=call.parent_span,
+                tenant=call.caller.tenant,
+                limits=call.caller.limits,
+                prepaid_tokens=prepaid_tokens,
+                tokenize_queue_s=queue_s,
+                resumed_token_ids=checked.resumed,
+                model_version=checked.model_version,
+            )
+
+        routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
+        check_deadline(None if call.deadline is None else call.deadline - self._clock())
+        return routed
+
+    def _one_of(self, first: RoutedRequest, answer_index: int) -> RoutedRequest:
+        """The request of one answer, which is its own but for the prompt."""
+        if answer_index == 0:
+            return first
+        seed = answer_seed(first.sampling.seed, answer_index)
+        sampling = msgspec.structs.replace(first.sampling, seed=seed, prompt_logprobs=-1)  # they share the prompt
+        request_id = self._mint_id()
+        trace_parent = sibling_of(first.trace_parent, request_id)
+        return msgspec.structs.replace(first, request_id=request_id, sampling=sampling, trace_parent=trace_parent)
+
+    def _submit(
+        self,
+        checked: CheckedRequest,
+        routed: RoutedRequest,
+        arrival: float,
+        answer_index: int,
+        resumed: TextStream | None,
+        guard: AnswerGuard | None,
+    ) -> Answer:
+        text = resumed or self._text_stream(checked, routed)
+        if guard is not None:
+            return GuardedAnswer(self._router, routed, arrival, text, self._clock, answer_index, guard)
+        answer = Answer(self._router, routed, arrival, text, self._clock, answer_index)
+        if checked.decisions is not None and checked.decisions.counts:
+            answer.note_decisions(checked.decisions.counts)
+        return answer
+
+    async def _answer_guard(
+        self, checked: CheckedRequest, call: Call, routed: RoutedRequest, had_text: str
+    ) -> AnswerGuard | None:
+        """The guardrails of one answer, after the text that its client has; None without any."""
+        if self._guardrails is None or checked.decisions is None:
+            return None
+        has_form = bool(checked.sampling.grammar) or (isinstance(checked.prompt, ChatPrompt) and checked.prompt.tools)
+        guard = self._guardrails.on_answer(
+            call, routed.request_id, self.model, not has_form, checked.decisions, self._splitter(checked, routed)
+        )
+        if guard is not None and checked.resumed:
+            await guard.resume(had_text, len(checked.resumed))
+        return guard
+
+    def _text_stream(self, checked: CheckedRequest, routed: RoutedRequest) -> TextStream:
+        sampling = routed.sampling
+        tokenizer = self.model.tokenizer
+        is_guarded = self._guardrails is not None and self._guardrails.looks_at_answers
+        splitter = None if is_guarded else self._splitter(checked, routed)  # then the guard has it
+        return TextStream(tokenizer, checked.stop, sampling.stop_token_ids, sampling.min_tokens, splitter)
+
+    def _splitter(self, checked: CheckedRequest, routed: RoutedRequest) -> AnswerSplitter | None:
+        tokenizer, functions = self.model.tokenizer, checked.functions
+        parser = tool_parser(tokenizer.tool_format, functions) if functions else None
+        return answer_splitter(_first_phase(checked, routed, tokenizer), parser)
+
+    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> tuple[TextStream | None, str]:
+        """The text of an answer that is resumed, as it was after the tokens that the client has, and what the client
+        has of it; None for a new one. Raises `InvalidRequestError` if a stop string ends it before the last of
+        them."""
+        token_ids = checked.resumed
+        if not token_ids:
+            return None, ""
+        had: list[str] = []
+        text = self._text_stream(checked, routed)
+        for begin in range(0, len(token_ids), _IDS_A_TURN):
+            if begin:
+                await asyncio.sleep(0)
+            had.append(text.push(token_ids[begin : begin + _IDS_A_TURN]).text)
+            if text.stopped and text.num_tokens < len(token_ids):
+                raise InvalidRequestError(
+                    f"{RESUMED}[{text.num_tokens}]", "comes after a stop string, which ends the answer"
+                )
+        return text, "".join(had)
+
+
+def prefix_salt(tenant: str, cache_salt: str) -> bytes:
+    """What separates cached prefixes: another pair, another salt. Empty where both are."""
+    if not tenant and not cache_salt:
+        return b""
+    name = tenant.encode()
+    return struct.pack("<I", len(name)) + name + cache_salt.encode()
+
+
+def _note_use(call: Call, routed: RoutedRequest, used: Sequence[tuple[int, int]]) -> None:
+    """Add to the call what its answers to one prompt used: the prompt once there is a token, and as cached what the one
+    answer found that found the least. `used`: cached and output tokens of each."""
+    num_output = sum(num_tokens for _, num_tokens in used)
+    num_prompt = routed.num_prompt_tokens if num_output else 0
+    call.use.add(num_prompt, min(num_cached for num_cached, _ in used), num_output)
+
+
+def _is_continuable(call: Call, checked: CheckedRequest) -> bool:
+    """Whether another call could continue the answer: it is drawn again as it was."""
+    is_drawn_alike = checked.seed is not None or not checked.sampling.temperature
+    return is_drawn_alike and checked.num_answers == call.use.num_prompts == 1
+
+
+def _note_stream(call: Call, checked: CheckedRequest, routed: RoutedRequest, model_version: str) -> None:
+    """Say which answer it was, for a call that continues it; and how much of it the client says that it has."""
+    if _is_continuable(call, checked):
+        call.use.stream = stream_id(call.caller.tenant, call.use.model, model_version, checked, routed)
+    call.use.num_had = max(call.use.num_had, len(checked.resumed))
+
+
+def stream_id(tenant: str, model: str, model_version: str, checked: CheckedRequest, routed: RoutedRequest) -> bytes:
+    """What an answer and its continuations by other calls have in common: tenant, prompt, all settings, the seed where
+    it is drawn by one, and model and version that made it. 16 bytes."""
+    seed = routed.sampling.seed if routed.sampling.temperature else 0
+    sampling = msgspec.structs.replace(routed.sampling, seed=seed)
+    settings = msgspec.msgpack.encode((tenant, model, model_version, sampling, checked.stop, routed.root_hash))
+    digest = hashlib.blake2b(struct.pack("<Q", len(settings)) + settings, digest_size=16)
+    digest.update(routed.prompt_token_ids)
+    return digest.digest()
+
+
+def _end_of(checked: CheckedRequest, routed: RoutedRequest, text: TextStream) -> Literal["stop", "length"] | None:
+    """How an answer ended of which the client has all tokens; None where more come."""
+    sampling = routed.sampling
+    if text.stopped or checked.resumed[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(checked.resumed) >= sampling.max_tokens else None
+
+
+def _rest_of(routed: RoutedRequest, text: TextStream, reason: Literal["stop", "length"]) -> Iterator[Delta | Finish]:
+    """What comes after the last token."""
+    if not text.stopped:
+        tail = text.finish()
+        reason = "stop" if tail.stopped else reason
+        if tail.text or tail.reasoning or tail.calls:
+            yield Delta(
+                text.num_tokens,
+                (),
+                tail.text,
+                num_prompt_tokens=routed.num_prompt_tokens,
+                reasoning=tail.reasoning,
+                calls=tail.calls,
+            )
+    yield Finish(
+        request_id=routed.request_id,
+        reason=reason,
+        num_prompt_tokens=routed.num_prompt_tokens,
+        num_cached_tokens=0,
+        num_output_tokens=text.num_tokens,
+        num_reasoning_tokens=text.num_reasoning_tokens,
+    )
+
+
+def _first_phase(checked: CheckedRequest, routed: RoutedRequest, tokenizer: Tokenizer) -> Phase | None:
+    """Where an answer begins of which the reasoning is separated; `None` for others."""
+    prompt = checked.prompt
+    is_separated = checked.splits_reasoning and tokenizer.reasoning_format != "none" and not checked.sampling.grammar
+    if not is_separated or not isinstance(prompt, ChatPrompt):
+        return None
+    first = max(0, routed.num_prompt_tokens - _MAX_TAG_IDS)
+    last_ids = unpack_token_ids(slice_token_ids(routed.prompt_token_ids, first))
+    prompt_end = b"".join(map(tokenizer.token_bytes, last_ids)).decode("utf-8", "replace")
+    return first_phase(prompt_end, prompt.turns[-1].content if prompt.options.continues else None)
+
+
+def _prompt_ids(checked: CheckedRequest, tokenizer: Tokenizer, max_tokens: int) -> tuple[int, ...]:
+    """The prompt, without what is cut off at its beginning: of a text not the special tokens that stand there."""
+    most = checked.max_prompt_tokens
+    ids = _encode(checked.prompt, tokenizer, max_tokens if most is None else None)
+    if most is None or len(ids) <= most:
+        return ids
+    first = tokenizer.first_ids if isinstance(checked.prompt, TextPrompt) else ()
+    kept = first if len(first) < most else ()
+    return (*kept, *ids[len(ids) - most + len(kept) :])
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None, special: bool = True) -> tuple[int, ...]:
+    match prompt:
+        case TextPrompt(text):
+            return tuple(tokenizer.encode_text(text, special, max_tokens))
+        case IdsPrompt(token_ids):
+            return token_ids
+        case ChatPrompt(turns, tools, options):
+            return tuple(tokenizer.encode_chat(turns, max_tokens, tools, options))

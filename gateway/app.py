@@ -1,0 +1,260 @@
+"""The HTTP application: authentication, routes, errors.
+
+authenticate (but for probes) ──> route ──> endpoint ──> response
+     └──────────── any error ────────┴───────────┴──> {"error": ...}, or an event of the stream that began; in the form
+                                                      of the API whose path it is
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from starlette.routing import Match, Route
+
+from disagg.gateway.auth.audit import Audit
+from disagg.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
+from disagg.gateway.auth.rights import require_inference
+from disagg.gateway.batches.batch_handlers import Batches
+from disagg.gateway.batches.file_handlers import Files
+from disagg.gateway.event_loop.loop_watch import name_task
+from disagg.gateway.http.errors import (
+    Headers,
+    MethodNotAllowedError,
+    UnknownUrlError,
+    error_headers,
+)
+from disagg.gateway.http.exchange import Exchange, Receive, Scope, Send
+from disagg.gateway.http.sites import Sites
+from disagg.gateway.openai.completions import Completions
+from disagg.gateway.openai.information import Information
+from disagg.gateway.operators.page import Page
+from disagg.gateway.other_apis.messages.errors import MESSAGES, answer_as_anthropic
+from disagg.gateway.other_apis.messages.messages import Messages
+from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
+from disagg.gateway.readiness import STOPPING, Readiness
+from disagg.gateway.requests.headers import HEADER as TRACE_HEADER
+from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
+from disagg.gateway.usage.handler import UsageHandler
+from disagg.proto.errors import DisaggError, InternalError, UnavailableError
+from disagg.proto.ids import RequestId
+
+logger = logging.getLogger(__name__)
+
+USAGE_PATH: Final = "/v1/usage"
+_MAX_SHOWN_CHARS: Final = 256
+"""Of a wrong path, as an error repeats it."""
+_OPEN_PATHS: Final = ("/livez", "/readyz")
+"""Answered without a key, beside the files of the page, which have no data."""
+_PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")
+"""Answered under any name of the host, as probes use them. `/metrics` is not: it shows the use of others, and its
+readers on this machine can use a name of loopback."""
+_NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
+"""A browser must not guess another type than the response names: answers hold text that clients chose."""
+
+_API_KEY: Final = "x-api-key"
+
+Handler = Callable[[Exchange, RequestId], Awaitable[None]]
+
+
+class HttpApp:
+    """An ASGI application.
+
+    Args:
+        completions: answers prompts.
+        information: answers everything else.
+        authenticator: of the callers.
+        mint_id: a request id that was never used.
+        mint_trace_bits: 192 random bits, see `traceparent`.
+        audit: logs refused calls.
+        sites: which web sites' pages may call.
+        readiness: whether new requests are taken; once they are not, connections close with their answer.
+        page: for operators; `None` serves none.
+        files, batches: answer OpenAI's files and batches; None where none are served.
+        usage: shows what was used; None has no such path.
+    """
+
+    def __init__(
+        self,
+        completions: Completions,
+        information: Information,
+        authenticator: Authenticator,
+        mint_id: Callable[[], RequestId],
+        mint_trace_bits: Callable[[], int],
+        audit: Audit,
+        sites: Sites,
+        readiness: Readiness,
+        page: Page | None = None,
+        files: Files | None = None,
+        batches: Batches | None = None,
+        usage: UsageHandler | None = None,
+    ) -> None:
+        self._open_paths = frozenset((*_OPEN_PATHS, *(page.paths if page is not None else ())))
+        self._audit = audit
+        self._sites = sites
+        self._readiness = readiness
+        self.stopping = False
+        """Set by the server before it cancels what still runs."""
+        self._authenticator = authenticator
+        self._mint_id = mint_id
+        self._mint_trace_bits = mint_trace_bits
+        self._routes = (
+            *_routes(completions, information),
+            *_other_routes(Responses(completions), Messages(completions)),
+            *_page_routes(page),
+            *_batch_routes(files, batches),
+            *(() if usage is None else (Route(USAGE_PATH, usage.list, methods=["GET"]),)),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request; every error, also one of our own code, is answered as the API of its path does."""
+        if scope["type"] != "http":
+            return
+        request_id = self._mint_id()
+        name_task(request_id)
+        exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
+        if scope["path"].startswith(MESSAGES):
+            answer_as_anthropic(exchange, request_id)
+        try:
+            if self._readiness.is_draining:
+                exchange.add_header(b"connection", b"close")
+            self._label(exchange, request_id)
+            if scope["path"] not in _PROBED_PATHS:
+                self._sites.check(exchange.headers.get("host"), exchange.headers.get("origin"))
+            self._authenticate(exchange)
+            handler = self._find(scope)
+            if _is_inference(scope["method"], scope["path"]):
+                require_inference(CALLER.get())
+            await handler(exchange, request_id)
+        except DisaggError as error:
+            await _fail(exchange, error)
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            await _fail(exchange, UnavailableError("the gateway stops", STOPPING))
+        except Exception:
+            logger.exception("request %s: failed by a bug; the client gets an internal error", request_id)
+            await _fail(exchange, InternalError("the gateway failed; its log has the reason"))
+
+    def _label(self, exchange: Exchange, request_id: RequestId) -> None:
+        """What every response carries."""
+        label = read_label(exchange.headers.get(LABEL)) or request_id
+        exchange.add_header(LABEL.encode(), label.encode())
+        given = exchange.headers.get(TRACE_HEADER)
+        if given is not None:
+            exchange.trace_parent = child_of(given, self._mint_trace_bits())
+            exchange.parent_span = parent_span(given)
+            exchange.add_header(TRACE_HEADER.encode(), exchange.trace_parent.encode())
+
+    def _authenticate(self, exchange: Exchange) -> None:
+        if exchange.scope["path"] in self._open_paths:
+            CALLER.set(UNAUTHENTICATED)
+            return
+        try:
+            caller = self._authenticator.authenticate(_authorization(exchange), exchange.certificate)
+        except RefusedError as error:
+            self._audit.refused("http", error.reason, exchange.peer)
+            raise
+        CALLER.set(caller)
+        exchange.mark_known()
+
+    def _find(self, scope: Scope) -> Handler:
+        """The handler of a path and method. Raises `UnknownUrlError` or `MethodNotAllowedError`."""
+        allowed: set[str] = set()
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(found)
+                handler: Handler = route.endpoint
+                return handler
+            if match is Match.PARTIAL:
+                allowed |= route.methods or set()
+        where = f"{scope['method']} {scope['path']}"[:_MAX_SHOWN_CHARS]
+        if allowed:
+            names = ", ".join(sorted(allowed))
+            raise MethodNotAllowedError(f"there is no {where}; this path takes {names}", names)
+        raise UnknownUrlError(f"there is no {where}")
+
+
+def _routes(completions: Completions, information: Information) -> Sequence[Route]:
+    get, post = ["GET"], ["POST"]
+    return (
+        Route("/v1/chat/completions", completions.chat, methods=post),
+        Route("/v1/completions", completions.text, methods=post),
+        Route("/v1/models", information.models, methods=get),
+        Route("/v1/models/{model:path}", information.model, methods=get),
+        Route("/health", information.health, methods=get),
+        Route("/ping", information.health, methods=get),
+        Route("/livez", information.alive, methods=get),
+        Route("/readyz", information.ready, methods=get),
+        Route("/metrics", information.metrics, methods=get),
+        Route("/version", information.version, methods=get),
+        Route("/v1/embeddings", information.embeddings, methods=post),
+        Route("/tokenize", information.tokenize, methods=post),
+        Route("/detokenize", information.detokenize, methods=post),
+    )
+
+
+def _other_routes(responses: Responses, messages: Messages) -> Sequence[Route]:
+    post = ["POST"]
+    return (
+        Route(RESPONSES, responses.create, methods=post),
+        Route(MESSAGES, messages.create, methods=post),
+        Route(f"{MESSAGES}/count_tokens", messages.count_tokens, methods=post),
+    )
+
+
+def _page_routes(page: Page | None) -> Sequence[Route]:
+    if page is None:
+        return ()
+    return (
+        *(Route(path, page.file, methods=["GET"]) for path in page.paths),
+        Route("/ui/state", page.state, methods=["GET"]),
+        Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
+        Route("/ui/usage", page.usage, methods=["GET"]),
+    )
+
+
+def _authorization(exchange: Exchange) -> str | None:
+    """The header, or what Anthropic's clients send instead."""
+    given = exchange.headers.get("authorization")
+    key = exchange.headers.get(_API_KEY)
+    return given if given is not None or key is None else f"Bearer {key}"
+
+
+def _is_inference(method: str, path: str) -> bool:
+    """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
+    if method not in ("GET", "HEAD"):
+        return True
+    return path.startswith("/v1/") and not path.startswith("/v1/models") and path != USAGE_PATH
+
+
+def _batch_routes(files: Files | None, batches: Batches | None) -> Sequence[Route]:
+    if files is None or batches is None:
+        return ()
+    get, post = ["GET"], ["POST"]
+    return (
+        Route("/v1/files", files.list, methods=get),
+        Route("/v1/files", files.upload, methods=post),
+        Route("/v1/files/{file}", files.one, methods=get),
+        Route("/v1/files/{file}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file}/content", files.content, methods=get),
+        Route("/v1/batches", batches.list, methods=get),
+        Route("/v1/batches", batches.create, methods=post),
+        Route("/v1/batches/{batch}", batches.one, methods=get),
+        Route("/v1/batches/{batch}/cancel", batches.cancel, methods=post),
+    )
+
+
+async def _fail(exchange: Exchange, error: DisaggError) -> None:
+    """Send the error in the form that is still possible. Nothing is sent to a client that is gone, and a complete
+    answer that has begun can only be cut off."""
+    if exchange.ended:
+        return
+    if exchange.is_stream:
+        await exchange.end(exchange.error_event(error))
+    elif not exchange.started:
+        headers: Headers = error_headers(error)
+        await exchange.respond(error.http_status, exchange.error_body(error), headers=headers)

@@ -1,1 +1,0 @@
-"""OpenAI's `/v1/files` and `/v1/batches`."""

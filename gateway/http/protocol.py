@@ -1,0 +1,291 @@
+"""One HTTP connection: uvicorn's protocol, with the limits that it leaves to a proxy.
+
+    accepted ──> idle ──> head ──> body, answer ──> idle ...      `HttpConnection` notes since when
+       └─ too many: the one that has been silent longest is closed; without one, the new one
+
+`Connections` looks at all of them once in a while and closes those that are silent before or between requests, send
+their head too slowly, leave an answer unread, or do not take the end of a closed one. Bytes of one connection that wait
+in this process are bounded: `WRITE_BUFFER_BYTES` and one write, in both directions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import uvicorn
+from typing_extensions import override
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from disagg.gateway.http.errors import error_json
+from disagg.gateway.http.silent import SilentConnections
+from disagg.proto.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+WRITE_BUFFER_BYTES: Final = 64 << 10
+"""Of one connection, above which writing waits. One write may come on top."""
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Of request line and headers."""
+MAX_HEADERS: Final = 256
+"""Of one request: each is a few calls of Python."""
+MAX_PIPELINED: Final = 16
+"""Requests that may wait behind the one that is answered."""
+_LINGER_S: Final = 5.0
+"""How long a closed connection may take for the bytes that it still has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may do."""
+
+    max_connections: int
+    """Open at a time. A further one takes the place of one without a request; where all have one, it is closed."""
+    idle_timeout_s: float
+    """Without a request, before the first one and between two."""
+    head_timeout_s: float
+    """From the first byte of a request to the end of its head."""
+    write_timeout_s: float
+    """During which a client may leave its answer unread."""
+
+
+class Connections:
+    """All connections of one server, and their limits. Owner of `state`, which uvicorn fills.
+
+    Args:
+        config: uvicorn's, loaded.
+        limits: for each connection.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.limits = limits
+        self.clock = clock
+        self.state = ServerState()
+        self.silent: SilentConnections[HttpConnection] = SilentConnections()
+        self._num_evicted = 0
+        self._num_refused = 0
+        self.none_left = asyncio.Event()
+        self.none_left.set()
+
+    def make(self) -> HttpConnection:
+        """A protocol for a connection that comes in."""
+        return HttpConnection(self)
+
+    def make_room(self) -> bool:
+        """Whether there is a place for one more connection; closes the one that has been silent longest for it."""
+        if len(self.state.connections) < self.limits.max_connections:
+            return True
+        victim = self.silent.take()
+        if victim is None:
+            self._num_refused += 1
+            return False
+        self._num_evicted += 1
+        self.state.connections.discard(victim)  # its end is noticed only in the loop's next round
+        victim.transport.abort()
+        return True
+
+    def sweep(self) -> None:
+        """Close what is over its time, and log what the limit of connections cost since the last sweep."""
+        if self._num_evicted or self._num_refused:
+            logger.warning(
+                "all %d HTTP connections (gateway.max_connections) in use, closed %d idle ones for new ones, refused %d"
+                " new ones because every connection had a request",
+                self.limits.max_connections,
+                self._num_evicted,
+                self._num_refused,
+            )
+            self._num_evicted = self._num_refused = 0
+        now = self.clock()
+        for connection in list(self.state.connections):
+            assert isinstance(connection, HttpConnection)
+            connection.check(now)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, owner: Connections) -> None:
+        super().__init__(config=owner.config, server_state=owner.state, app_state={"connection": self})
+        self.access_log = False
+        self.was_stalled = False
+        """It was closed because the client did not read."""
+        self.is_known = False
+        """A request on it has passed authentication."""
+        self._owner = owner
+        self._idle_since: float | None = None
+        self._head_since: float | None = None
+        self._stalled_since: float | None = None
+        self._surplus_since: float | None = None
+        """The request was answered, refused most likely, and its body still comes."""
+        self._closed_since: float | None = None
+        self._num_head_bytes = 0
+        self._num_headers = 0
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered now, or was last; uvicorn has only the one that came last."""
+
+    # ------------------------------------------------------------ transport
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
+        if not self._owner.make_room():
+            self.transport = transport
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._owner.none_left.clear()
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._idle_since = self._owner.clock()
+        self._owner.silent.add(self, is_known=False)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self._owner.silent.remove(self)
+        super().connection_lost(exc)
+        if not self.connections:
+            self._owner.none_left.set()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        in_head = self._head_since is not None
+        super().data_received(data)
+        if in_head and self._head_since is not None:
+            self._is_head_too_large(len(data))
+
+    @override
+    def pause_writing(self) -> None:
+        self._stalled_since = self._owner.clock()
+        super().pause_writing()
+
+    @override
+    def resume_writing(self) -> None:
+        self._stalled_since = None
+        super().resume_writing()
+
+    # ------------------------------------------------------------ parser
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._idle_since, self._head_since = None, self._owner.clock()
+        self._num_head_bytes = self._num_headers = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request line."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A complete header."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self.send_400_response(f"the head has more than {MAX_HEADERS} headers")
+            raise ValueError("too many headers")  # ends the parser's run
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: the request is answered, or waits for its turn."""
+        self._head_since = None
+        self._owner.silent.remove(self)
+        if self.parser.get_http_version() == "0.9":
+            self.send_400_response("there is no HTTP version in the request line")
+            raise ValueError("HTTP/0.9")  # ends the parser's run
+        super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+            raise ValueError("too many requests in one go")  # ends the parser's run
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()  # a connection that is not read from does not show that its client is gone
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """A request was answered."""
+        super().on_response_complete()
+        if self.cycle.response_complete and self in self.connections:
+            self._owner.silent.add(self, is_known=self.is_known)
+        if self._head_since is None and self.cycle.response_complete:
+            self._idle_since = self._owner.clock()
+            self._surplus_since = self._idle_since if self.cycle.more_body else None
+
+    def on_message_complete(self) -> None:
+        """The body is complete."""
+        super().on_message_complete()
+        self._surplus_since = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer invalid HTTP, and close. In the middle of an answer nothing can be sent."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            body = error_json(InvalidRequestError("request", msg))
+            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+    # ------------------------------------------------------------ time
+
+    def check(self, now: float) -> None:
+        """Close the connection if it is over its time."""
+        limits = self._owner.limits
+        if self.transport.is_closing():
+            self._closed_since = now if self._closed_since is None else self._closed_since
+        if _is_over(self._stalled_since, limits.write_timeout_s, now):
+            self.was_stalled = True
+            self.transport.abort()
+        elif (
+            _is_over(self._idle_since, limits.idle_timeout_s, now)
+            or _is_over(self._head_since, limits.head_timeout_s, now)
+            or _is_over(self._surplus_since, limits.head_timeout_s, now)
+            or _is_over(self._closed_since, _LINGER_S, now)
+        ):
+            self.transport.abort()
+
+    def _count_head(self, num_bytes: int) -> None:
+        if self._is_head_too_large(num_bytes):
+            raise ValueError("the head is too large")  # ends the parser's run
+
+    def _is_head_too_large(self, num_bytes: int) -> bool:
+        """Whether these further bytes are too many; then an error was sent and the connection closes."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response(f"the head has more than {MAX_HEAD_BYTES} bytes")
+        return self._num_head_bytes > MAX_HEAD_BYTES
+
+
+def _is_over(since: float | None, timeout_s: float, now: float) -> bool:
+    return since is not None and now - since > timeout_s
+
+
+def make_config(app: Any, idle_timeout_s: float) -> uvicorn.Config:
+    """uvicorn's settings, loaded: only HTTP/1.1, no logs of requests, no headers of its own."""
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",
+        http=HttpConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=max(1, math.ceil(idle_timeout_s)),
+    )
+    config.load()
+    return config

@@ -1,0 +1,76 @@
+"""Which web sites' pages may call the gateway from a browser. Pure.
+
+A browser sends whatever a page asks for to a server on its own machine, with the page's origin in a header. A page may
+also have its own name resolve to this machine (DNS rebinding): then the request looks as if it came from the same
+site, but for the name in `Host`. Where a key is required, neither helps a page, which has none; where none is
+required, both headers are checked. A client certificate is sent by the browser itself, whatever page asks: so where
+one is enough, the origin is checked too. The name in `Host` is that of the server's own certificate then. A body must
+be declared as JSON, which no page can send to another site without a preflight request, or is the form of an upload.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from disagg.gateway.http.errors import ContentTypeError, ForeignSiteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sites:
+    """Which `Host` and `Origin` are accepted.
+
+    Args:
+        checks_host: whether only loopback names and `hosts` may stand in `Host`: without keys, on loopback or where
+            names are configured. Elsewhere the names under which a gateway is reached are unknown.
+        takes_addresses: whether any IP address may stand there too: off loopback. No name is rebound to one.
+        checks_origin: whether only `origins` and the site itself may stand in `Origin`: where a browser may send a
+            request that is authenticated without a key.
+        hosts: further names, without a port.
+        origins: further origins, such as `https://chat.example`.
+    """
+
+    checks_host: bool = False
+    takes_addresses: bool = False
+    checks_origin: bool = False
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def check(self, host: str | None, origin: str | None) -> None:
+        """Raises `ForeignSiteError`."""
+        if self.checks_host and host is not None and not self._is_ours(_name_of(host)):
+            raise ForeignSiteError(
+                f"Host: this gateway is not known as {host[:64]!r}; use 127.0.0.1 or localhost, or set "
+                "gateway.allowed_hosts"
+            )
+        if self.checks_origin and origin is not None and origin.lower() not in self._allowed_origins(host):
+            raise ForeignSiteError(
+                f"Origin: pages of {origin[:64]!r} may not call this gateway; set gateway.allowed_origins"
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        if name == "localhost" or name in self.hosts:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback or self.takes_addresses
+        except ValueError:
+            return False
+
+    def _allowed_origins(self, host: str | None) -> tuple[str, ...]:
+        own = () if host is None else (f"http://{host.lower()}", f"https://{host.lower()}")
+        return (*own, *self.origins)
+
+
+def check_content_type(given: str | None) -> None:
+    """Raises `ContentTypeError` for the header of a body that is not JSON's."""
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = "nothing" if given is None else repr(given[:64])
+        raise ContentTypeError(f"content-type: must be application/json, not {shown}")
+
+
+def _name_of(host: str) -> str:
+    """The name or address in a `Host` header, lower case, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

@@ -1,1 +1,0 @@
-"""Connections: the protocol, silent ones, unfinished bodies, errors on the wire."""

@@ -1,0 +1,1 @@
+"""The models that a gateway serves: their routers, members and changes."""

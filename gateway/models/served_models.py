@@ -1,0 +1,164 @@
+"""What a gateway has of each model that it serves, and how a model comes and goes while it runs.
+
+add       its tokenizer and its router are there: requests may name it
+withdraw  requests that name it are refused; what it has got goes on, and operators see it
+remove    nothing of it is left
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from disagg.gateway.answers.generator import Generator
+from disagg.gateway.answers.grammars.compiler import CompilerStart
+from disagg.gateway.answers.grammars.compiler_process import CompilerProcess
+from disagg.gateway.answers.grammars.grammars import Grammars
+from disagg.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.models.all_routers import AllRouters
+from disagg.gateway.models.models import Models
+from disagg.gateway.operators.probe import PairProbe
+from disagg.gateway.requests.validate import Limits
+from disagg.gateway.text.tokenizer import ServedModel, load_model
+from disagg.proto.clock.process_clock import process_clock
+from disagg.proto.ids import RequestId
+from disagg.router.api import ClusterView, Router
+
+
+def load_served(source: ModelSource, config: GatewayConfig) -> ServedModel:
+    """Read tokenizer and chat template of a model, which takes a second where they are large. Raises `ConfigError`."""
+    return load_model(
+        source.path,
+        source.name,
+        source.max_model_len,
+        special_tokens_in_chat=config.special_tokens_in_chat,
+        nonce=secrets.token_hex(8),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _grammars_of(model: ServedModel, source: ModelSource) -> Grammars:
+    info = model.info
+    if not info.eos_token_ids:
+        return Grammars(None)
+    start = CompilerStart(
+        tokenizer_file=str(Path(source.path) / "tokenizer.json"),
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+    )
+    return Grammars(CompilerProcess(start))
+
+
+class ServedModels:
+    """Owner of all that is of one model. The routers are started and stopped by the caller.
+
+    Args:
+        config: of the gateway; has the models at its start.
+        routers: of these, by key.
+        mint_id: a request id that was never used.
+
+    Raises:
+        ConfigError: if a model's files are missing or broken.
+    """
+
+    def __init__(self, config: GatewayConfig, routers: Mapping[str, Router], mint_id: Callable[[], RequestId]) -> None:
+        self._config = config
+        self._mint_id = mint_id
+        self._make: Callable[[str], Generator] | None = None
+        """After `begin`."""
+        self._generators: dict[str, Generator] = {}
+        self._grammars: dict[str, Grammars] = {}
+        self.sources = {source.key: source for source in config.models}
+        """By key, as everything here; also of models that are withdrawn."""
+        self.loaded = {source.key: load_served(source, config) for source in config.models}
+        self.routers = {source.key: routers[source.key] for source in config.models}
+        self.all = AllRouters(self.routers)
+        self.views: dict[str, Callable[[], ClusterView]] = {}
+        """By name, for metrics and for the room of batches; always the same dictionary."""
+        self.probes: dict[str, PairProbe] = {}
+        self.models = Models()
+        """That requests may name."""
+        self._observe()
+
+    @property
+    def longest_context(self) -> int:
+        """Of the models that are there, in tokens."""
+        return max(model.info.max_model_len for model in self.loaded.values())
+
+    def begin(self, offload: Offload, guardrails: Guardrails | None) -> Models:
+        """Serve the models of the start, with these threads for tokenizing and these rules."""
+
+        def make(key: str) -> Generator:
+            model = self.loaded[key]
+            grammars = self._grammars[key] = _grammars_of(model, self.sources[key])
+            grammars.prepare()
+            return Generator(
+                model,
+                self.routers[key],
+                Limits(model.info, self._config.max_prompt_bytes),
+                self.sources[key].prefix_root,
+                clock=process_clock().now,
+                mint_seed=lambda: secrets.randbits(64),
+                mint_id=self._mint_id,
+                offload=offload,
+                guardrails=guardrails,
+                grammars=grammars,
+            )
+
+        self._make = make
+        for key in self.sources:
+            self._serve(key)
+        return self.models
+
+    def add(self, source: ModelSource, model: ServedModel, router: Router) -> None:
+        """Serve one more. It may have the name of one that was withdrawn."""
+        key = source.key
+        self.sources[key], self.loaded[key], self.routers[key] = source, model, router
+        self._observe()
+        self._serve(key)
+
+    def withdraw(self, key: str) -> None:
+        """Refuse further requests that name it."""
+        self.models.remove(self._generators[key])
+
+    def restore(self, key: str) -> None:
+        """Serve again what was withdrawn, and is there yet."""
+        self.models.add(self._generators[key])
+
+    def is_idle(self, key: str) -> bool:
+        """Whether a model has no worker and no request."""
+        view = self.routers[key].view()
+        return not (view.workers or view.unreachable or view.num_queued or view.num_running)
+
+    def close(self) -> None:
+        """End the processes that are here for the models. Idempotent."""
+        for grammars in self._grammars.values():
+            grammars.close()
+
+    def remove(self, key: str) -> None:
+        """Forget one that was withdrawn."""
+        self._grammars.pop(key).close()
+        for of_models in (self._generators, self.sources, self.loaded, self.routers, self.probes):
+            of_models.pop(key)
+        self._observe()
+
+    def _serve(self, key: str) -> None:
+        assert self._make is not None, "the gateway has not started"
+        self._generators[key] = self._make(key)
+        self.probes[key] = PairProbe(
+            self.routers[key],
+            self.loaded[key].info.vocab_size,
+            clock=process_clock().now,
+            mint_id=self._mint_id,
+            dice=random.SystemRandom(),
+        )
+        self.models.add(self._generators[key])
+
+    def _observe(self) -> None:
+        self.views.clear()
+        self.views.update({source.name: self.routers[key].view for key, source in self.sources.items()})

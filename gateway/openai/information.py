@@ -1,0 +1,185 @@
+"""Everything but answers to prompts: models, health, metrics, version, tokens of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from disagg import __version__
+from disagg.gateway.answers.generator import Generator
+from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.auth.rights import require_counts
+from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.http.exchange import BodyLimits, Exchange
+from disagg.gateway.metrics.registry import GatewayMetrics
+from disagg.gateway.models.models import Models
+from disagg.gateway.openai.logprobs import token_text
+from disagg.gateway.openai.schema import ABSENT, DetokenizeBody, TokenizeBody, decoded
+from disagg.gateway.openai.template_options import read_template_options
+from disagg.gateway.openai.to_input import FieldNames, read_turns
+from disagg.gateway.openai.tools import read_tools
+from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.request import BYTES_PER_ID, ChatPrompt
+from disagg.gateway.requests.validate import check_chat, check_text
+from disagg.gateway.requests.values import check_ids, check_length
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+
+_TOKENIZE: Final = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
+_NAMES: Final = FieldNames("messages", "logprobs")
+_TEXT_NAMES: Final = FieldNames("prompt", "logprobs")
+_VALUES_A_PIECE: Final = 16_384
+"""Of a long list that is written."""
+
+B = TypeVar("B")
+
+
+class Information:
+    """Handlers.
+
+    Args:
+        models: have the tokenizers.
+        readiness: whether new requests are taken.
+        metrics: what `/metrics` shows.
+        limits: of bodies.
+        created: when the models began to be served, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        readiness: Readiness,
+        metrics: GatewayMetrics,
+        limits: BodyLimits,
+        created: int,
+    ) -> None:
+        self._models = models
+        self._readiness = readiness
+        self._metrics = metrics
+        self._limits = limits
+        self._created = created
+
+    async def models(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /v1/models`."""
+        allowed = self._models.allowed(CALLER.get())
+        await exchange.respond_json({"object": "list", "data": [self._model(generator) for generator in allowed]})
+
+    async def model(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /v1/models/{model}`."""
+        found = self._models.find(CALLER.get(), exchange.path_params["model"])
+        await exchange.respond_json(self._model(found))
+
+    async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
+        names = ", ".join(generator.model.info.name for generator in self._models.allowed(CALLER.get()))
+        raise InvalidRequestError("model", f"{names} generates text and was not trained to make embeddings")
+
+    async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /livez`: the process answers."""
+        await exchange.respond_json({"status": "alive"})
+
+    async def health(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /health`: some worker can serve, 200; or none, or the gateway drains, 503."""
+        num_workers = self._readiness.num_decode_workers
+        state = self._readiness.state if num_workers else "no decode worker"
+        body = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
+        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode(body))
+
+    async def ready(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /readyz`: new requests should be sent here, 200, or not, 503."""
+        state = self._readiness.state
+        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode({"status": state}))
+
+    async def metrics(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /metrics`: what is exact to a request is not for every tenant."""
+        require_counts(CALLER.get())
+        body, content_type = self._metrics.render(exchange.headers.get("accept", ""))
+        await exchange.respond(200, body, content_type.encode())
+
+    async def version(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /version`."""
+        await exchange.respond_json({"version": __version__})
+
+    async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /tokenize`."""
+        body = await self._limits.read(exchange, lambda raw: decoded(raw, _TOKENIZE, _as_it_is))
+        generator = self._models.find(CALLER.get(), body.model)
+        token_ids = await _encode(generator, body)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": generator.model.info.max_model_len,
+            "tokens": msgspec.Raw(await in_pieces(_list_json(token_ids))),
+        }
+        if body.return_token_strs:
+            texts = await _token_texts(generator, token_ids)
+            answer["token_strs"] = msgspec.Raw(await in_pieces(_list_json(texts)))
+        await exchange.respond_json(answer)
+
+    async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /detokenize`."""
+        body = await self._limits.read(exchange, lambda raw: decoded(raw, _DETOKENIZE, _as_it_is))
+        generator = self._models.find(CALLER.get(), body.model)
+        check_length(len(body.tokens), "tokens", generator.max_listed_ids)
+        token_ids = check_ids(body.tokens, "tokens", generator.model.info.vocab_size)
+        await exchange.respond_json({"prompt": await generator.detokenize(token_ids)})
+
+    def _model(self, generator: Generator) -> dict[str, Any]:
+        info = generator.model.info
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "disagg",
+            "root": info.name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+
+async def _encode(generator: Generator, body: TokenizeBody) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt", "one of prompt and messages must be set")
+    if body.messages is not None:
+        turns = await in_pieces(read_turns(body.messages))
+        tools = read_tools(body.tools, ABSENT, None)
+        options = read_template_options(body, turns)
+        return await _encode_chat(generator, ChatPrompt(turns, tools.source if tools else "", options))
+    prompt = check_text(body.prompt or "", "prompt", generator.limits)
+    try:
+        return await generator.tokenize(prompt, special=body.add_special_tokens is not False)
+    except InvalidRequestError as error:
+        raise _TEXT_NAMES.rename(error) from None
+
+
+async def _token_texts(generator: Generator, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; of many, made on a thread, as a long list would hold up all streams."""
+    bytes_of = generator.model.tokenizer.token_bytes
+    num_bytes = BYTES_PER_ID * len(token_ids)
+    return await generator.offload(num_bytes, lambda: [token_text(bytes_of(one)) for one in token_ids])
+
+
+async def _encode_chat(generator: Generator, prompt: ChatPrompt) -> tuple[int, ...]:
+    try:
+        checked = check_chat(prompt.turns, generator.limits, prompt.tools, prompt.options)
+        return await generator.tokenize(checked)
+    except InvalidRequestError as error:
+        raise _NAMES.rename(error) from None
+
+
+def _as_it_is(body: B) -> Pieces[B]:
+    yield from ()
+    return body
+
+
+def _list_json(values: Sequence[int] | Sequence[str]) -> Pieces[bytes]:
+    """A list as JSON. Yields between pieces of work."""
+    parts: list[bytes] = []
+    for begin in range(0, len(values), _VALUES_A_PIECE):
+        if begin:
+            yield
+        parts.append(msgspec.json.encode(values[begin : begin + _VALUES_A_PIECE])[1:-1])
+    return b"[%b]" % b",".join(parts)

@@ -1,0 +1,71 @@
+"""The handlers of `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import msgspec
+
+from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.openai.completions import Completions
+from disagg.gateway.openai.schema import decoded
+from disagg.gateway.openai.to_input import ParsedCall
+from disagg.gateway.other_apis.messages.answer import MessageWriter
+from disagg.gateway.other_apis.messages.schema import MessagesBody
+from disagg.gateway.other_apis.messages.to_input import Conversation, read_conversation, read_messages
+from disagg.gateway.other_apis.shared.answers import PartReader, write_answer
+from disagg.gateway.other_apis.shared.bodies import sampling_of
+from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.request import Call
+from disagg.gateway.requests.validate import check_chat
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.ids import RequestId
+
+_BODY: Final = msgspec.json.Decoder(MessagesBody)
+
+
+class Messages:
+    """Handlers.
+
+    Args:
+        completions: the way of every request.
+    """
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def create(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/messages`."""
+        await self._completions.run(exchange, request_id, lambda raw: decoded(raw, _BODY, read_messages), self._write)
+
+    async def count_tokens(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/messages/count_tokens`: those of the prompt that the chat template makes."""
+        model, asked = await self._completions.limits.read(exchange, lambda raw: decoded(raw, _BODY, _read_count))
+        generator = self._completions.models.find(CALLER.get(), model)
+        try:
+            prompt = check_chat(asked.prompt.turns, generator.limits, asked.prompt.tools, asked.prompt.options)
+            token_ids = await generator.tokenize(prompt)
+        except InvalidRequestError as error:
+            raise asked.names.rename(error) from None
+        await exchange.respond_json({"input_tokens": len(token_ids)})
+
+    async def _write(
+        self,
+        generator: Generator,
+        exchange: Exchange,
+        parsed: ParsedCall,
+        call: Call,
+        events: AsyncGenerator[Delta | Finish, None],
+    ) -> None:
+        reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
+        model, shows_reasoning = parsed.inputs[0].model, parsed.shows_reasoning
+        writer = MessageWriter(model, call.request_id, reader, exchange.error_event, shows_reasoning)
+        await write_answer(exchange, events, writer, parsed.stream)
+
+
+def _read_count(body: MessagesBody) -> Pieces[tuple[str, Conversation]]:
+    model = sampling_of(body)["model"]
+    return model, (yield from read_conversation(body))

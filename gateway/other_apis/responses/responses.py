@@ -1,0 +1,65 @@
+"""The handler of `/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import msgspec
+
+from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.openai.completions import Completions
+from disagg.gateway.openai.schema import decoded
+from disagg.gateway.other_apis.responses.answer import ResponseWriter
+from disagg.gateway.other_apis.responses.schema import ResponsesBody
+from disagg.gateway.other_apis.responses.to_input import ParsedResponse, read_response
+from disagg.gateway.other_apis.shared.answers import PartReader, whole_answer, write_answer
+from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.request import Call
+from disagg.proto.ids import RequestId
+
+RESPONSES: Final = "/v1/responses"
+_BODY: Final = msgspec.json.Decoder(ResponsesBody)
+
+
+class Responses:
+    """Handlers.
+
+    Args:
+        completions: the way of every request.
+    """
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def create(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`POST /v1/responses`."""
+        await self._completions.run(exchange, request_id, _read, self._write)
+
+    async def line(self, body: bytes, call: Call) -> bytes:
+        """The answer to a line of a batch. Raises as a request."""
+        return await self._completions.run_line(body, call, _read, self._whole)
+
+    async def _write(
+        self,
+        generator: Generator,
+        exchange: Exchange,
+        parsed: ParsedResponse,
+        call: Call,
+        events: AsyncGenerator[Delta | Finish, None],
+    ) -> None:
+        await write_answer(exchange, events, self._writer(generator, parsed, call), parsed.stream)
+
+    async def _whole(
+        self, generator: Generator, parsed: ParsedResponse, call: Call, events: AsyncGenerator[Delta | Finish, None]
+    ) -> bytes:
+        return await whole_answer(events, self._writer(generator, parsed, call))
+
+    def _writer(self, generator: Generator, parsed: ParsedResponse, call: Call) -> ResponseWriter:
+        reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
+        return ResponseWriter(parsed, call.request_id, int(self._completions.wall_clock()), reader)
+
+
+def _read(raw: bytes) -> Pieces[ParsedResponse]:
+    return decoded(raw, _BODY, read_response)

@@ -1,0 +1,115 @@
+"""Answers as other APIs send them: typed server-sent events, or one object."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from disagg.gateway.answers.generator import Delta, Finish
+from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.text.segments import ToolCall
+from disagg.proto.errors import DisaggError
+
+Part = str | ToolCall
+
+_LINE_ENDS: Final = (("\u0085".encode(), b"\\u0085"), ("\u2028".encode(), b"\\u2028"), ("\u2029".encode(), b"\\u2029"))
+"""JSON lets these stand, but clients that split lines of text, not of bytes, would take them for ends of lines."""
+
+
+def one_line(value: Any) -> bytes:
+    """JSON that is one line for every reader."""
+    encoded = msgspec.json.encode(value)
+    if not encoded.isascii():
+        for char, escaped in _LINE_ENDS:
+            encoded = encoded.replace(char, escaped)
+    return encoded
+
+
+def typed_event(kind: str, fields: dict[str, Any]) -> bytes:
+    """A server-sent event whose name is in its data too."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), one_line({"type": kind, **fields}))
+
+
+class PartReader:
+    """Reads the deltas of one answer: its texts and calls in their order.
+
+    Args:
+        is_parallel: whether there may be several calls; else those after the first one are left out.
+    """
+
+    def __init__(self, is_parallel: bool = True) -> None:
+        self._is_parallel = is_parallel
+        self.num_calls = 0
+
+    def read(self, delta: Delta) -> list[Part]:
+        """What a delta brings beside reasoning."""
+        parts: list[Part] = []
+        start = 0
+        for place, call in delta.calls:
+            parts.append(delta.text[start:place])
+            start = place
+            if self._is_parallel or not self.num_calls:
+                self.num_calls += 1
+                parts.append(call)
+        parts.append(delta.text[start:])
+        return [part for part in parts if part]
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer."""
+
+    def begin(self, num_prompt_tokens: int) -> bytes:
+        """The events before the first one of the answer."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """The events of a delta; empty where there are none."""
+        ...
+
+    def finish(self, finish: Finish) -> bytes:
+        """The events of the end."""
+        ...
+
+    def failed(self, error: DisaggError) -> bytes:
+        """The last event of a stream that an error ended."""
+        ...
+
+    def whole(self) -> bytes:
+        """The complete answer, after its end."""
+        ...
+
+
+async def whole_answer(events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter) -> bytes:
+    """The one answer of a call, once it has ended."""
+    async for event in events:
+        if isinstance(event, Finish):
+            writer.finish(event)
+        else:
+            writer.delta(event)
+    return writer.whole()
+
+
+async def write_answer(
+    exchange: Exchange, events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter, as_stream: bool
+) -> None:
+    """Send the one answer of a call. A stream's status waits for the first event, so that whatever is wrong before has
+    a status of its own."""
+    if not as_stream:
+        await exchange.respond(200, await whole_answer(events, writer))
+        return
+    last = b""
+    async for event in events:
+        written = b""
+        if not exchange.started:
+            exchange.error_event = writer.failed
+            await exchange.start_stream()
+            written = writer.begin(event.num_prompt_tokens)
+        if isinstance(event, Finish):
+            last = written + writer.finish(event)
+            continue
+        written += writer.delta(event)
+        if written:
+            await exchange.write(written)
+    await exchange.end(last)

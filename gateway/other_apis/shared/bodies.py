@@ -1,0 +1,83 @@
+"""Fields that the bodies of all APIs here have, and how what is not supported is refused. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from disagg.gateway.openai.schema import ABSENT, Integer, T, decode_field
+from disagg.gateway.openai.to_input import small_value
+from disagg.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput
+from disagg.gateway.requests.values import check_length, is_deeper
+from disagg.proto.errors import InvalidRequestError
+from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+
+MAX_FORMAT_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
+"""Of the JSON that has a schema: escapes and what stands around it are more than the schema."""
+
+_ANY: Final = msgspec.json.Decoder()
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample; `None` is the same as absent. Some are ours in every API."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: Integer | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+
+
+_SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "stream")
+
+
+def sampling_of(body: SamplingFields) -> dict[str, Any]:
+    """What is set, by its name in `GenerationInput`. Raises `InvalidRequestError` without a model."""
+    if not body.model:
+        raise InvalidRequestError("model", "must be set")
+    return {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
+
+
+def refuse_unsupported(body: msgspec.Struct, harmless: Mapping[str, Sequence[object]]) -> None:
+    """Raises `InvalidRequestError` for a field of `harmless` whose value is not one of those that mean nothing."""
+    for name, values in harmless.items():
+        if (given := small_value(getattr(body, name))) is not None and given not in values:
+            raise InvalidRequestError(name, "this is not supported")
+
+
+def read_bounded(raw: msgspec.Raw, decoder: msgspec.json.Decoder[T], field: str, max_bytes: int) -> T:
+    """A field that was not read with its body. Raises `InvalidRequestError` naming it."""
+    check_length(memoryview(raw).nbytes, field, max_bytes, "bytes of JSON")
+    return decode_field(raw, decoder, field)
+
+
+def read_list(raw: msgspec.Raw, field: str, max_bytes: int, max_items: int) -> list[msgspec.Raw]:
+    """The items of a list, unread. Raises `InvalidRequestError` naming the field."""
+    items = read_bounded(raw, _LIST, field, max_bytes) or []
+    check_length(len(items), field, max_items)
+    return items
+
+
+def read_schema(raw: msgspec.Raw, field: str) -> StructuredOutput:
+    """An answer by a JSON schema. Raises `InvalidRequestError` without one, and for one that is nested too deep."""
+    if is_null(raw):
+        raise InvalidRequestError(field, "must be set")
+    if is_deeper(decode_field(raw, _ANY, field), MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(field, f"at most {MAX_SCHEMA_DEPTH} levels of objects and arrays")
+    return StructuredOutput("json_schema", bytes(raw).decode(), field)
+
+
+def is_null(raw: msgspec.Raw) -> bool:
+    """Whether a field is absent, or null."""
+    return bytes(raw).strip() == bytes(ABSENT)

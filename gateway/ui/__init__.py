@@ -1,1 +1,0 @@
-"""The files of the page for operators, as browsers get them; `http/page.py` serves them."""

@@ -1,0 +1,103 @@
+"""The latest requests of all tenants, with the prompts that guardrails refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import override
+
+from disagg.gateway.auth.auth import Caller
+from disagg.gateway.operators.admin import AdminService
+from disagg.proto.ids import RequestId
+from disagg.router.api import ClusterView, Decision, Option, RequestTrace
+
+
+class Known(list[RequestTrace]):
+    """Counts how often it is gone through."""
+
+    num_rounds = 0
+
+    @override
+    def __iter__(self) -> Iterator[RequestTrace]:
+        self.num_rounds += 1
+        return super().__iter__()
+
+
+class OnePlacement:
+    """With a single option."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    transfer_ms = 0.0
+
+    def decision(self) -> Decision:
+        times: dict[str, Any] = dict.fromkeys(
+            ("cost", "wait_ms", "prefill_ms", "transfer_ms", "decode_ms", "delay_ms", "barrier_ms"), 1.0
+        )
+        names: dict[str, Any] = {"prefill_worker": None, "decode_worker": "decode-0", "policy": "joint"}
+        return Decision(num_misses=0, ttft_ms=None, tpot_ms=None, num_options=1, **names, **times)
+
+    def options(self) -> list[Option]:
+        return [self.decision()]
+
+
+class Source:
+    """What a router knows, and guardrails refused."""
+
+    def __init__(self, known: Known, refused: list[RequestTrace]) -> None:
+        self._known, self._refused = known, refused
+
+    def recent(self, limit: int) -> Known:
+        return self._known
+
+    def trace(self, request_id: RequestId) -> RequestTrace | None:
+        return next((each for each in self._known if each.request_id == request_id), None)
+
+    def view(self) -> ClusterView:
+        return ClusterView(workers=(), num_queued=0, num_running=0)
+
+    def refused(self) -> Iterator[RequestTrace]:
+        return iter(self._refused)
+
+
+def trace(name: str, arrival: float) -> RequestTrace:
+    return RequestTrace(request_id=RequestId(name), arrival=arrival)
+
+
+def test_why_a_request_failed_is_for_admins() -> None:
+    """It may name hosts."""
+    failed = RequestTrace(
+        request_id=RequestId("a"), tenant="t", outcome="worker_lost", detail="no answer from 10.0.0.7"
+    )
+    source: Any = Source(Known([failed]), [])
+    audit: Any = None
+    admin = AdminService(source, audit=audit, guardrails=source)
+    seen = [admin.explain(RequestId("a"), caller) for caller in (Caller("t", False), Caller("ops", True))]
+    assert [(each.outcome, each.detail) for each in seen] == [
+        ("worker_lost", ""),
+        ("worker_lost", "no answer from 10.0.0.7"),
+    ]
+
+
+def test_what_others_have_under_way_is_not_told_by_the_costs_of_a_placement() -> None:
+    placed = RequestTrace(request_id=RequestId("a"), tenant="t", placement=OnePlacement())
+    source: Any = Source(Known([placed]), [])
+    audit: Any = None
+    admin = AdminService(source, audit=audit, guardrails=source)
+    callers = (Caller("t", False), Caller("t", False, metrics=True), Caller("ops", True))
+    seen = [admin.explain(RequestId("a"), caller) for caller in callers]
+    assert [(each.policy, each.HasField("chosen"), len(each.options)) for each in seen] == [
+        ("joint", False, 0),
+        ("joint", True, 1),
+        ("joint", True, 1),
+    ]
+
+
+async def test_refused_prompts_stand_between_the_others_by_their_time() -> None:
+    known = Known([trace("a", 9.0), trace("b", 5.0), trace("c", 1.0)])
+    source: Any = Source(known, [trace("y", 6.0), trace("b", 5.0), trace("x", 2.0)])
+    audit: Any = None
+    admin = AdminService(source, audit=audit, guardrails=source)
+    assert [found.request_id async for found in admin.recent(4)] == ["a", "y", "b", "x"]
+    assert known.num_rounds == 2  # not once more for each that was refused
