@@ -20,6 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from disagg.connections.addresses import join_address
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.security import secure
@@ -58,7 +59,6 @@ from disagg.gateway.rpc.service import InferenceService
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.handler import UsageHandler
 from disagg.gateway.usage.recorder import UsageRecorder
-from disagg.proto.addresses import join_address
 from disagg.proto.autoscaling import AutoscalerState
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError

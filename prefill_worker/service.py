@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import msgspec
 
+from disagg.connections.channels import open_channel
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import open_channel
 from disagg.proto.frames import frame_decoder
 from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.messages import PeerRef, WorkerInfo

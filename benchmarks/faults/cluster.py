@@ -30,8 +30,8 @@ from benchmarks.launch import LaunchError, free_port, log_tail
 from benchmarks.processes import children
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import ProcessRef
+from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
-from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.errors import DisaggError
 from disagg.proto.messages import AuditReport, AuditRequest, decoder, encode
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS

@@ -9,7 +9,7 @@ import os
 
 from disagg.cli.main import main
 from disagg.cluster.control import plan
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.connections.cluster_secret import ClusterSecret
 
 SECRET_VARIABLE = "DISAGG_BENCH_SECRET"
 

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.gateway.config import GatewayConfig
 from disagg.gateway.server import GatewayServer
-from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig

@@ -30,8 +30,8 @@ from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.process_tools import allow_open_files
+from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.config import WorkerConfig
-from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import WorkerId
 

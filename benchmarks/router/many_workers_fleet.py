@@ -21,8 +21,8 @@ import grpc.aio
 import msgspec
 
 from disagg.cluster.system.process_tools import allow_open_files
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import HEARTBEAT_S, GatewayHeartbeat, GatewayHello, WorkerHeartbeat, WorkerHello
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import (

@@ -20,12 +20,12 @@ from typing_extensions import override
 from disagg.cluster.hosts import worker_host
 from disagg.cluster.hosts.host import Phases, run_child
 from disagg.cluster.hosts.worker_host import WorkerHost
+from disagg.connections.blocking_stream import Resolve
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell import worker
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.blocking_stream import Resolve
 
 FOLDER_VARIABLE = "DISAGG_BENCHMARK_TIMELINES"
 

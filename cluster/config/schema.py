@@ -15,6 +15,7 @@ from typing_extensions import override as overrides
 from disagg.autoscaler.config import AutoscalerOptions
 from disagg.cluster.models.catalog import DEFAULT_MODEL
 from disagg.cluster.system.logs import LoggingConfig
+from disagg.connections.cluster_secret import CertificateFiles
 from disagg.engine.config import (
     EngineLimits,
     KernelOptions,
@@ -26,7 +27,6 @@ from disagg.engine.config import (
     device_defaults,
 )
 from disagg.gateway.config import GatewayOptions
-from disagg.proto.cluster_secret import CertificateFiles
 from disagg.proto.config import Bytes, Count, KvReserve, Millis, Name, NonNegativeInt, Port, Seconds, TpotMillis
 from disagg.router.config import MAX_QUEUED, FailureTimeouts, MetricsOptions, PlacementOptions, RecordingOptions
 

@@ -20,9 +20,9 @@ from typing import cast
 import grpc
 import msgspec
 
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
-from disagg.proto.connections.channels import open_blocking_channel
+from disagg.connections.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
+from disagg.connections.channels import open_blocking_channel
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.proto.control import (
     HEARTBEAT_S,
     ControllerToWorker,

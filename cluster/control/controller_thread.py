@@ -12,8 +12,8 @@ from disagg.cluster.control.plan import ClusterPlan
 from disagg.cluster.control.server import Companion, Controller
 from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.proto.clock.process_clock import AwakeLoop
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 
 T = TypeVar("T")

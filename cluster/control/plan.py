@@ -33,6 +33,7 @@ from disagg.cluster.control.workers import worker_id
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
+from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import (
     Dtype,
@@ -48,7 +49,6 @@ from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
-from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.proto.config import KvReserve
 from disagg.proto.control import PoolKind, PoolName
 from disagg.proto.errors import ConfigError
@@ -361,9 +361,9 @@ def _find_model(alone: ClusterConfig) -> str:
 def check_gateway(config: ClusterConfig) -> None:
     """Find out before models are loaded that a port of the gateway is taken, or that keys, certificates or folders
     cannot be used; raises `LaunchError` or `ConfigError`."""
+    from disagg.connections.channels import check_given  # loads gRPC, as the next one
     from disagg.gateway.auth.security import check_files
     from disagg.gateway.stores import check_stores
-    from disagg.proto.connections.channels import check_given  # loads gRPC, as the next one
 
     gateway = config.gateway
     check_files(gateway.api_keys, gateway.tls)

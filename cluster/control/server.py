@@ -36,12 +36,12 @@ from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
 from disagg.cluster.rollout.rollout import Desired
 from disagg.cluster.scaling.models import Autoscalers
 from disagg.cluster.scaling.runner import pool_limits
-from disagg.engine.io.guard import ClusterGuard
-from disagg.proto.addresses import join_address
+from disagg.connections.addresses import join_address
+from disagg.connections.channels import add_port
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.guard import ClusterGuard
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.clock.process_clock import process_clock
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import add_port
 from disagg.proto.control import (
     ApplyRequest,
     ControlReply,

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from disagg.cluster.config.cluster_config import RecoveryConfig
 from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher
+from disagg.connections.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.proto.clock.process_clock import process_clock
-from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
 logger = logging.getLogger(__name__)
 

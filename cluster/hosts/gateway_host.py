@@ -23,6 +23,9 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
+from disagg.connections.blocking_stream import Resolve
+from disagg.connections.channels import given_until
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.gateway.config import ModelSource
 from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
@@ -33,9 +36,6 @@ from disagg.gateway.models.model_changes import ModelChanges
 from disagg.gateway.operators.admin_answers import counts_of
 from disagg.gateway.server import GatewayServer
 from disagg.proto.clock.process_clock import AwakeLoop
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.blocking_stream import Resolve
-from disagg.proto.connections.channels import given_until
 from disagg.proto.ids import model_of
 from disagg.proto.messages import StartPhase
 from disagg.router.config import RouterConfig

@@ -45,9 +45,9 @@ from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.system.temp_folders import TempFolder
 from disagg.cluster.system.templates import IS_SUPPORTED
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import Dtype, WorkerConfig
 from disagg.engine.device_environment import device_environment
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.ids import WorkerId
 

@@ -28,12 +28,12 @@ from disagg.cluster.system.children import Process, describe_exit, end, read_con
 from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import freeze_start
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.factories import make_runner
 from disagg.engine.parallel.follower import serve_rank
 from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,8 @@ from disagg.cluster.hosts.rank_process import rank_processes
 from disagg.cluster.hosts.ranks import rank_config
 from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.process_tools import describe, freeze_start
+from disagg.connections.blocking_stream import Resolve
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints
@@ -28,8 +30,6 @@ from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.engine.start_stages import WORDS
 from disagg.prefill_worker.role import PrefillRole
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.blocking_stream import Resolve
 from disagg.proto.control import WorkerHeartbeat
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import RoleName

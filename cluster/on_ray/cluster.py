@@ -39,8 +39,8 @@ from disagg.cluster.on_ray.session import Session
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import Dtype
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, StateRequest
 from disagg.proto.errors import UnavailableError
 

@@ -32,8 +32,8 @@ from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
+from disagg.connections.addresses import split_address
 from disagg.engine.config import Dtype
-from disagg.proto.addresses import split_address
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import Incarnation, WorkerId

@@ -13,8 +13,8 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.system.children import LaunchError
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import Dtype
-from disagg.proto.cluster_secret import ClusterSecret
 
 NAMESPACE: Final = "disagg"
 CONTROLLER: Final = "disagg-controller"

@@ -25,9 +25,9 @@ import msgspec
 import torch
 import torch.distributed
 
-from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
-from disagg.engine.io.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.proto.messages import Message, decoder
 
 # ---------------------------------------------------------------- store

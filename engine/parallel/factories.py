@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import clear_blocks, dummy_step, longest
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import ModelRunner
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.start_stages import OnStage, no_stages
-from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
     from disagg.engine.io.rendezvous import RendezvousServer

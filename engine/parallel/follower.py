@@ -23,9 +23,10 @@ from typing import Final
 
 import numpy as np
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.handshake import NONCE_BYTES, answer
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
-from disagg.engine.io.handshake import NONCE_BYTES, answer
 from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.factories import join_collective, make_runner
 from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
@@ -52,7 +53,6 @@ from disagg.engine.parallel.messages import (
 from disagg.engine.parallel.staging import StagingParts
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
 
 logger = logging.getLogger(__name__)

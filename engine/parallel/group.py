@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection
+from disagg.connections.handshake import AuthenticatedListener
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.connection import Connection
-from disagg.engine.io.handshake import AuthenticatedListener
 from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.parallel.factories import NO_RENDEZVOUS, join_collective, make_runner, open_rendezvous
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
@@ -24,7 +25,6 @@ from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.messages import Begin, Join
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 
 if TYPE_CHECKING:
     from disagg.engine.io.rendezvous import RendezvousServer

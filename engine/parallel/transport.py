@@ -24,6 +24,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.transport import (
     SET_UP_TIMEOUT_S,
@@ -42,7 +43,6 @@ from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, Se
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
 

@@ -22,10 +22,10 @@ import torch.distributed
 from torch import Tensor
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
 from disagg.engine.runner.device import NCCL_CALLS, torch_device
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 
 
 class Collective(Protocol):

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import TransportName
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import Connector, Rendezvous
 from disagg.engine.plan import ModelRunner
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import StepUpdate
 
 Deliver = Callable[[Any], None]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.parallel.interfaces import Followers
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.parts import WorkerParts
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount, WorkerInfo
 

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
+from disagg.connections.channels import add_port
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.guard import ClusterGuard
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.reports import StepSampler, WorkerCounters
-from disagg.engine.io.guard import ClusterGuard
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import add_port
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
     AuditReport,

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Command, Event, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
@@ -43,7 +44,6 @@ from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
 from disagg.engine.start_stages import StartStages
 from disagg.proto.clock.process_clock import AwakeLoop, process_clock
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_probe
 from disagg.proto.messages import (

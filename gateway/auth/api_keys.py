@@ -38,8 +38,8 @@ from typing import Annotated, Literal
 import msgspec
 import yaml
 
+from disagg.connections.watched_files import read_private_file
 from disagg.gateway.auth.auth import TENANT, ApiKey, ApiKeys, Caller, digest_of
-from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
 from disagg.router.api import TenantLimits
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from disagg.proto.connections.watched_files import Stamp, stamp
+from disagg.connections.watched_files import Stamp, stamp
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)

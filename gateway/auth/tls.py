@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import grpc
 
+from disagg.connections.watched_files import read_private_file
 from disagg.gateway.config import TlsFiles
-from disagg.proto.connections.watched_files import read_private_file
 from disagg.proto.errors import ConfigError
 
 

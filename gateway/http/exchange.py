@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.datastructures import Headers as RequestHeaders
 
+from disagg.connections.addresses import join_address
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.auth.tls import name_in
 from disagg.gateway.event_loop.turns import Turns, in_pieces
@@ -26,7 +27,6 @@ from disagg.gateway.http.errors import Headers, SlowBodyError, error_event, erro
 from disagg.gateway.http.sites import check_content_type
 from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.requests.part_counts import SMALL_BYTES, Pieces, count_json
-from disagg.proto.addresses import join_address
 from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError, UnavailableError
 
 Scope = MutableMapping[str, Any]

@@ -21,10 +21,10 @@ from typing import Protocol
 import grpc.aio
 import msgspec
 
+from disagg.connections.channels import open_channel
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.gateway.config import ModelSource
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import open_channel
 from disagg.proto.control import (
     HEARTBEAT_S,
     ControllerToGateway,

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.proto.autoscaling import MAX_REQUEST_SAMPLES, LoadReport
 from disagg.proto.clock.process_clock import process_clock
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import AuditReport, WorkerInfo
@@ -34,7 +35,6 @@ from disagg.router.api import (
     TenantLimits,
 )
 from disagg.router.config import Decodes, RecordingOptions, RouterConfig
-from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
     CancelMigration,

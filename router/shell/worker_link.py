@@ -1,5 +1,5 @@
 """The gateway's streams to one worker: its session, and its reports. A worker's death is noticed here, by its session
-that breaks; of a worker that hangs the session stands (`router/failure_detector.py`).
+that breaks; of a worker that hangs the session stands (`connections/failure_detector.py`).
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import grpc.aio
 import msgspec
 
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import is_stale, open_channel
-from disagg.proto.connections.first_to_end import first_to_end
+from disagg.connections.channels import is_stale, open_channel
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.first_to_end import first_to_end
 from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode

@@ -192,7 +192,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         "from disagg.cluster.hosts.processes import start_child\n"
         "from disagg.engine.config import WorkerConfig\n"
         "config = WorkerConfig(worker_id='w', roles=('decode',), model_path='fake')\n"
-        "from disagg.proto.cluster_secret import ClusterSecret\n"
+        "from disagg.connections.cluster_secret import ClusterSecret\n"
         "secret = ClusterSecret(bytes.fromhex(sys.argv[3]))\n"
         f"child = start_child('w', {WORKER_MODULE!r}, config, sys.argv[2], secret, pathlib.Path(sys.argv[1]), {{}})\n"
         "time.sleep(600)\n"

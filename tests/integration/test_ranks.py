@@ -20,10 +20,11 @@ import pytest
 
 from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError, SocketConnection, connect
+from disagg.connections.handshake import HandshakeError, answer
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.connection import Connection, ConnectionFailedError, SocketConnection, connect
-from disagg.engine.io.handshake import HandshakeError, answer
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.group import RankRendezvous
@@ -32,7 +33,6 @@ from disagg.engine.parallel.messages import Begin, Failed
 from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.shell.worker import Worker
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import MAX_FRAME_BYTES, Sampling, WorkerInfo, decoder
 from tests.support import reference

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import ConnectionFailedError, connect
 from disagg.engine.io import rendezvous
-from disagg.engine.io.connection import ConnectionFailedError, connect
 from disagg.engine.io.rendezvous import RendezvousServer, gloo_group, join_rendezvous, member_store
-from disagg.proto.cluster_secret import ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
 from tests.support.waiting import until
 

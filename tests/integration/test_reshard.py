@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disagg.connections.connection import SocketConnection, connect
 from disagg.engine.config import TransportName, WorkerConfig
-from disagg.engine.io.connection import SocketConnection, connect
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.follower import Follower

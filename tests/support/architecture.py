@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = (
     "autoscaler",
     "cluster",
+    "connections",
     "decode_worker",
     "engine",
     "gateway",
@@ -35,19 +36,33 @@ FOLDERS = (
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "autoscaler": frozenset({"proto"}),
     "cli": frozenset(
-        {"autoscaler", "cluster", "gateway", "router", "engine", "proto", "client", "loadtests", "simulator"}
+        {
+            "connections",
+            "autoscaler",
+            "cluster",
+            "gateway",
+            "router",
+            "engine",
+            "proto",
+            "client",
+            "loadtests",
+            "simulator",
+        }
     ),
-    "cluster": frozenset({"autoscaler", "gateway", "router", "prefill_worker", "decode_worker", "engine", "proto"}),
-    "prefill_worker": frozenset({"engine", "proto"}),
-    "decode_worker": frozenset({"engine", "proto"}),
-    "gateway": frozenset({"router", "proto", "v1"}),
-    "router": frozenset({"proto"}),
-    "engine": frozenset({"kernels", "proto"}),
+    "cluster": frozenset(
+        {"connections", "autoscaler", "gateway", "router", "prefill_worker", "decode_worker", "engine", "proto"}
+    ),
+    "prefill_worker": frozenset({"connections", "engine", "proto"}),
+    "decode_worker": frozenset({"connections", "engine", "proto"}),
+    "gateway": frozenset({"connections", "router", "proto", "v1"}),
+    "router": frozenset({"connections", "proto"}),
+    "engine": frozenset({"connections", "kernels", "proto"}),
     "loadtests": frozenset({"cluster", "proto", "v1", "client"}),
     "simulator": frozenset({"autoscaler", "router", "engine", "loadtests", "proto"}),
     "kernels": frozenset(),
+    "connections": frozenset({"proto"}),
     "proto": frozenset(),
-    "client": frozenset({"proto", "v1"}),
+    "client": frozenset({"connections", "proto", "v1"}),
 }
 """Which part of `disagg` may import which other; `v1` are the public stubs, `cli` and `client` are in src/disagg/."""
 
@@ -77,8 +92,8 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "grpc": (
         "*/server.py",
         "*/service.py",
-        "engine/io/guard.py",
-        "proto/connections/*",
+        "connections/guard.py",
+        "connections/*",
         "gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",

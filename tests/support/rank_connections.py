@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError
 from disagg.engine.config import WorkerConfig
-from disagg.engine.io.connection import Connection, ConnectionFailedError
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.interfaces import RankTransports, Reply, ShardRunner
@@ -26,7 +27,6 @@ from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportC
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE
 from tests.support.secret import SECRET, checksum

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Command
 from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.core.outbox import Outbox
@@ -16,7 +17,6 @@ from disagg.engine.parallel.interfaces import Followers, NoFollowers
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.parts import DEFAULT_PARTS
 from disagg.prefill_worker.service import PairError
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import PairWelcome, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (

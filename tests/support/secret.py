@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.kv_transfer.transports.transport import Checksum
-from disagg.proto.cluster_secret import NUM_BYTES, ClusterSecret
 
 SECRET = ClusterSecret(bytes(range(NUM_BYTES)))
 OTHER_SECRET = ClusterSecret(bytes(reversed(range(NUM_BYTES))))

@@ -18,9 +18,9 @@ import grpc
 
 from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import (
     AuditReport,

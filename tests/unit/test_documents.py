@@ -29,6 +29,7 @@ BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"
 CODE_TOPS = (
     "autoscaler",
     "cluster",
+    "connections",
     "decode_worker",
     "engine",
     "gateway",

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports import nixl
 from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, check_open
@@ -29,7 +30,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     Rendezvous,
     TransportError,
 )
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)

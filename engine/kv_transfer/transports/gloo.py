@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
@@ -51,7 +52,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     with_checksum,
 )
 from disagg.engine.plan import Buffer
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 _BYTES_TAG, _CLOSE_TAG, _END_TAG, _ANSWER_TAG = 1, 2, 3, 4

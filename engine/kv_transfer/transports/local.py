@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.kv_transfer.transports.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
@@ -29,7 +30,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     with_checksum,
 )
 from disagg.engine.plan import Buffer
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 

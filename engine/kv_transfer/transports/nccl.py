@@ -50,6 +50,7 @@ import torch
 import torch.distributed
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.device_environment import GPU_ENVIRONMENT
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.digest import digest
@@ -71,7 +72,6 @@ from disagg.engine.kv_transfer.transports.transport import (
 )
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.runner.device import NCCL_CALLS
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)

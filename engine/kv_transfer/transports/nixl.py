@@ -29,8 +29,9 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from disagg.engine.io.connection import Connection, ConnectionFailedError, connect
-from disagg.engine.io.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transports.digest import checksum_of
 from disagg.engine.kv_transfer.transports.gloo import check_open
@@ -51,7 +52,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     ignore_posted,
 )
 from disagg.engine.plan import Buffer, is_fatal
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 from disagg.proto.messages import Message, decoder
 

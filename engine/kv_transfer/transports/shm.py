@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.kv_transfer.transports.shm_lane import (
     NUM_SLOTS,
     PIECE_BYTES,
@@ -48,7 +49,6 @@ from disagg.engine.kv_transfer.transports.transport import (
     ignore_posted,
 )
 from disagg.engine.plan import Buffer
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)

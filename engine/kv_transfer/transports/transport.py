@@ -26,8 +26,8 @@ from typing import Any, Protocol, Self
 
 import xxhash
 
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.plan import Buffer
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.handover import Side
 from disagg.proto.splitmix import MASK, splitmix64
 

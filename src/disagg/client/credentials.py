@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from disagg.proto.addresses import split_address
+from disagg.connections.addresses import split_address
 from disagg.proto.errors import ConfigError
 
 SYSTEM_ROOTS = "system"

@@ -18,7 +18,7 @@ from disagg.cli.doctor.pairs import pair_findings
 from disagg.cli.operations.operate import open_client
 from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
-from disagg.proto.addresses import join_address, split_address
+from disagg.connections.addresses import join_address, split_address
 from disagg.proto.errors import AuthenticationError, DisaggError, UnavailableError
 from disagg.proto.ids import model_of
 

@@ -253,10 +253,10 @@ def test_both_forms_of_an_entry(tmp_path: Path) -> None:
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path, f"[{{tenant: a, key: {KEY_A}}}]")
     owner = Path(file).stat().st_uid
-    monkeypatch.setattr("disagg.proto.connections.watched_files.os.geteuid", lambda: owner + 1)
-    monkeypatch.setattr("disagg.proto.connections.watched_files.ROOT", owner + 2)
+    monkeypatch.setattr("disagg.connections.watched_files.os.geteuid", lambda: owner + 1)
+    monkeypatch.setattr("disagg.connections.watched_files.ROOT", owner + 2)
     assert refusal(file) == (f"gateway.api_keys: {file} belongs to another user (uid {owner}), who could change it")
-    monkeypatch.setattr("disagg.proto.connections.watched_files.ROOT", owner)
+    monkeypatch.setattr("disagg.connections.watched_files.ROOT", owner)
     load_keys(file)
 
 

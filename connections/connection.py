@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
-from disagg.proto.addresses import split_address
+from disagg.connections.addresses import split_address
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 
 WRITE_TIMEOUT_S = 30

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 from typing_extensions import override
 
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.connections.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

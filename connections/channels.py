@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from disagg.proto.cluster_secret import CertificateFiles, ClusterSecret
+from disagg.connections.cluster_secret import CertificateFiles, ClusterSecret
 from disagg.proto.services import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
-    from disagg.proto.connections.given import GivenLeaf
-    from disagg.proto.connections.identity import Leaf
+    from disagg.connections.given import GivenLeaf
+    from disagg.connections.identity import Leaf
 
 _lock: Final = threading.Lock()
 _leaves: Final[dict[ClusterSecret, Leaf]] = {}
@@ -56,14 +56,14 @@ def is_stale(opened_at: float, secret: ClusterSecret, now: float) -> bool:
         return False
     if secret.certificates is not None:
         return _leaf(secret).made_at > opened_at
-    from disagg.proto.connections.identity import RENEW_AFTER_S
+    from disagg.connections.identity import RENEW_AFTER_S
 
     return not 0 <= now - opened_at < RENEW_AFTER_S
 
 
 def check_given(files: CertificateFiles) -> None:
     """Find out before anything is started that given certificates cannot be used. Raises `ConfigError`."""
-    from disagg.proto.connections.given import read_leaf
+    from disagg.connections.given import read_leaf
 
     read_leaf(files, time.time())
 
@@ -74,7 +74,7 @@ def given_until(secret: ClusterSecret) -> float | None:
 
 
 def _encrypted_options() -> tuple[tuple[str, int | str], ...]:
-    from disagg.proto.connections.identity import NAME
+    from disagg.connections.identity import NAME
 
     return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NAME))
 
@@ -113,7 +113,7 @@ def _leaf(secret: ClusterSecret) -> Leaf:
     where these cannot be used from the first."""
     if secret.certificates is not None:
         return _given_leaf(secret.certificates)
-    from disagg.proto.connections.identity import make_leaf  # 0.1 s, for encrypted clusters only
+    from disagg.connections.identity import make_leaf  # 0.1 s, for encrypted clusters only
 
     now = time.time()
     with _lock:
@@ -124,7 +124,7 @@ def _leaf(secret: ClusterSecret) -> Leaf:
 
 
 def _given_leaf(files: CertificateFiles) -> Leaf:
-    from disagg.proto.connections.given import GivenLeaf
+    from disagg.connections.given import GivenLeaf
 
     now = time.time()
     with _lock:

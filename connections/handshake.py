@@ -26,9 +26,9 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
-from disagg.engine.io.connection import Connection, ConnectionFailedError, SocketConnection
-from disagg.proto.addresses import join_address
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.connections.addresses import join_address
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import Connection, ConnectionFailedError, SocketConnection
 from disagg.proto.messages import Message, decoder
 
 NONCE_BYTES: Final = 32

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from disagg.proto.cluster_secret import ClusterSecret
+from disagg.connections.cluster_secret import ClusterSecret
 
 NAME: Final = "process.disagg.internal"
 """What every leaf is called, whatever the host."""

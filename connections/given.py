@@ -22,9 +22,9 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from disagg.proto.cluster_secret import CertificateFiles
-from disagg.proto.connections.identity import NAME, Leaf
-from disagg.proto.connections.watched_files import Stamp, read_private_file, stamp
+from disagg.connections.cluster_secret import CertificateFiles
+from disagg.connections.identity import NAME, Leaf
+from disagg.connections.watched_files import Stamp, read_private_file, stamp
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)

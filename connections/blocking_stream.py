@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.channels import open_blocking_channel
+from disagg.connections.channels import open_blocking_channel
+from disagg.connections.cluster_secret import ClusterSecret
 
 Resolve = Callable[[], str]
 """host:port of the controller now; may block. What it raises counts as a controller that is away."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.proto.addresses import join_address, split_address
+from disagg.connections.addresses import join_address, split_address
 
 
 @pytest.mark.parametrize(

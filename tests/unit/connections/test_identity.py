@@ -10,8 +10,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from disagg.proto.cluster_secret import ClusterSecret
-from disagg.proto.connections.identity import NAME, RENEW_AFTER_S, VALID_S, Leaf, make_leaf
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.identity import NAME, RENEW_AFTER_S, VALID_S, Leaf, make_leaf
 from tests.support.secret import OTHER_SECRET, SECRET
 
 NOW = 1_800_000_000.0

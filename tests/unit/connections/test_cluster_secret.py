@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from disagg.proto.cluster_secret import METADATA_KEY, NUM_BYTES, ClusterSecret
+from disagg.connections.cluster_secret import METADATA_KEY, NUM_BYTES, ClusterSecret
 from tests.support.secret import OTHER_SECRET, SECRET
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from disagg.connections.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.proto.clock.still_time import LOOK_S, StillTime
-from disagg.router.failure_detector import SWEEP_S, FailureDetector, limit
 
 
 class Driver:

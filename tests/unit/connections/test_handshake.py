@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.io import handshake
-from disagg.engine.io.connection import ConnectionFailedError
-from disagg.engine.io.handshake import (
+from disagg.connections import handshake
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.connection import ConnectionFailedError
+from disagg.connections.handshake import (
     Challenge,
     HandshakeError,
     Introduction,
@@ -21,7 +22,6 @@ from disagg.engine.io.handshake import (
     challenge,
     proof,
 )
-from disagg.proto.cluster_secret import ClusterSecret
 from disagg.proto.messages import decoder
 from tests.support.rank_connections import WAIT_S, memory_connections
 from tests.support.secret import OTHER_SECRET, SECRET

@@ -1,1 +1,0 @@
-"""How the processes of one cluster connect to each other."""
