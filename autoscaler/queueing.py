@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from disagg.autoscaler.transfer import exposed_s
-from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork, chunks_s, decode_s, prefill_s
+from disagg.step_times.interface import LinkTimes, StepTimes, StepWork, chunks_s, decode_s, prefill_s
 
 AVERAGED = 0.74
 """Variance of the mean of an exponentially correlated process over one correlation time, in parts of its own:

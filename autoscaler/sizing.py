@@ -19,8 +19,9 @@ from disagg.autoscaler.policy import PoolLimits, pool_of
 from disagg.autoscaler.queueing import Decoding, Estimate, Lengths, WorkerModel
 from disagg.proto.autoscaling import LoadReport, WorkerSample
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.step_times.interface import LinkTimes, StepWork
-from disagg.proto.step_times.step_model import LEAST_MS, StepCoefficients
+from disagg.proto.messages import StepCoefficients
+from disagg.step_times.interface import LinkTimes, StepWork
+from disagg.step_times.step_model import LEAST_MS
 
 LARGEST = 32
 RATE_STEP = 1.02

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disagg.proto.step_times.interface import LinkTimes
+from disagg.step_times.interface import LinkTimes
 
 PrefillTimes = Callable[[int], float]
 """Seconds to compute a prompt of so many tokens."""

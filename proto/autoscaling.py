@@ -6,8 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import Message
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import Message, StepCoefficients
 
 MAX_REQUEST_SAMPLES = 256
 """Of the latest requests in one report."""

@@ -12,7 +12,8 @@ Times on the wire are durations (`timeout_s`), never clock readings: clocks diff
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, overload
+import math
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 
@@ -137,6 +138,34 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """Tokens computed of sequences that decode: of each its last one, and those that its grammar forced before it."""
     decode_context: int = 0
     """The sum over these tokens of those that each one attends to."""
+
+
+class StepCoefficients(NamedTuple):
+    """Step time = base + prefill tokens, attended pairs, decodes and decode context times these, in milliseconds."""
+
+    base_ms: float
+    prefill_token_ms: float
+    attended_ms: float
+    decode_ms: float
+    context_ms: float
+
+    def step_ms(self, sample: StepSample) -> float:
+        """Of what the sample computes."""
+        prompts = sample.prefill_tokens * self.prefill_token_ms + sample.prefill_attended * self.attended_ms
+        return self.base_ms + prompts + sample.num_decodes * self.decode_ms + sample.decode_context * self.context_ms
+
+    def prompt_ms(self, start: int, num_tokens: int) -> float:
+        """What prompt tokens [start, start + num_tokens) add to a step."""
+        return num_tokens * (self.prefill_token_ms + (start + (num_tokens + 1) / 2) * self.attended_ms)
+
+    def num_tokens(self, start: int, room_ms: float) -> float:
+        """The most tokens of a prompt, from `start` on, that add at most `room_ms`: a whole number, or infinite."""
+        if room_ms <= 0.0:
+            return 0
+        linear = self.prefill_token_ms + (start + 0.5) * self.attended_ms
+        divisor = linear + math.sqrt(linear * linear + 2.0 * self.attended_ms * room_ms)
+        fits = 2.0 * room_ms / divisor if divisor > 0.0 else math.inf
+        return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else math.inf
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
-from disagg.proto.messages import Load, Sampling, TokenLogprobs, WorkerInfo, WorkerMetrics
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import Load, Sampling, StepCoefficients, TokenLogprobs, WorkerInfo, WorkerMetrics
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.config import Decodes
 from disagg.router.statistics import Rates, RouterStats

@@ -17,7 +17,7 @@ from benchmarks.elastic.day import DAY, day_requests
 from benchmarks.elastic.runs import LAST, TWIN, Brings, Point, Runs, Seen, first_come, hopeless_last
 from benchmarks.elastic.workloads import lengths
 from disagg.loadtests.verdict.goodput import Slo
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.config import num_split
 from disagg.simulator.twin.load import Arrival
 from disagg.simulator.twin.settings import settings_of

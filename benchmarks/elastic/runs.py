@@ -25,8 +25,8 @@ from disagg.cluster.config.cluster_config import ClusterConfig, override
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
-from disagg.proto.step_times.step_model import StepCoefficients
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.proto.messages import StepCoefficients
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin
 from disagg.simulator.world.cluster import SimulatedCluster

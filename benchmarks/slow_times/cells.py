@@ -27,11 +27,11 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.proto.step_times.interface import LinkTimes
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec
 from disagg.simulator.world.slow_times import SlowTime
 from disagg.simulator.world.users import Habits, UserRequest
+from disagg.step_times.interface import LinkTimes
 
 WORKLOAD = "512/64"
 TARGET_S = 1.0

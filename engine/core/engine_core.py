@@ -70,7 +70,7 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample
-from disagg.proto.step_times.step_model import StepModel
+from disagg.step_times.step_model import StepModel
 
 _log = logging.getLogger(__name__)
 

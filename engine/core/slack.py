@@ -1,7 +1,7 @@
 """How long the next step may take, by the targets of the sequences that decode (scheduling `slack`). Pure.
 
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time. What all sequences of a
-worker have saved, each its slack (`proto/step_times/pace.py`), may be spent on prompts, in one long chunk as well as in
+worker have saved, each its slack (`step_times/pace.py`), may be spent on prompts, in one long chunk as well as in
 many short ones: the next step may take as long as the least slack. A deadline of the request counts as that of its last
 token. A sequence that would be late even alone on the worker is lost: it holds nothing back, as one without a target.
 Without targets that can be met nothing limits a step but the token budget, and decodes and chunks are those of
@@ -25,8 +25,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from disagg.engine.core.policy import LazyHeap
 from disagg.proto.messages import SequenceSpec, StepSample
-from disagg.proto.step_times.pace import slack_ms, tokens_left
-from disagg.proto.step_times.step_model import StepModel
+from disagg.step_times.pace import slack_ms, tokens_left
+from disagg.step_times.step_model import StepModel
 
 OVERDUE = 2.0
 STARVED_STEPS = 8

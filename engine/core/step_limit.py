@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterable
 
 from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.proto.step_times.step_model import StepCoefficients, StepModel
+from disagg.proto.messages import StepCoefficients
+from disagg.step_times.step_model import StepModel
 
 LONGEST_STEP_MS = 5_000.0
 """A sixth of `recovery.stuck_after_s`, for machines that become slower than they were measured."""

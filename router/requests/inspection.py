@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
 from disagg.proto.ids import RequestId
-from disagg.proto.step_times.pace import note_of_target
 from disagg.router.api import STAGES, BackgroundView, ClusterView, WorkerView
 from disagg.router.placement.fleet import Fleet
 from disagg.router.requests.record import RequestRecord
 from disagg.router.states import AttemptState, RequestState
 from disagg.router.telemetry.telemetry import Telemetry
+from disagg.step_times.pace import note_of_target
 
 _STAGE_OF = {
     AttemptState.PREFILLING: "prefill",

@@ -1,4 +1,4 @@
-"""The exposed part of KV transfers, predicted: fitted online, as step times are (`proto/step_times/step_model.py`).
+"""The exposed part of KV transfers, predicted: fitted online, as step times are (`step_times/step_model.py`).
 
 A link that was slow for a while is avoided, and nothing would show that it is as fast as before. So one that has become
 much slower, and that no request used for `STALE_S`, counts as at its best for the next request: its trial. If that
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import msgspec
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.least_squares import Moments, solve_two, total
-from disagg.proto.step_times.step_model import LEAST_MS, NUM_LEARNED, Outliers, next_fit, ridge
+from disagg.step_times.least_squares import Moments, solve_two, total
+from disagg.step_times.step_model import LEAST_MS, NUM_LEARNED, Outliers, next_fit, ridge
 
 _LINK_UNKNOWNS = 2
 _MEGABYTE = 1e6

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import Load, PeerRef, WorkerInfo, WorkerReport
-from disagg.proto.step_times.pace import slack_ms, tokens_left
-from disagg.proto.step_times.step_model import StepCoefficients, StepModel
+from disagg.proto.messages import Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
+from disagg.step_times.pace import slack_ms, tokens_left
+from disagg.step_times.step_model import StepModel
 
 LATE_MS = 100.0
 """An elastic worker is given another prompt only while its prompts take less than this, so that one which becomes free

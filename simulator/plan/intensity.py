@@ -8,9 +8,9 @@ itself, outweighs the weights.
 
 from __future__ import annotations
 
+from disagg.simulator.durations.devices import Device
+from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
 from disagg.simulator.plan.memory import BF16, Precision
-from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
 
 MAX_BATCH = 1 << 20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disagg.proto.errors import ConfigError
-from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.devices import Device
+from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
 
 MEMORY_SHARE = 0.9
 """Of a device's memory that a worker uses; vLLM's default `gpu_memory_utilization`."""

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from disagg.autoscaler import queueing
 from disagg.autoscaler.queueing import Estimate, WorkerModel
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_s
+from disagg.simulator.durations.devices import Device
+from disagg.simulator.durations.model_shapes import ModelShape
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import BF16, Precision, check_fits, worker_memory
-from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.model_shapes import ModelShape
+from disagg.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_s
 
 MAX_JUDGED = 40
 NUM_FIRST = 6

@@ -9,7 +9,6 @@ from typing import Any
 
 from disagg.autoscaler.queueing import decode_context
 from disagg.autoscaler.transfer import bandwidth_to_hide, exposed_s, hidden_from, transfer_s
-from disagg.proto.step_times.interface import LinkTimes, decode_s, prefill_s
 from disagg.simulator.plan.intensity import (
     critical_batch,
     critical_prompt,
@@ -21,6 +20,7 @@ from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import WorkerMemory, weight_bytes, worker_memory
 from disagg.simulator.plan.pools import Answer, Judged, Planner, Site
 from disagg.simulator.plan.sweep import SweepRow, batch_sweep
+from disagg.step_times.interface import LinkTimes, decode_s, prefill_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.proto.step_times.interface import StepTimes, decode_s, prefill_s
+from disagg.step_times.interface import StepTimes, decode_s, prefill_s
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MILLION = 1e6

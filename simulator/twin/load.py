@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.step_times.step_model import DEFAULT_COEFFICIENTS, StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.api import ClusterView, RequestTrace, WorkerView
 from disagg.router.config import Decodes
 from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
 from disagg.router.telemetry.telemetry import ANSWERED, met_targets
+from disagg.step_times.step_model import DEFAULT_COEFFICIENTS
 
 MARK_BYTES = 8
 """Of a block hash that are kept as a mark."""

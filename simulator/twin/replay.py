@@ -15,15 +15,15 @@ from disagg.loadtests.verdict.goodput import Slo, meets
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout
-from disagg.proto.step_times.interface import LinkTimes
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.load import Arrival, Capacity, Load, mean_output
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import UserRequest
+from disagg.step_times.interface import LinkTimes
 
 ENGINE: EngineKind = "exact"
 """Its rules are the scheduler's own: two settings that are near each other are not told apart by an approximation."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.config import SPLIT, Decodes, num_split
 from disagg.router.telemetry.prefix_marks import PLACES
 from disagg.simulator.twin.load import Arrival

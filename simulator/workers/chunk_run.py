@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from disagg.engine.core.policy import chunk_length
-from disagg.proto.step_times.interface import StepTimes, StepWork
+from disagg.step_times.interface import StepTimes, StepWork
 
 MAX_RUN_S = 0.1
 """The router is told after so long how far the prompt is."""

@@ -19,7 +19,6 @@ from itertools import accumulate, repeat
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.slack import Room
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
-from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.chunk_run import ChunkRun
 from disagg.simulator.workers.fast_room import FastRoom, FastSequence
 from disagg.simulator.workers.fast_scheduler import FastScheduler, PlannedPrompt
@@ -27,6 +26,7 @@ from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import Surroundings
 from disagg.simulator.world.machine import RunningStep
+from disagg.step_times.interface import StepTimes, StepWork
 
 TELL_S = 1.0
 """Tokens of running answers are sent together after so long."""

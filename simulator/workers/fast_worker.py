@@ -33,12 +33,12 @@ from disagg.proto.messages import (
     TokenOut,
     WorkerInfo,
 )
-from disagg.proto.step_times.interface import StepTimes
 from disagg.router.requests import events
 from disagg.simulator.workers.fast_engine import FastEngine
 from disagg.simulator.workers.fast_room import FastSequence
 from disagg.simulator.workers.reports import Reports
 from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
+from disagg.step_times.interface import StepTimes
 
 
 class FastWorker(FastEngine):

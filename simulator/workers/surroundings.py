@@ -7,7 +7,7 @@ from typing import Protocol
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import PeerRef
 from disagg.router.requests import events
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.machine import Machine
 from disagg.simulator.world.network import Network

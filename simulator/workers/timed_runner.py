@@ -18,9 +18,9 @@ from disagg.engine.core.calibration import calibrate
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.messages import KvLayout, StepSample
-from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.prompts import VOCAB_SIZE
+from disagg.step_times.interface import StepTimes, StepWork
 
 
 class TimedRunner(ModelRunner):

@@ -18,7 +18,6 @@ from disagg.engine.config import WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
-from disagg.proto.step_times.interface import StepTimes
 from disagg.router.requests import events
 from disagg.simulator.workers.exact_engine import register
 from disagg.simulator.workers.exact_worker import ExactWorker
@@ -34,6 +33,7 @@ from disagg.simulator.world.series import Sample
 from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
 from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
+from disagg.step_times.interface import StepTimes
 
 SimulatedWorker = ExactWorker | FastWorker
 

@@ -17,7 +17,7 @@ from disagg.router.api import NO_LIMITS, CallDemand, Completion, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.machine import Machine

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from disagg.proto.ids import WorkerId
-from disagg.simulator.step_times.overheads import Sharing
+from disagg.simulator.durations.overheads import Sharing
 from disagg.simulator.world.clock import EventLoop
 
 Kind = Literal["prefill", "decode"]

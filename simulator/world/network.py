@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from disagg.proto.step_times.interface import LinkTimes
 from disagg.simulator.world.clock import EventLoop
+from disagg.step_times.interface import LinkTimes
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,10 @@ from typing import Literal
 from disagg.engine.config import WorkerConfig
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
-from disagg.proto.step_times.interface import LinkTimes, StepTimes
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 from disagg.simulator.world.slow_times import SlowTime
+from disagg.step_times.interface import LinkTimes, StepTimes
 
 EngineKind = Literal["exact", "fast"]
 """`exact`: the steps of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""

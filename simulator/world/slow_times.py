@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.interface import StepTimes, StepWork
 from disagg.simulator.world.clock import EventLoop
+from disagg.step_times.interface import StepTimes, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from disagg.proto.step_times.interface import LinkTimes, StepTimes, StepWork
-from disagg.simulator.step_times.calibration_file import FORMAT, StepRecording, check_samples
-from disagg.simulator.step_times.fitted import MIN_SAMPLES, fit
-from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.durations.calibration_file import FORMAT, StepRecording, check_samples
+from disagg.simulator.durations.fitted import MIN_SAMPLES, fit
+from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 from disagg.simulator.world.settings import DEFAULT_LINK
+from disagg.step_times.interface import LinkTimes, StepTimes, StepWork
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 

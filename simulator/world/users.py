@@ -20,7 +20,7 @@ from disagg.proto.errors import DeadlineError, DisaggError, OverloadedError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import Sampling
 from disagg.router.api import Completion, RoutedRequest
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway

@@ -29,14 +29,16 @@ FOLDERS = (
     "prefill_worker",
     "proto",
     "router",
+    "step_times",
     "simulator",
 )
 """The code folders, each linked into src/disagg under its own name."""
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "autoscaler": frozenset({"proto"}),
+    "autoscaler": frozenset({"step_times", "proto"}),
     "cli": frozenset(
         {
+            "step_times",
             "connections",
             "autoscaler",
             "cluster",
@@ -50,17 +52,28 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         }
     ),
     "cluster": frozenset(
-        {"connections", "autoscaler", "gateway", "router", "prefill_worker", "decode_worker", "engine", "proto"}
+        {
+            "step_times",
+            "connections",
+            "autoscaler",
+            "gateway",
+            "router",
+            "prefill_worker",
+            "decode_worker",
+            "engine",
+            "proto",
+        }
     ),
     "prefill_worker": frozenset({"connections", "engine", "proto"}),
     "decode_worker": frozenset({"connections", "engine", "proto"}),
     "gateway": frozenset({"connections", "router", "proto", "v1"}),
-    "router": frozenset({"connections", "proto"}),
-    "engine": frozenset({"connections", "kernels", "proto"}),
+    "router": frozenset({"step_times", "connections", "proto"}),
+    "engine": frozenset({"step_times", "connections", "kernels", "proto"}),
     "loadtests": frozenset({"cluster", "proto", "v1", "client"}),
-    "simulator": frozenset({"autoscaler", "router", "engine", "loadtests", "proto"}),
+    "simulator": frozenset({"step_times", "autoscaler", "router", "engine", "loadtests", "proto"}),
     "kernels": frozenset(),
     "connections": frozenset({"proto"}),
+    "step_times": frozenset({"proto"}),
     "proto": frozenset(),
     "client": frozenset({"connections", "proto", "v1"}),
 }

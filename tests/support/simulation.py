@@ -12,12 +12,12 @@ from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart, WorkloadConfig, outline
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, RoleName
-from disagg.proto.step_times.interface import LinkTimes, StepWork
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.overheads import Overheads, Sharing
+from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.simulator.world.cluster import Result, SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, Fault, PoolSpec
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest
+from disagg.step_times.interface import LinkTimes, StepWork
 
 MAX_MODEL_LEN = 4096
 BYTES_PER_TOKEN = 1000

@@ -16,7 +16,7 @@ SOURCES = {path: arch.read(path) for path in CODE}
 PURE_PACKAGES = (
     "autoscaler",
     "proto",
-    "proto/step_times",
+    "step_times",
     "router",
     "router/telemetry",
     "router/workers",
@@ -36,7 +36,7 @@ PURE_PACKAGES = (
     "loadtests/workload",
     "loadtests/verdict",
     "simulator/plan",
-    "simulator/step_times",
+    "simulator/durations",
     "simulator/workers",
     "simulator/world",
 )

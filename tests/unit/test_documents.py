@@ -38,6 +38,7 @@ CODE_TOPS = (
     "prefill_worker",
     "proto",
     "router",
+    "step_times",
     "simulator",
 )
 TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")

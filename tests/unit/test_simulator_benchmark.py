@@ -15,7 +15,7 @@ from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload
-from disagg.proto.step_times.interface import StepWork
+from disagg.step_times.interface import StepWork
 
 
 def record(index: int, ttft_s: float, tpot_s: float) -> RequestRecord:

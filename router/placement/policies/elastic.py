@@ -1,6 +1,6 @@
 """`elastic`: placement by the TPOT targets of all requests, for workers that compute prompts and answers.
 
-What sequences have saved by their targets is time for prompts (`proto/step_times/pace.py`), and engines with scheduling
+What sequences have saved by their targets is time for prompts (`step_times/pace.py`), and engines with scheduling
 `slack` spend it. So a prompt delays nobody as long as the sequences there can spare its time, and what a placement
 costs is the capacity that it takes from later prompts. In milliseconds:
 
@@ -31,7 +31,6 @@ import math
 
 from typing_extensions import override
 
-from disagg.proto.step_times.pace import MARGIN
 from disagg.router.config import Decodes, num_split
 from disagg.router.placement.forecast import compute_ms, prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, Weight
@@ -39,6 +38,7 @@ from disagg.router.placement.policies.joint import Joint, evicted_ms
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.worker import Worker
+from disagg.step_times.pace import MARGIN
 
 _LATE = 1.1
 """Steps may take so many times the target before they count as late: a batch is large for a while, a target is a mean

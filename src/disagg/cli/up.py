@@ -27,8 +27,8 @@ from disagg.engine.config import Dtype
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import model_of
 from disagg.proto.messages import WorkerInfo
-from disagg.proto.step_times.pace import note_of_target
-from disagg.proto.step_times.step_model import StepModel
+from disagg.step_times.pace import note_of_target
+from disagg.step_times.step_model import StepModel
 
 Launcher = Literal["ray", "processes"]
 

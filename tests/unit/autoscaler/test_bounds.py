@@ -8,7 +8,7 @@ import pytest
 
 from disagg.autoscaler import queueing
 from disagg.autoscaler.queueing import Lengths, WorkerModel, sharing
-from disagg.proto.step_times.interface import MAX_CHUNKS, StepWork, chunks_s
+from disagg.step_times.interface import MAX_CHUNKS, StepWork, chunks_s
 from tests.unit.autoscaler.test_queueing import load
 
 

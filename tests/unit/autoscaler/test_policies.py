@@ -10,7 +10,7 @@ from disagg.autoscaler.policies import make_policy
 from disagg.autoscaler.policy import Observation, Policy, PoolLimits, PoolObservation
 from disagg.proto.autoscaling import Decision, LoadReport, RequestSample, WorkerSample
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 
 STEPS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
 LOOK_S = 5.0

@@ -21,8 +21,8 @@ from disagg.autoscaler.queueing import (
 )
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import LinkTimes, StepWork
 from disagg.simulator.plan.load import Load
+from disagg.step_times.interface import LinkTimes, StepWork
 
 INSTANT = LinkTimes(bandwidth_bytes_per_s=1e30, latency_s=0.0)
 

@@ -15,7 +15,8 @@ from disagg.autoscaler.transfer import (
     transfer_s,
 )
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import LinkTimes, StepWork, decode_s, prefill_s
+from disagg.simulator.durations.devices import A100, CPU_CORE, H100, L40S
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES
 from disagg.simulator.plan.intensity import (
     attention_flops,
     critical_batch,
@@ -32,8 +33,7 @@ from disagg.simulator.plan.sweep import (
     joules_per_million,
     price_per_million,
 )
-from disagg.simulator.step_times.devices import A100, CPU_CORE, H100, L40S
-from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
+from disagg.step_times.interface import LinkTimes, StepWork, decode_s, prefill_s
 
 LLAMA_8B, LLAMA_70B = MODEL_SHAPES["llama-3-8b"], MODEL_SHAPES["llama-3-70b"]
 FP8 = Precision(weight_dtype="fp8", kv_dtype="fp8")

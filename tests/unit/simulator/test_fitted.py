@@ -7,15 +7,14 @@ import pytest
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
-from disagg.proto.step_times.interface import StepTimes, StepWork
-from disagg.simulator.step_times.calibration_file import (
+from disagg.simulator.durations.calibration_file import (
     MAX_BYTES,
     StepRecording,
     check_samples,
     decode_recording,
     encode_recording,
 )
-from disagg.simulator.step_times.fitted import (
+from disagg.simulator.durations.fitted import (
     FITS,
     LinearStepTimes,
     PiecewiseStepTimes,
@@ -24,7 +23,8 @@ from disagg.simulator.step_times.fitted import (
     held_out_error,
     work_of,
 )
-from disagg.simulator.step_times.grid import GridStep, grid
+from disagg.simulator.durations.grid import GridStep, grid
+from disagg.step_times.interface import StepTimes, StepWork
 
 PREFILLS = [(tokens, start) for tokens in (1, 8, 16, 32, 64, 128, 256, 512) for start in (0, 256, 1024)]
 DECODES = [(batch, context) for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) for context in (64, 512, 1024)]

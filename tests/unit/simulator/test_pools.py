@@ -11,17 +11,17 @@ from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, SharedPrefixWorkload, outline
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import LinkTimes, StepTimes
+from disagg.simulator.durations.devices import H100
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES
+from disagg.simulator.durations.roofline import RooflineStepTimes
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Pool, Site
 from disagg.simulator.plan.report import facts_of as facts
 from disagg.simulator.plan.report import price_per_million_output, to_json, verdict
-from disagg.simulator.step_times.devices import H100
-from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
-from disagg.simulator.step_times.roofline import RooflineStepTimes
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.users import UserRequest
+from disagg.step_times.interface import LinkTimes, StepTimes
 
 LLAMA = MODEL_SHAPES["llama-3-8b"]
 TIMES: dict[int, StepTimes] = {tp: RooflineStepTimes(LLAMA, H100, tp=tp) for tp in (1, 2, 4, 8)}

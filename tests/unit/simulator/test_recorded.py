@@ -9,13 +9,13 @@ import pytest
 
 from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import StepWork
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.router_core import RouterCore
-from disagg.simulator.step_times.fitted import fit
-from disagg.simulator.step_times.overheads import Overheads, Sharing
-from disagg.simulator.step_times.recorded import Trace, calibrate, trace
+from disagg.simulator.durations.fitted import fit
+from disagg.simulator.durations.overheads import Overheads, Sharing
+from disagg.simulator.durations.recorded import Trace, calibrate, trace
 from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.step_times.interface import StepWork
 from tests.support.simulation import NO_LOCAL, LinearTimes, cluster_spec, planned
 
 TIMES = LinearTimes(base_s=0.006, token_s=5e-4, decode_s=6e-4, context_s=1e-6)

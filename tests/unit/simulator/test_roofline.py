@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import StepWork
-from disagg.simulator.step_times.devices import (
+from disagg.simulator.durations.devices import (
     A100,
     B200,
     CPU_CORE,
@@ -21,8 +20,8 @@ from disagg.simulator.step_times.devices import (
     Kernels,
     find_device,
 )
-from disagg.simulator.step_times.model_shapes import MODEL_SHAPES, ModelShape, known_shape
-from disagg.simulator.step_times.perf_tables import (
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape
+from disagg.simulator.durations.perf_tables import (
     AllReduceTime,
     AttentionTime,
     GemmCorrections,
@@ -31,7 +30,8 @@ from disagg.simulator.step_times.perf_tables import (
     all_reduce_curve,
     attention_surface,
 )
-from disagg.simulator.step_times.roofline import RooflineStepTimes, check_parallelism
+from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
+from disagg.step_times.interface import StepWork
 
 LLAMA = MODEL_SHAPES["llama-3-8b"]
 IDEAL = Kernels(

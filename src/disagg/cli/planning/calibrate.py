@@ -26,10 +26,10 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
 from disagg.router.recording.entries import Handled
 from disagg.router.recording.recording_file import RecordingError, RecordingReader
-from disagg.simulator.step_times.calibration_file import StepRecording, decode_recording, encode_recording
-from disagg.simulator.step_times.fitted import FITS, MIN_SAMPLES, error_of, held_out_error
-from disagg.simulator.step_times.grid import grid
-from disagg.simulator.step_times.recorded import Trace, calibrate, trace
+from disagg.simulator.durations.calibration_file import StepRecording, decode_recording, encode_recording
+from disagg.simulator.durations.fitted import FITS, MIN_SAMPLES, error_of, held_out_error
+from disagg.simulator.durations.grid import grid
+from disagg.simulator.durations.recorded import Trace, calibrate, trace
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 WARM_UPS = 1

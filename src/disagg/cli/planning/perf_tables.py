@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.proto.errors import ConfigError
-from disagg.simulator.step_times.perf_tables import AllReduceTime, AttentionTime, GemmTime, PerfTables
+from disagg.simulator.durations.perf_tables import AllReduceTime, AttentionTime, GemmTime, PerfTables
 
 _GEMM, _CONTEXT, _GENERATION = "gemm_perf", "context_attention_perf", "generation_attention_perf"
 _CUSTOM, _NCCL = "custom_allreduce_perf", "nccl_perf"

@@ -22,18 +22,18 @@ from disagg.loadtests.verdict.plots import check_installed
 from disagg.loadtests.verdict.report import print_table
 from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import LinkTimes, StepTimes
+from disagg.simulator.durations.calibration_file import StepRecording
+from disagg.simulator.durations.devices import Device, find_device
+from disagg.simulator.durations.fitted import fit
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
+from disagg.simulator.durations.perf_tables import PerfTables
+from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import GB, Precision, widths
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
-from disagg.simulator.step_times.calibration_file import StepRecording
-from disagg.simulator.step_times.devices import Device, find_device
-from disagg.simulator.step_times.fitted import fit
-from disagg.simulator.step_times.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
-from disagg.simulator.step_times.perf_tables import PerfTables
-from disagg.simulator.step_times.roofline import RooflineStepTimes, check_parallelism
+from disagg.step_times.interface import LinkTimes, StepTimes
 
 LINK_LATENCY_S = 1e-4
 """Of a message between workers; an assumption."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.client import RecentLoad, ShapeComparison
 from disagg.client.types import RatePrediction, RecentRequest, ShapeOption, WorkerCapacity
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.config import Decodes, is_decodes
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.load import Arrival, Capacity, Load, check_marks

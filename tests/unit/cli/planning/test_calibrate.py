@@ -22,11 +22,11 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.parallel.factories import make_runner
 from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import StepWork
 from disagg.router.recording.recorded_core import RecordedCore
-from disagg.simulator.step_times.fitted import fit
+from disagg.simulator.durations.fitted import fit
 from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world import gateway as simulated_gateway
+from disagg.step_times.interface import StepWork
 from tests.support.recordings import ListSink, file_of, header_of
 from tests.support.simulation import NO_LOCAL, LinearTimes, asked, cluster_spec, simulated
 

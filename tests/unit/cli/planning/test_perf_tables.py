@@ -12,7 +12,7 @@ import pytest
 from disagg.cli.planning import perf_tables
 from disagg.cli.planning.perf_tables import read_perf_tables
 from disagg.proto.errors import ConfigError
-from disagg.simulator.step_times.perf_tables import AllReduceTime, AttentionTime, GemmTime
+from disagg.simulator.durations.perf_tables import AllReduceTime, AttentionTime, GemmTime
 
 ATTENTION: dict[str, list[Any]] = {
     "batch_size": [2, 2, 2],

@@ -17,8 +17,8 @@ from disagg.cli.main import app
 from disagg.cli.planning.plan import PlanOptions, load_of, run_plan, shape_named, site_of
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
-from disagg.simulator.step_times.calibration_file import StepRecording, encode_recording
-from disagg.simulator.step_times.model_shapes import MODEL_SHAPES
+from disagg.simulator.durations.calibration_file import StepRecording, encode_recording
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES
 
 USUAL = PlanOptions(
     model="llama-3-8b", device="h100", tp="1", prompt_tokens=1024, output_tokens=64, max_simulated=3, requests=None

@@ -10,7 +10,7 @@ from disagg.gateway.operators.admin_answers import placement_facts, recent_reque
 from disagg.gateway.operators.decode_placement_log import check
 from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.messages import Load as WorkerLoad
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
 from disagg.simulator.twin.comparison import Attained, Comparison
 from disagg.simulator.twin.load import load_of

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from disagg.gateway.batches.room import Room, StepBounds, bounds_for, lines_to_start, num_admissible, room_in
-from disagg.proto.messages import Load
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import Load, StepCoefficients
 from disagg.router.api import BackgroundView, ClusterView, WorkerView
 from tests.support.router import worker_info
 

@@ -22,7 +22,7 @@ from disagg.router.config import RouterConfig
 from disagg.router.recording.entries import HIDDEN, Admitted, ChargedElsewhere, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world import gateway as simulated_gateway
 from disagg.simulator.world.settings import Fault

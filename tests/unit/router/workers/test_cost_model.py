@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.least_squares import total
 from disagg.router.workers.cost_model import LinkModel
+from disagg.step_times.least_squares import total
 
 P, D, E = WorkerId("p"), WorkerId("d"), WorkerId("e")
 

@@ -8,7 +8,7 @@ from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.workload import PromptPart
 from disagg.proto.ids import BlockHash, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Load as WorkerLoad
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
 from disagg.simulator.twin.load import Arrival, capacity_of, load_of
 from disagg.simulator.twin.replay import parts_of, replay, requests_of, spec_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 from disagg.router.config import is_decodes, num_split
 from disagg.simulator.twin.settings import decode_share, mean_steps, most_settings, settings_of
 from tests.support.twins import arrival, evenly

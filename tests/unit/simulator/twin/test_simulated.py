@@ -12,7 +12,7 @@ from disagg.loadtests.workload.arrivals import ArrivalConfig, due_times
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.router.config import Decodes, RouterConfig
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin

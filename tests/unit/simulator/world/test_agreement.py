@@ -14,14 +14,14 @@ from disagg.loadtests.workload.workload import (
     SharedPrefixWorkload,
     WorkloadConfig,
 )
-from disagg.proto.step_times.interface import StepWork
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.overheads import Overheads, Sharing
+from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.simulator.workers.exact_worker import ExactWorker
 from disagg.simulator.workers.fast_slack import FastSlack
 from disagg.simulator.world import cluster as cluster_module
 from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.users import Habits
+from disagg.step_times.interface import StepWork
 from tests.support.simulation import BYTES_PER_TOKEN, NO_LOCAL, LinearTimes, cluster_spec, planned, simulated
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.010)

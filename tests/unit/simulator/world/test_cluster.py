@@ -13,7 +13,7 @@ from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import EngineKind, Fault
 from disagg.simulator.world.users import Habits

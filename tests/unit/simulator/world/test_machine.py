@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.proto.ids import WorkerId
-from disagg.simulator.step_times.overheads import Sharing
+from disagg.simulator.durations.overheads import Sharing
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.machine import Kind, Machine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.proto.step_times.interface import LinkTimes
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.network import Network
+from disagg.step_times.interface import LinkTimes
 
 
 def ends(sends: list[tuple[float, str, str, int]], latency_s: float = 0.0) -> dict[str, float]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.interface import LinkTimes, StepWork
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.network import Network
 from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
 from disagg.simulator.world.timing import LinearSteps
+from disagg.step_times.interface import LinkTimes, StepWork
 
 STEPS = LinearSteps(base_ms=100.0, prefill_token_ms=1.0, decode_ms=1.0)
 WORK = StepWork(900, 0, 0, 0, 1)

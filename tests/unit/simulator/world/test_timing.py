@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from disagg.proto.step_times.interface import LinkTimes, StepWork
-from disagg.simulator.step_times.overheads import Overheads
+from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.simulator.world.timing import read_timing
+from disagg.step_times.interface import LinkTimes, StepWork
 
 STEP = {"base_ms": 1.0, "prefill_token_ms": 0.5, "attended_ms": 0.01, "decode_ms": 0.25, "context_ms": 0.001}
 RECORDED: dict[str, Any] = {

@@ -24,10 +24,10 @@ from typing import NamedTuple
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import StepSample, WorkerInfo
-from disagg.proto.step_times.least_squares import Moments
 from disagg.router.requests.events import Event, FromWorker, Submit, WorkerReported, WorkerUp
-from disagg.simulator.step_times.fitted import MIN_SAMPLES, features, work_of
-from disagg.simulator.step_times.overheads import Overheads, Sharing
+from disagg.simulator.durations.fitted import MIN_SAMPLES, features, work_of
+from disagg.simulator.durations.overheads import Overheads, Sharing
+from disagg.step_times.least_squares import Moments
 
 WARM_UP_S = 3.0
 """Steps of the first seconds after the first one are left out."""

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.proto.messages import StepSample
-from disagg.proto.step_times.step_model import DEFAULT_COEFFICIENTS, StepCoefficients, StepModel
+from disagg.proto.messages import StepCoefficients, StepSample
+from disagg.step_times.step_model import DEFAULT_COEFFICIENTS, StepModel
 
 SMALL = StepCoefficients(6.0, 0.35, 1.5e-4, 0.7, 6e-4)
 """About what a small model does on one core."""

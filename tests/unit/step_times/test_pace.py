@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.pace import note_of_target
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
+from disagg.step_times.pace import note_of_target
 
 SLOW, FAST = StepCoefficients(55.0, 1.0, 0.0, 5.0, 0.0), StepCoefficients(25.0, 1.0, 0.0, 4.0, 0.0)
 

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg.proto.errors import ConfigError
-from disagg.proto.step_times.interface import StepWork
-from disagg.simulator.step_times.devices import Device
-from disagg.simulator.step_times.model_shapes import DTYPE_BYTES, ModelShape
-from disagg.simulator.step_times.perf_tables import (
+from disagg.simulator.durations.devices import Device
+from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.perf_tables import (
     AttentionTime,
     Curve,
     GemmCorrections,
@@ -33,6 +32,7 @@ from disagg.simulator.step_times.perf_tables import (
     all_reduce_curve,
     attention_surface,
 )
+from disagg.step_times.interface import StepWork
 
 ACTIVATION_BYTES = 2.0
 """Of a hidden state; 4 with float32."""

@@ -14,7 +14,7 @@ import msgspec
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
-from disagg.simulator.step_times.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 
 FORMAT: Final = "disagg-step-times"
 MAX_SAMPLES = 100_000

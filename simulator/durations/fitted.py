@@ -5,7 +5,7 @@
 On a CPU a step is not linear in its batch: products of one row are bound by memory, those of 32 by arithmetic, and a
 kernel is chosen by the number of rows. So the second fit has a slope for each range of rows, prompt tokens and
 decodes. None is negative: more work never takes less time. Both minimize the relative error, as in
-`proto/step_times/step_model.py`.
+`step_times/step_model.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
-from disagg.proto.step_times.interface import StepTimes, StepWork
-from disagg.proto.step_times.least_squares import Moments
-from disagg.proto.step_times.step_model import LEAST_MS, StepModel
+from disagg.step_times.interface import StepTimes, StepWork
+from disagg.step_times.least_squares import Moments
+from disagg.step_times.step_model import LEAST_MS, StepModel
 
 MIN_SAMPLES = 8
 NUM_FOLDS = 5

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.proto.step_times.least_squares import Moments, solve_five, solve_triangle, solve_two, total
+from disagg.step_times.least_squares import Moments, solve_five, solve_triangle, solve_two, total
 
 Observation = tuple[Sequence[float], float]
 

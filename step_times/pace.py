@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.step_times.step_model import StepCoefficients
+from disagg.proto.messages import StepCoefficients
 
 MARGIN = 1.2
 """Steps are expected to take so many times their present time: other sequences will join, and answers are longer than

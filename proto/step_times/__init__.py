@@ -1,1 +1,0 @@
-"""The time of an engine step: one fit, made by workers and by routers."""
