@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.autoscaler.loads import LOADS, MAX_MODEL_LEN, RISES
+from benchmarks.autoscaler.scaling import Resize, Scaler
 from benchmarks.common import print_table, report, write_json
 from disagg.autoscaler.config import AutoscalerOptions, ThresholdOptions
 from disagg.autoscaler.policies import make_policy
@@ -32,9 +33,8 @@ from disagg.engine.config import WorkerConfig
 from disagg.loadtests.verdict.goodput import meets
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import RouterConfig
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.phases import PlannedLoad
-from disagg.simulator.world.scaling import Resize, Scaler
 from disagg.simulator.world.settings import ClusterSpec, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 

@@ -26,10 +26,10 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.messages import StepCoefficients
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec, EngineKind
 from disagg.simulator.world.timing import LinearSteps, Timing
 from disagg.simulator.world.users import Habits, UserRequest

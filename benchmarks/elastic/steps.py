@@ -36,7 +36,7 @@ from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart, RandomWorkload, outline
 from disagg.proto.messages import KvLayout
 from disagg.router.config import RouterConfig
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest

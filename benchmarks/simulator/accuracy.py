@@ -21,7 +21,7 @@ from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.comparison import curves
 from disagg.loadtests.verdict.goodput import Outcomes, Slo, evaluate
 from disagg.loadtests.verdict.recordings import Recording, load_all
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.phases import load_of_scenario
 from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.timing import Timing

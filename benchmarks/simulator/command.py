@@ -46,8 +46,8 @@ from disagg.loadtests.workload.traces import BLOCK_TOKENS
 from disagg.loadtests.workload.workload import Outline, RandomWorkload, TraceWorkload, outline
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import PolicyName, RouterConfig
+from disagg.simulator.cluster import Result, SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.world.cluster import Result, SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 from disagg.step_times.interface import LinkTimes, StepWork

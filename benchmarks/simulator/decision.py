@@ -16,8 +16,8 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload, outline
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads, Sharing
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec
 from disagg.simulator.world.timing import LinearSteps, Timing
 from disagg.simulator.world.users import UserRequest

@@ -27,7 +27,7 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec
 from disagg.simulator.world.slow_times import SlowTime
 from disagg.simulator.world.users import Habits, UserRequest

@@ -19,9 +19,9 @@ from disagg.loadtests.workload.workload import Outline, OutlinedRequest, RandomW
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import RouterConfig
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.pools import Candidate, Judgement, Planner, Pool
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 

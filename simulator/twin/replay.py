@@ -17,9 +17,9 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.load import Arrival, Capacity, Load, mean_output
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import UserRequest

@@ -18,9 +18,9 @@ from disagg.router.config import RouterConfig
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.machine import Machine
+from disagg.simulator.world.surroundings import GATEWAY
 
 
 class Client(Protocol):

@@ -21,10 +21,10 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import Sampling
 from disagg.router.api import Completion, RoutedRequest
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway
 from disagg.simulator.world.prompts import EMPTY, STOP_TOKEN, PromptText, answer_token, answered, extend
+from disagg.simulator.world.surroundings import Answers
 
 ROOT = root_hash("simulated")
 NO_TARGETS = Slo()

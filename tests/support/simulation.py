@@ -13,8 +13,8 @@ from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart, Work
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout, RoleName
 from disagg.router.config import RouterConfig
+from disagg.simulator.cluster import Result, SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads, Sharing
-from disagg.simulator.world.cluster import Result, SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, Fault, PoolSpec
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest
 from disagg.step_times.interface import LinkTimes, StepWork

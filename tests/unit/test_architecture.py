@@ -35,9 +35,11 @@ PURE_PACKAGES = (
     "loadtests",
     "loadtests/workload",
     "loadtests/verdict",
-    "simulator/plan",
+    "simulator",
     "simulator/durations",
-    "simulator/workers",
+    "simulator/exact",
+    "simulator/fast",
+    "simulator/plan",
     "simulator/world",
 )
 """Folders whose modules decide and do nothing else; what lies in their sub-folders has rules of its own."""

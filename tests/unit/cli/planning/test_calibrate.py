@@ -24,8 +24,8 @@ from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.proto.errors import ConfigError
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.simulator.durations.fitted import fit
-from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world import gateway as simulated_gateway
+from disagg.simulator.world.surroundings import GATEWAY
 from disagg.step_times.interface import StepWork
 from tests.support.recordings import ListSink, file_of, header_of
 from tests.support.simulation import NO_LOCAL, LinearTimes, asked, cluster_spec, simulated

@@ -23,9 +23,9 @@ from disagg.router.recording.entries import HIDDEN, Admitted, ChargedElsewhere, 
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.workers.surroundings import GATEWAY
 from disagg.simulator.world import gateway as simulated_gateway
 from disagg.simulator.world.settings import Fault
+from disagg.simulator.world.surroundings import GATEWAY
 from tests.support.recordings import GATEWAY_ID, ListSink, file_of, header_of, read, replayed
 from tests.support.router import PLAIN, Scenario, end_update, routed_request, tokens_update
 from tests.support.simulation import asked, cluster_spec, simulated

@@ -12,11 +12,11 @@ from disagg.loadtests.workload.arrivals import ArrivalConfig, due_times
 from disagg.loadtests.workload.randomness import Stream
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.router.config import Decodes, RouterConfig
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.comparison import Comparison
 from disagg.simulator.twin.simulated import watch
 from disagg.simulator.twin.twin import Twin
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec
 from disagg.simulator.world.users import UserRequest
 from tests.support.simulation import LinearTimes, cluster_spec

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.slack import STARVED_STEPS, Decode, Fitting, Room, Slack, is_overdue, overdue_at
 from disagg.proto.messages import StepSample, WorkerInfo
-from disagg.simulator.workers.fast_room import FastSequence
+from disagg.simulator.fast.fast_room import FastSequence
 
 _EVERY = 4
 """Of the steps of a kind (prompts, decodes, both) so many are observed as one: fits with fewer of them are as good."""

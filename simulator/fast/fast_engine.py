@@ -19,13 +19,13 @@ from itertools import accumulate, repeat
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.slack import Room
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
-from disagg.simulator.workers.chunk_run import ChunkRun
-from disagg.simulator.workers.fast_room import FastRoom, FastSequence
-from disagg.simulator.workers.fast_scheduler import FastScheduler, PlannedPrompt
-from disagg.simulator.workers.fast_slack import FastSlack
-from disagg.simulator.workers.reports import Reports
-from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.fast.chunk_run import ChunkRun
+from disagg.simulator.fast.fast_room import FastRoom, FastSequence
+from disagg.simulator.fast.fast_scheduler import FastScheduler, PlannedPrompt
+from disagg.simulator.fast.fast_slack import FastSlack
 from disagg.simulator.world.machine import RunningStep
+from disagg.simulator.world.reports import Reports
+from disagg.simulator.world.surroundings import Surroundings
 from disagg.step_times.interface import StepTimes, StepWork
 
 TELL_S = 1.0

@@ -33,10 +33,10 @@ from disagg.engine.plan import StepPlan
 from disagg.proto.ids import AttemptKey, Incarnation, WorkerId
 from disagg.proto.messages import Load, StepSample, WorkerInfo
 from disagg.router.requests import events
-from disagg.simulator.workers.reports import Reports
-from disagg.simulator.workers.surroundings import Surroundings
-from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.exact.timed_runner import TimedRunner
 from disagg.simulator.world.machine import Kind, RunningStep
+from disagg.simulator.world.reports import Reports
+from disagg.simulator.world.surroundings import Surroundings
 
 MAX_ROUNDS = 4
 """So often a turn looks for more commands before its step, as in `EngineThread`."""

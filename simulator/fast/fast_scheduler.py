@@ -22,9 +22,9 @@ from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
 from disagg.engine.core.slack import UNLIMITED, Room, may_be_in_time
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, WorkerInfo
-from disagg.simulator.workers.fast_room import FastRoom, FastSequence
-from disagg.simulator.workers.fast_slack import FastSlack
-from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.fast.fast_room import FastRoom, FastSequence
+from disagg.simulator.fast.fast_slack import FastSlack
+from disagg.simulator.world.surroundings import Surroundings
 
 PlannedPrompt = tuple[FastSequence, int, int]
 """A sequence, the first token of it in a step, and how many."""

@@ -58,7 +58,7 @@ from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, SequenceSpec, WorkerInfo
-from disagg.simulator.workers.surroundings import Surroundings
+from disagg.simulator.world.surroundings import Surroundings
 
 
 class PairedWorker(Protocol):

@@ -7,7 +7,7 @@ import pytest
 from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 from tests.support.simulation import asked, cluster_spec, planned
 
 

@@ -11,10 +11,10 @@ from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.router_core import RouterCore
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.fitted import fit
 from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.simulator.durations.recorded import Trace, calibrate, trace
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.step_times.interface import StepWork
 from tests.support.simulation import NO_LOCAL, LinearTimes, cluster_spec, planned
 

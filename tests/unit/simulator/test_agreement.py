@@ -15,10 +15,10 @@ from disagg.loadtests.workload.workload import (
     WorkloadConfig,
 )
 from disagg.router.config import RouterConfig
+from disagg.simulator import cluster as cluster_module
 from disagg.simulator.durations.overheads import Overheads, Sharing
-from disagg.simulator.workers.exact_worker import ExactWorker
-from disagg.simulator.workers.fast_slack import FastSlack
-from disagg.simulator.world import cluster as cluster_module
+from disagg.simulator.exact.exact_worker import ExactWorker
+from disagg.simulator.fast.fast_slack import FastSlack
 from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.users import Habits
 from disagg.step_times.interface import StepWork

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.proto.ids import AttemptKey, BlockHash, RequestId
 from disagg.proto.messages import BlocksRemoved, BlocksStored
-from disagg.simulator.workers.block_set import BlockSet
+from disagg.simulator.fast.block_set import BlockSet
 
 A, B, C, D = (BlockHash(bytes([n]) * 16) for n in range(4))
 

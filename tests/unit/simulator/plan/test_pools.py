@@ -11,6 +11,7 @@ from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, SharedPrefixWorkload, outline
 from disagg.proto.errors import ConfigError
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.devices import H100
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
 from disagg.simulator.durations.roofline import RooflineStepTimes
@@ -19,7 +20,6 @@ from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Pool, Site
 from disagg.simulator.plan.report import facts_of as facts
 from disagg.simulator.plan.report import price_per_million_output, to_json, verdict
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.users import UserRequest
 from disagg.step_times.interface import LinkTimes, StepTimes
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from disagg.autoscaler.policy import Observation, Policy, PoolObservation
 from disagg.proto.autoscaling import MAX_REQUEST_SAMPLES, Decision, LoadReport
 from disagg.router.telemetry.load_report import load_report
-from disagg.simulator.world.cluster import SimulatedCluster
+from disagg.simulator.cluster import SimulatedCluster
 
 GATEWAY = "gateway"
 

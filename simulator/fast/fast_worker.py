@@ -34,10 +34,10 @@ from disagg.proto.messages import (
     WorkerInfo,
 )
 from disagg.router.requests import events
-from disagg.simulator.workers.fast_engine import FastEngine
-from disagg.simulator.workers.fast_room import FastSequence
-from disagg.simulator.workers.reports import Reports
-from disagg.simulator.workers.surroundings import GATEWAY, Surroundings
+from disagg.simulator.fast.fast_engine import FastEngine
+from disagg.simulator.fast.fast_room import FastSequence
+from disagg.simulator.world.reports import Reports
+from disagg.simulator.world.surroundings import GATEWAY, Surroundings
 from disagg.step_times.interface import StepTimes
 
 

@@ -12,9 +12,9 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, max_cached_
 from disagg.proto.ids import AttemptKey, BlockHash
 from disagg.proto.messages import SequenceSpec, WorkerInfo
 from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids, pack_token_ids
-from disagg.simulator.workers.block_set import BlockSet, PieceKey
-from disagg.simulator.workers.surroundings import Answers
+from disagg.simulator.fast.block_set import BlockSet, PieceKey
 from disagg.simulator.world.prompts import HashRuns
+from disagg.simulator.world.surroundings import Answers
 
 
 class PairedWorker(Protocol):

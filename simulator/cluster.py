@@ -19,11 +19,10 @@ from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
 from disagg.router.requests import events
-from disagg.simulator.workers.exact_engine import register
-from disagg.simulator.workers.exact_worker import ExactWorker
-from disagg.simulator.workers.fast_worker import FastWorker
-from disagg.simulator.workers.surroundings import Answers, Surroundings
-from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.exact.exact_engine import register
+from disagg.simulator.exact.exact_worker import ExactWorker
+from disagg.simulator.exact.timed_runner import TimedRunner
+from disagg.simulator.fast.fast_worker import FastWorker
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.gateway import Gateway
 from disagg.simulator.world.machine import Machine
@@ -32,6 +31,7 @@ from disagg.simulator.world.prompts import run_for
 from disagg.simulator.world.series import Sample
 from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
 from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
+from disagg.simulator.world.surroundings import Answers, Surroundings
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 from disagg.step_times.interface import StepTimes
 

@@ -13,8 +13,8 @@ from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
+from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.world.cluster import SimulatedCluster
 from disagg.simulator.world.settings import EngineKind, Fault
 from disagg.simulator.world.users import Habits
 from tests.support.simulation import BYTES_PER_TOKEN, NO_LOCAL, LinearTimes, asked, cluster_spec, planned, simulated

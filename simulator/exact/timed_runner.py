@@ -18,8 +18,8 @@ from disagg.engine.core.calibration import calibrate
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.messages import KvLayout, StepSample
-from disagg.simulator.workers.surroundings import Answers
 from disagg.simulator.world.prompts import VOCAB_SIZE
+from disagg.simulator.world.surroundings import Answers
 from disagg.step_times.interface import StepTimes, StepWork
 
 

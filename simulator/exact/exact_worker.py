@@ -48,10 +48,10 @@ from disagg.proto.messages import (
     SequenceSpec,
     StepSample,
 )
-from disagg.simulator.workers.exact_engine import ExactEngine
-from disagg.simulator.workers.hand_over import Pair
-from disagg.simulator.workers.surroundings import Surroundings
-from disagg.simulator.workers.timed_runner import TimedRunner
+from disagg.simulator.exact.exact_engine import ExactEngine
+from disagg.simulator.exact.hand_over import Pair
+from disagg.simulator.exact.timed_runner import TimedRunner
+from disagg.simulator.world.surroundings import Surroundings
 
 
 @dataclass(slots=True)

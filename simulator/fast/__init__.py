@@ -1,0 +1,1 @@
+"""Workers whose engine is a few numbers. Pure."""

@@ -1,1 +1,0 @@
-"""Workers that only take time. Pure."""
