@@ -26,8 +26,8 @@ from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
 from disagg.cluster.config.cluster_config import PoolConfig, parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
-from disagg.cluster.control.gateways import GATEWAY
 from disagg.cluster.control.plan import plan_cluster
+from disagg.cluster.core.gateways import GATEWAY
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret

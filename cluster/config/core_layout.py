@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, pool_path
 from disagg.cluster.config.model_pools import with_pool_fields
-from disagg.cluster.control.workers import worker_id
+from disagg.cluster.core.workers import worker_id
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 

@@ -197,7 +197,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kind, of which their memory is shared."""
     probes: bool = True
     """Whether a new worker counts as ready only once a tiny request went through prefill, hand-over and decode with it;
-    see `cluster/probes/`."""
+    see `cluster/core/probes.py`."""
 
 
 class TransferSection(PairLimits, frozen=True, kw_only=True):

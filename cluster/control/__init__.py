@@ -1,1 +1,1 @@
-"""The controller of a cluster: its pure core, its server, and the links of those who belong to it."""
+"""The shell of the controller: its server, the links of those who belong to it, and how processes are started."""

@@ -10,9 +10,9 @@ from typing import Self
 
 from disagg.cluster.config.cluster_config import ClusterConfig, unused_pools
 from disagg.cluster.config.memory import machine_memory
-from disagg.cluster.control import state_diff
 from disagg.cluster.control.plan import ClusterPlan, check_gateway, plan_cluster
-from disagg.cluster.hosts.twin import key_for, obstacle
+from disagg.cluster.control.twin_process import key_for, obstacle
+from disagg.cluster.core import state_diff
 from disagg.cluster.system.children import LaunchError
 from disagg.engine.config import Dtype
 from disagg.proto.clock.process_clock import process_clock

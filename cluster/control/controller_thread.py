@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import ClusterPlan
+from disagg.cluster.control.plans import SavedState
 from disagg.cluster.control.server import Companion, Controller
-from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.proto.clock.process_clock import AwakeLoop

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import msgspec
 
 from disagg.cluster.config.cluster_config import PoolConfig
-from disagg.cluster.control import events
-from disagg.cluster.control.gateways import gateway_names
 from disagg.cluster.control.plan import GatewaySpec, port_of
-from disagg.cluster.rollout.plans import Plans
+from disagg.cluster.control.plans import Plans
+from disagg.cluster.core import events
+from disagg.cluster.core.gateways import gateway_names
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import describe
 from disagg.engine.config import WorkerConfig

@@ -28,8 +28,8 @@ from disagg.cluster.config.cluster_config import (
 from disagg.cluster.config.core_layout import CorePlan, plan_cores, with_threads, worker_cores, worker_device
 from disagg.cluster.config.memory import PoolCache, check_block, check_fits
 from disagg.cluster.config.model_pools import with_sizes
-from disagg.cluster.control.gateways import GATEWAY, gateway_names
-from disagg.cluster.control.workers import worker_id
+from disagg.cluster.core.gateways import GATEWAY, gateway_names
+from disagg.cluster.core.workers import worker_id
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores

@@ -22,20 +22,20 @@ import grpc
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Settings
-from disagg.cluster.control.gateways import gateway_names, is_gateway
+from disagg.cluster.control.autoscaler_runner import pool_limits
+from disagg.cluster.control.autoscalers import Autoscalers
 from disagg.cluster.control.launcher import Launcher, LauncherThread
 from disagg.cluster.control.plan import ClusterPlan, gateway_config, router_configs
+from disagg.cluster.control.plans import Plans, SavedState, refusal_of
+from disagg.cluster.control.probe_link import Prober
 from disagg.cluster.control.service import ControllerService
-from disagg.cluster.control.state_diff import gateway_address
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
-from disagg.cluster.probes.probe_link import Prober
-from disagg.cluster.probes.probes import Probe
-from disagg.cluster.rollout.plans import Plans, SavedState, refusal_of
-from disagg.cluster.rollout.rollout import Desired
-from disagg.cluster.scaling.models import Autoscalers
-from disagg.cluster.scaling.runner import pool_limits
+from disagg.cluster.core import events
+from disagg.cluster.core.core import ControlCore, Settings
+from disagg.cluster.core.gateways import gateway_names, is_gateway
+from disagg.cluster.core.probes import Probe
+from disagg.cluster.core.rollout import Desired
+from disagg.cluster.core.state_diff import gateway_address
 from disagg.connections.addresses import join_address
 from disagg.connections.channels import add_port
 from disagg.connections.cluster_secret import ClusterSecret

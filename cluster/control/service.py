@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import msgspec
 
-from disagg.cluster.control import events
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
+from disagg.cluster.core import events
 from disagg.proto.autoscaling import LoadReport
 from disagg.proto.control import (
     ControllerToWorker,

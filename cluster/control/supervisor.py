@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from disagg.cluster.config.cluster_config import RecoveryConfig
-from disagg.cluster.control.gateways import is_gateway
 from disagg.cluster.control.launcher import Launcher
+from disagg.cluster.core.gateways import is_gateway
 from disagg.connections.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.proto.clock.process_clock import process_clock
 

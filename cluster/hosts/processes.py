@@ -23,12 +23,11 @@ from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig
 from disagg.cluster.config.core_layout import check_devices
-from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, CheckStop, Cluster, Progress, no_progress
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec, new_secret
-from disagg.cluster.hosts.templates import Templates
-from disagg.cluster.hosts.twin import TwinProcess, twin_of
+from disagg.cluster.control.twin_process import TwinProcess, twin_of
+from disagg.cluster.core import state_diff
 from disagg.cluster.system.children import (
     LOG_TAIL_LINES,
     LaunchError,
@@ -44,7 +43,8 @@ from disagg.cluster.system.cores import num_cuda_devices
 from disagg.cluster.system.logs import LoggingConfig, log_environment
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.system.temp_folders import TempFolder
-from disagg.cluster.system.templates import IS_SUPPORTED
+from disagg.cluster.templates.template import IS_SUPPORTED
+from disagg.cluster.templates.templates import Templates
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import Dtype, WorkerConfig
 from disagg.engine.device_environment import device_environment

@@ -15,7 +15,6 @@ from typing import Any
 from typing_extensions import override
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import (
     START_TIMEOUT_S,
     CheckStop,
@@ -25,6 +24,7 @@ from disagg.cluster.control.cluster import (
     no_progress,
 )
 from disagg.cluster.control.controller_link import call_controller
+from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
     controller_address,

@@ -12,13 +12,13 @@ import msgspec
 
 from disagg.cluster.config.memory import machine_memory
 from disagg.cluster.control.plan import plan_cluster
+from disagg.cluster.control.plans import SavedState
 from disagg.cluster.control.server import Controller
-from disagg.cluster.hosts.twin import twin_of
+from disagg.cluster.control.twin_process import twin_of
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, record_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
-from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import log_environment, setup_logging

@@ -14,12 +14,12 @@ import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, pool_path
 from disagg.cluster.control import controller_link
+from disagg.cluster.control.changes import values_of
 from disagg.cluster.control.cluster import CHECK_STOP_INTERVAL_S
 from disagg.cluster.control.plan import new_secret
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.handles import present_actors, present_groups, remove_group, stop_actors
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
-from disagg.cluster.rollout.changes import values_of
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import START_TIMEOUT_S, never_stop
 from disagg.cluster.control.plan import check_gateway
+from disagg.cluster.control.plans import SavedState
+from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
     call_controller,
@@ -29,7 +30,6 @@ from disagg.cluster.on_ray.controller_client import (
 )
 from disagg.cluster.on_ray.joined import AUTO, JoinedSession
 from disagg.cluster.on_ray.store import ControllerSettings
-from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.terminal import table
 from disagg.connections.addresses import split_address

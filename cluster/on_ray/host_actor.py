@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from disagg.cluster.control.backoff import Starts, next_actor_start
 from disagg.cluster.control.plan import GatewaySpec, port_of, with_ports
+from disagg.cluster.core.backoff import Starts, next_actor_start
 from disagg.cluster.hosts.ranks import rank_config
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.rank_actors import end_followers, end_this_actor, rank_actors

@@ -21,13 +21,13 @@ from disagg.cluster.config.cluster_config import PoolConfig, parse_config
 from disagg.cluster.control import server
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
+from disagg.cluster.control.plans import SavedState
+from disagg.cluster.control.probe_link import Prober
+from disagg.cluster.core.probes import Probe
 from disagg.cluster.hosts.processes import ProcessLauncher
-from disagg.cluster.hosts.templates import Templates
-from disagg.cluster.probes.probe_link import Prober
-from disagg.cluster.probes.probes import Probe
-from disagg.cluster.rollout.plans import SavedState
 from disagg.cluster.system.logs import LoggingConfig
 from disagg.cluster.system.process_tools import ProcessRef
+from disagg.cluster.templates.templates import Templates
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest

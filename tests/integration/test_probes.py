@@ -11,8 +11,8 @@ import pytest
 
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
+from disagg.cluster.core.probes import MAX_TRIES
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.cluster.probes.probes import MAX_TRIES
 from disagg.cluster.system.children import LaunchError
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.engine.runner.fake import fake_generate

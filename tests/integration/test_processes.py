@@ -19,7 +19,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, Stopped
-from disagg.cluster.system.templates import IS_SUPPORTED
+from disagg.cluster.templates.template import IS_SUPPORTED
 from disagg.engine.config import WorkerConfig
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import ConfigError

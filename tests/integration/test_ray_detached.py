@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from disagg.client import Client, ClusterState
-from disagg.cluster.hosts.twin import MODULE as TWIN_MODULE
+from disagg.cluster.control.twin_process import MODULE as TWIN_MODULE
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError

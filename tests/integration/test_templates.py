@@ -17,12 +17,12 @@ from rich.console import Console
 
 from disagg.cli.operations.apply import ApplyOptions, run_apply
 from disagg.cluster.config.cluster_config import override, parse_config
-from disagg.cluster.hosts import templates as cluster_templates
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.cluster.system import templates as system_templates
 from disagg.cluster.system.children import end, open_log
 from disagg.cluster.system.process_tools import ProcessRef
-from disagg.cluster.system.templates import IS_SUPPORTED, STATUS_UNKNOWN, ForkedProcess, ForkRequest, Template
+from disagg.cluster.templates import template as system_templates
+from disagg.cluster.templates import templates as cluster_templates
+from disagg.cluster.templates.template import IS_SUPPORTED, STATUS_UNKNOWN, ForkedProcess, ForkRequest, Template
 from tests.support.processes import children_of
 from tests.support.template_program import MODULE, Order, Start
 from tests.support.waiting import LONG_WAIT_S, wait_until

@@ -105,12 +105,10 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "grpc": (
         "*/server.py",
         "*/service.py",
-        "connections/guard.py",
         "connections/*",
         "gateway/*",
         "router/shell/worker_link.py",
         "cluster/control/*_link.py",
-        "cluster/probes/*_link.py",
         "cluster/on_ray/joined.py",
         "loadtests/generator/*",
         "src/disagg/client/*",

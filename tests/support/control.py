@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from disagg.cluster.control import events
-from disagg.cluster.control.core import ControlCore, Settings
-from disagg.cluster.control.events import Command, Event
-from disagg.cluster.probes.probes import Probe
-from disagg.cluster.rollout.rollout import Desired
+from disagg.cluster.core import events
+from disagg.cluster.core.core import ControlCore, Settings
+from disagg.cluster.core.events import Command, Event
+from disagg.cluster.core.probes import Probe
+from disagg.cluster.core.rollout import Desired
 from disagg.proto.control import PoolName, WorkerRecord
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import KvLayout, RoleName, WorkerInfo

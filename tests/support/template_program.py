@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from disagg.cluster.system.children import read_config
-from disagg.cluster.system.templates import owner_is_gone, read_first, serve
+from disagg.cluster.templates.template import owner_is_gone, read_first, serve
 
 MODULE = "tests.support.template_program"
 

@@ -15,6 +15,7 @@ SOURCES = {path: arch.read(path) for path in CODE}
 
 PURE_PACKAGES = (
     "autoscaler",
+    "cluster/core",
     "proto",
     "step_times",
     "router",
@@ -46,17 +47,7 @@ PURE_PACKAGES = (
 
 PURE_FILES = (
     "cluster/config/reader.py",
-    "cluster/control/backoff.py",
-    "cluster/control/core.py",
-    "cluster/rollout/desired.py",
-    "cluster/control/events.py",
-    "cluster/control/gateways.py",
-    "cluster/control/refusals.py",
-    "cluster/control/state_diff.py",
-    "cluster/control/workers.py",
     "cluster/hosts/ranks.py",
-    "cluster/probes/probes.py",
-    "cluster/rollout/rollout.py",
     "cluster/on_ray/nodes/table.py",
     "connections/addresses.py",
     "connections/cluster_secret.py",

@@ -17,8 +17,8 @@ from disagg.cli.address import DEFAULT_ADDRESS
 from disagg.cli.launch.cpu_choice import choose_cpu_dtype
 from disagg.cli.launch.progress import LaunchDisplay
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, models_of, override
-from disagg.cluster.control import state_diff
 from disagg.cluster.control.cluster import Cluster, Progress
+from disagg.cluster.core import state_diff
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.system.process_tools import StopFlag, Stopped
 from disagg.cluster.system.service_manager import READY, STOPPING, notify

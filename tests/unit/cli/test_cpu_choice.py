@@ -11,7 +11,7 @@ from rich.console import Console
 from disagg.cli.launch import cpu_choice
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.control.plan import ClusterPlan
-from disagg.cluster.rollout.plans import config_hash_of
+from disagg.cluster.control.plans import config_hash_of
 from disagg.engine.shell.cpu_dtype import CpuDtype
 
 SLOW = CpuDtype("float32", "torch", "no C++ compiler on PATH (looked for c++)")

@@ -10,7 +10,7 @@ import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.plan import check_gateway, plan_cluster
-from disagg.cluster.rollout.plans import Plans
+from disagg.cluster.control.plans import Plans
 from disagg.gateway.stores import check_stores
 from disagg.proto.control import ApplyRequest
 from disagg.proto.errors import ConfigError

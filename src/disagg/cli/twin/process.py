@@ -1,11 +1,11 @@
-"""The twin as a child of the controller, which names this module (`cluster/hosts/twin.py`); its settings come on
+"""The twin as a child of the controller, which names this module (`cluster/control/twin_process.py`); its settings come on
 standard input, see `children.py`."""
 
 from __future__ import annotations
 
 import sys
 
-from disagg.cluster.hosts.twin import TwinSettings
+from disagg.cluster.control.twin_process import TwinSettings
 from disagg.cluster.system.children import read_config, terminate_when_orphaned
 from disagg.cluster.system.cores import pin_process
 

@@ -1,0 +1,123 @@
+"""The desired state: what holds, and the rollout that leads to something else. Pure.
+
+    Scale ──> other sizes
+    Apply ──> target ── a rollout, if workers are replaced or pools exchanged ──> the next target
+                            └── fails ──> a rollout back ──> the target as it was
+
+What holds without a restart (`Configure`) becomes that of the new generation when the first new workers are ready, or
+at once where nothing is tried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from disagg.cluster.core.events import Command, Configure, Save
+from disagg.cluster.core.rollout import Desired, Plan, Rollout, Target
+from disagg.cluster.core.workers import Worker
+from disagg.proto.control import PoolName, RolledBack
+from disagg.proto.ids import WorkerId, model_of
+
+
+class DesiredState:
+    """Owner of the target and of the rollout; a part of the controller's core.
+
+    Args:
+        desired: to begin with, or what an earlier controller saved.
+        drain_timeout_s: of what is configured; see `Settings`.
+    """
+
+    def __init__(self, desired: Desired, drain_timeout_s: float) -> None:
+        self.target = desired.target
+        """What holds; during a rollout what held before it."""
+        self.latest = desired.latest
+        """The generation that was requested last."""
+        self.rolled_back = desired.rolled_back
+        self.drain_timeout_s = drain_timeout_s
+        self.rollout: Rollout | None = None
+        self._plan = desired.plan
+        """Of the rollout that an earlier controller began, until `begin`."""
+
+    @property
+    def sizes(self) -> dict[PoolName, int]:
+        """Of all pools; during a rollout those of now."""
+        rollout = self.rollout
+        return dict(self.target.sizes) if rollout is None else {pool: rollout.size(pool) for pool in rollout.pools}
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the rollout."""
+        return self._plan if self.rollout is None else self.rollout.plan
+
+    def saved(self) -> Desired:
+        """For the next controller."""
+        return Desired(target=self.target, plan=self.plan, latest=self.latest, rolled_back=self.rolled_back)
+
+    def is_changing(self, pool: PoolName) -> bool:
+        """Whether a rollout says how large a pool is."""
+        return self.rollout is not None and model_of(pool) in self.rollout.plan.models
+
+    def config_hash(self, worker: Worker) -> str:
+        """Names the configuration with which a worker is started now."""
+        rollout = self.rollout
+        return self.target.config_hashes[worker.pool] if rollout is None else rollout.starts(worker)
+
+    # ------------------------------------------------------------ changes
+
+    def begin(self, now: float) -> None:
+        """Go on with the rollout of an earlier controller."""
+        if self._plan is not None:
+            self.rollout, self._plan = Rollout(self._plan, now), None
+
+    def scale(self, sizes: Mapping[PoolName, int]) -> list[Command]:
+        """Have pools of these sizes, of which no rollout says how large they are."""
+        self.target = msgspec.structs.replace(self.target, sizes={**self.target.sizes, **sizes})
+        if self.rollout is not None:
+            self.rollout.resize(sizes)
+        return [Save()]
+
+    def apply(self, plan: Plan, now: float) -> list[Command]:
+        """Begin with another configuration."""
+        self.latest, self.rolled_back = plan.new.generation, None
+        if plan.is_needed:
+            self.rollout = Rollout(plan, now)
+        else:
+            self.target = plan.new
+        begins_with_trial = plan.is_needed and plan.has_trial
+        return [*([] if begins_with_trial else self._configure(plan.new)), Save()]
+
+    def roll(
+        self, workers: Mapping[WorkerId, Worker], serve: Callable[[int], bool], now: float
+    ) -> tuple[list[Worker], list[Command]]:
+        """Take the next steps of the rollout that are due; the workers whose turn comes to be replaced.
+
+        Args:
+            workers: all of them.
+            serve: whether all gateways serve the models of a generation.
+            now: the time.
+        """
+        rollout, out = self.rollout, list[Command]()
+        if rollout is None:
+            return [], out
+        if (why := rollout.failure(workers.values(), now)) is not None:
+            self.rolled_back = RolledBack(generation=rollout.plan.new.generation, why=why)
+            if rollout.plan.configured is rollout.plan.new:
+                out += self._configure(rollout.plan.old)
+            rollout = self.rollout = Rollout(rollout.plan.reversed(why), now)
+            out.append(Save())
+        had_canary = rollout.stage != "canary"
+        turn = rollout.advance(workers)
+        if not rollout.plan.is_back and not had_canary and rollout.stage != "canary":
+            out += [*self._configure(rollout.plan.new), Save()]
+        is_served = not rollout.plan.exchanges_models or serve(rollout.plan.new.generation)
+        if is_served and rollout.is_over(workers.values()):
+            self.target, self.rollout = rollout.plan.new, None
+            out.append(Save())
+        return turn, out
+
+    def _configure(self, target: Target) -> list[Command]:
+        if target.drain_timeout_s is not None:
+            self.drain_timeout_s = target.drain_timeout_s
+        return [Configure(target.generation)]

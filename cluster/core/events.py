@@ -1,0 +1,326 @@
+"""Events that go into the controller's core, and commands that come out. Plain frozen data: the server makes the events
+and executes the commands, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from disagg.cluster.core.gateways import GATEWAY
+from disagg.cluster.core.probes import Probe
+from disagg.cluster.core.rollout import Plan
+from disagg.proto.control import MembershipChange, PoolName
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId
+from disagg.proto.messages import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator sets the desired sizes; checked by `ControlCore.refusal` before."""
+
+    sizes: Mapping[PoolName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operator gives the cluster another configuration; checked by `ControlCore.refusal` before."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator has this worker replaced by a new process; checked by `ControlCore.refusal` before."""
+
+    worker_id: WorkerId
+    deadline_s: float | None = None
+    """For how long it may drain; None for `Settings.drain_timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRegistered:
+    """A worker listens. Answered with `Accept` or `Reject`."""
+
+    info: WorkerInfo
+    is_proven: bool = False
+    """Whether that process was ready under any controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStartFailed:
+    """A worker could not start, as itself or the launcher reported."""
+
+    worker_id: WorkerId
+    error: str
+    start_id: str = ""
+    """Of the start that failed, as in `StartWorker`; empty where that is unknown: then it is the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarting:
+    """A worker has been starting for a while."""
+
+    worker_id: WorkerId
+    doing: str
+    """For people to read."""
+    start_id: str = ""
+    """As in `WorkerStartFailed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """The connection to that process of a worker broke; the process may run."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHung:
+    """That process of a worker sends no heartbeats on a connection that stands; it is being killed."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    why: str
+    """Follows its name in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopped:
+    """The launcher ended these processes."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """A process ended by itself and is not coming back. `name` as in `Launcher`."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """The probe of that number is over, as `StartProbe` began it."""
+
+    number: int
+    error: str = ""
+    """Why it failed; empty where it went through."""
+    is_refusal: bool = False
+    """Whether it failed for want of room only."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartsPending:
+    """What processes wait for that were begun and cannot run yet: all of them, by name."""
+
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayJoined:
+    """A gateway serves and follows. Answered with `Publish`."""
+
+    gateway_id: GatewayId
+    address: str
+    pid: int
+    http_address: str = ""
+    draining: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    """What it drains, as an earlier controller published."""
+    name: str = GATEWAY
+    """Of its process."""
+    own_address: str = ""
+    own_http_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStartFailed:
+    """A gateway could not start, as itself or the launcher reported."""
+
+    error: str
+    name: str = GATEWAY
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLeft:
+    """The connection to a gateway broke; its process may run."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStopped:
+    """The launcher ended that gateway's process."""
+
+    name: str = GATEWAY
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipMissed:
+    """That gateway missed a change of the membership. Answered with `Publish`."""
+
+    gateway_id: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFollowed:
+    """That gateway serves the models of a generation."""
+
+    gateway_id: GatewayId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEmpty:
+    """Nothing of that gateway runs on that draining worker any more."""
+
+    gateway_id: GatewayId
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due at `ControlCore.next_wakeup()`. The first one begins everything."""
+
+
+Event = (
+    Scale
+    | Apply
+    | Drain
+    | WorkerRegistered
+    | WorkerStartFailed
+    | WorkerStarting
+    | WorkerLeft
+    | WorkerHung
+    | WorkersStopped
+    | ProcessExited
+    | ProbeEnded
+    | StartsPending
+    | GatewayJoined
+    | GatewayStartFailed
+    | GatewayLeft
+    | GatewayStopped
+    | MembershipMissed
+    | SettingsFollowed
+    | WorkerEmpty
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Launch it; may come back as `WorkerStartFailed`."""
+
+    worker_id: WorkerId
+    pool: PoolName
+    index: int
+    start_id: str
+    """Different for every start by any controller; the process brings it when it registers."""
+    config_hash: str = ""
+    """Which configuration of its pool; the process brings that, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """End these processes; followed by `WorkersStopped`."""
+
+    worker_ids: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartGateway:
+    """Launch a gateway for these workers; may come back as `GatewayStartFailed`."""
+
+    workers: tuple[WorkerInfo, ...]
+    address: str
+    """Where an earlier process of it listened, or another gateway listens; empty the first time."""
+    http_address: str = ""
+    """The same of HTTP; empty the first time, and where it serves none."""
+    name: str = GATEWAY
+
+
+@dataclass(frozen=True, slots=True)
+class StopGateway:
+    """End that gateway's process; followed by `GatewayStopped`."""
+
+    name: str = GATEWAY
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Send a tiny request through new workers; followed by `ProbeEnded`."""
+
+    probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Confirm the registration of that process of a worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """Have that process of a worker keep that it was ready, for the next controller."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse that process of a worker, which then ends."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Send the change of the membership to gateways."""
+
+    change: MembershipChange | None
+    """For every gateway that is not in `snapshot_for`; None where nothing changed."""
+    snapshot_for: tuple[GatewayId, ...] = ()
+    """Gateways that joined, or missed a change: they get all of it, `ControlCore.membership()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Send all gateways the workers that are coming, after the membership."""
+
+    in_s: Mapping[WorkerId, float]
+    """Seconds until each is expected to be ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep `ControlCore.saved()` for the next controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """From now on settings of that generation hold that no worker is restarted for."""
+
+    generation: int
+
+
+Command = (
+    Save
+    | Configure
+    | StartWorker
+    | StopWorkers
+    | StartGateway
+    | StopGateway
+    | StartProbe
+    | Accept
+    | Proven
+    | Reject
+    | Publish
+    | Expect
+)

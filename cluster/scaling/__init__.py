@@ -1,1 +1,0 @@
-"""Observes a running cluster and resizes its pools, as `autoscaler/` decides."""
