@@ -8,8 +8,8 @@ starting ───────────────> ready ──────
  failed ──────────┼──>   lost ───────────────────────────────────────────────┘
                   └── by way of `stopping`, so that nothing of the earlier process is left
 
-A worker that registers stays `starting` until a probe has gone through it (`cluster/core/probes.py`). A new process of one
-that was ready, lost or failed, which the launcher started by itself, goes back to `starting` for that.
+A worker that registers stays `starting` until a probe has gone through it (`cluster/core/probes.py`). A new process of
+one that was ready, lost or failed, which the launcher started by itself, goes back to `starting` for that.
 """
 
 from __future__ import annotations

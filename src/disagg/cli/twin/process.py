@@ -1,5 +1,5 @@
-"""The twin as a child of the controller, which names this module (`cluster/control/twin_process.py`); its settings come on
-standard input, see `children.py`."""
+"""The twin as a child of the controller, which names this module (`cluster/control/twin_process.py`); its settings come
+on standard input, see `children.py`."""
 
 from __future__ import annotations
 
