@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 
 def join_address(host: str, port: int) -> str:
     """`host:port`, or `[host]:port`."""
@@ -12,3 +14,13 @@ def split_address(address: str) -> tuple[str, str]:
     """Host without brackets, and port, neither of them checked; the host of an address without a port is empty."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

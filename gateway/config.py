@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated, Literal
 
 import msgspec
 
-from disagg.gateway.batches.store import StoreLimits
+from disagg.connections.addresses import is_loopback
+from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.guardrails.config import GuardrailOptions, check_guardrails
 from disagg.proto.config import Bytes, Count, Fraction, Name, NonNegativeInt, Port, Seconds, check_bounds
 from disagg.proto.errors import ConfigError
@@ -22,25 +22,23 @@ _MAX_OTHER_VALUES = 65_536
 """In a body beside the ids of the longest prompt; 64 prompts of 1,024 ids have as many."""
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what clients can store."""
 
-
-class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gateway.tls`: PEM files."""
-
-    cert: str
-    """The server's certificate, and those between it and its CA."""
-    key: str
-    """Its private key, without a passphrase; others must not be able to read it."""
-    client_ca: str | None = None
-    """Let in only clients with a certificate that this CA signed (mutual TLS)."""
+    max_files: Count = 100
+    """Files of a tenant, those of answers among them; one more is refused, and so is one more batch."""
+    max_total_bytes: Bytes = 4 << 30
+    """Contents of all files of all tenants, and answers of batches that run. One tenant may have half of it, and as
+    much as is left free after it where others have some. An upload that exceeds this is refused when it begins. A batch
+    is refused without room for as many bytes as its input has, which are reserved for its answers; more are once its
+    lines were read. One whose answers need still more waits until there is room."""
+    file_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 30
+    """How many days after it was made a file is deleted, unless an open batch reads it."""
+    max_batches: Count = 100
+    """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
+    """How long a batch stays with its gateway after a sign of life; then another gateway of the folder goes on with
+    it."""
 
 
 class BatchOptions(StoreLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):

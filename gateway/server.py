@@ -20,16 +20,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from disagg.connections.addresses import join_address
+from disagg.connections.addresses import is_loopback, join_address
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
-from disagg.gateway.auth.security import secure
 from disagg.gateway.auth.tls import ServerTls
 from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
 from disagg.gateway.batches.line_answers import LineAnswers
 from disagg.gateway.batches.service import BatchService
-from disagg.gateway.config import GatewayConfig, GatewayOptions, is_loopback, serves_page
+from disagg.gateway.config import GatewayConfig, GatewayOptions, serves_page
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.event_loop.offload_turns import OffloadTurns
@@ -43,19 +42,20 @@ from disagg.gateway.http.sites import Sites
 from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
+from disagg.gateway.models.pair_probe import PairProbes
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.admin import AdminService, Control, no_controller
 from disagg.gateway.operators.page import Page
-from disagg.gateway.operators.probe import PairProbes
-from disagg.gateway.operators.watch_places import WatchPlaces
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.rpc.decoding import DecodeRequests
 from disagg.gateway.rpc.health import Health
 from disagg.gateway.rpc.interceptors import Authenticate
 from disagg.gateway.rpc.running_calls import RunningCalls
 from disagg.gateway.rpc.service import InferenceService
+from disagg.gateway.rpc.watch_places import WatchPlaces
+from disagg.gateway.security import secure
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.handler import UsageHandler
 from disagg.gateway.usage.recorder import UsageRecorder

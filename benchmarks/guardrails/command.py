@@ -26,8 +26,8 @@ from disagg.gateway.answers.answer import Answer
 from disagg.gateway.answers.guarded import GuardedAnswer
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
 from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.guardrails.verdicts import Decisions
 from disagg.gateway.requests.request import Call, TextPrompt
+from disagg.gateway.requests.verdicts import Decisions
 from disagg.gateway.text.detokenizer import TextStream
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.block_hash import root_hash

@@ -15,8 +15,9 @@ from disagg.cluster.config.schema import (
     PoolConfig,
     PoolsConfig,
 )
+from disagg.connections.addresses import is_loopback
 from disagg.engine.config import check_attention, check_quantization, check_share_weights, check_transfer
-from disagg.gateway.config import is_loopback, serves_page
+from disagg.gateway.config import serves_page
 from disagg.gateway.guardrails.config import check_guardrails
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT

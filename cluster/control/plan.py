@@ -362,7 +362,7 @@ def check_gateway(config: ClusterConfig) -> None:
     """Find out before models are loaded that a port of the gateway is taken, or that keys, certificates or folders
     cannot be used; raises `LaunchError` or `ConfigError`."""
     from disagg.connections.channels import check_given  # loads gRPC, as the next one
-    from disagg.gateway.auth.security import check_files
+    from disagg.gateway.security import check_files
     from disagg.gateway.stores import check_stores
 
     gateway = config.gateway

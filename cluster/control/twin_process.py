@@ -28,7 +28,7 @@ from disagg.cluster.system.children import (
     with_log,
 )
 from disagg.cluster.system.process_tools import thread_environment
-from disagg.gateway.config import is_loopback
+from disagg.connections.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 
 from disagg.connections.watched_files import read_private_file
-from disagg.gateway.config import TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.proto.errors import ConfigError
 
 

@@ -17,8 +17,8 @@ from disagg.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABL
 from disagg.gateway.http.errors import error_json
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call, Targets
-from disagg.gateway.usage.counts import CallUse
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError, retry_after_s
 from disagg.proto.ids import RequestId
 

@@ -30,7 +30,7 @@ from disagg.gateway.batches.leases import TakeOver
 from disagg.gateway.batches.room import Room, lines_to_start
 from disagg.gateway.batches.store import Answer, Batch, BatchStore, Held
 from disagg.gateway.batches.tries import KeptTries, Tries
-from disagg.gateway.usage.counts import CallUse
+from disagg.gateway.requests.call_use import CallUse
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.clock.still_time import StillTime
 

@@ -24,7 +24,7 @@ from disagg.gateway.batches.runner import AnswerLine, BatchRunner
 from disagg.gateway.batches.store import BatchStore
 from disagg.gateway.config import BatchOptions
 from disagg.gateway.private_files import make_folder
-from disagg.gateway.usage.counts import CallUse
+from disagg.gateway.requests.call_use import CallUse
 from disagg.proto.errors import ConfigError, OverloadedError
 from disagg.router.api import ClusterView
 

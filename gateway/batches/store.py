@@ -26,17 +26,15 @@ import os
 import sqlite3
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
-
-import msgspec
+from typing import Any, Final, NamedTuple
 
 from disagg.gateway.batches import stored
 from disagg.gateway.batches.begun_lines import SCHEMA, BegunLines
 from disagg.gateway.batches.leases import is_alive
 from disagg.gateway.batches.stored import RUNNABLE, stored_by
+from disagg.gateway.config import StoreLimits
 from disagg.gateway.private_files import create_private, make_folder
 from disagg.gateway.sqlite import add_columns, open_database, transaction
-from disagg.proto.config import Bytes, Count
 from disagg.proto.errors import InvalidRequestError, LimitError
 
 FILE: Final = "batches.sqlite"
@@ -66,25 +64,6 @@ _LATER_COLUMNS: Final = (
 )
 """Of batches. A database of an earlier version lacks some, or all: version 1 has the first two, 2 the third, 3 all."""
 _DAY_S: Final = 86_400.0
-
-
-class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of what clients can store."""
-
-    max_files: Count = 100
-    """Files of a tenant, those of answers among them; one more is refused, and so is one more batch."""
-    max_total_bytes: Bytes = 4 << 30
-    """Contents of all files of all tenants, and answers of batches that run. One tenant may have half of it, and as
-    much as is left free after it where others have some. An upload that exceeds this is refused when it begins. A batch
-    is refused without room for as many bytes as its input has, which are reserved for its answers; more are once its
-    lines were read. One whose answers need still more waits until there is room."""
-    file_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 30
-    """How many days after it was made a file is deleted, unless an open batch reads it."""
-    max_batches: Count = 100
-    """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
-    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
-    """How long a batch stays with its gateway after a sign of life; then another gateway of the folder goes on with
-    it."""
 
 
 class File(NamedTuple):

@@ -6,6 +6,6 @@ A guardrail of one's own is a function from a `Question` to `Allow()`, `Replace(
 
 from __future__ import annotations
 
-from disagg.gateway.guardrails.verdicts import Allow, CannotJudgeError, Question, Replace, Stop
+from disagg.gateway.requests.verdicts import Allow, CannotJudgeError, Question, Replace, Stop
 
 __all__ = ["Allow", "CannotJudgeError", "Question", "Replace", "Stop"]

@@ -8,8 +8,8 @@ from disagg.gateway.guardrails.alternatives import Alternatives
 from disagg.gateway.guardrails.channels import GuardedChannels
 from disagg.gateway.guardrails.release import Part, TokenRelease
 from disagg.gateway.guardrails.stream import Run
-from disagg.gateway.guardrails.verdicts import Decisions, Question, Stop, Verdict
 from disagg.gateway.requests.validate import RESUMED
+from disagg.gateway.requests.verdicts import Decisions, Question, Stop, Verdict
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.messages import TokenLogprobs
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from disagg.gateway.guardrails.stream import Chain, Run, Work
-from disagg.gateway.guardrails.verdicts import Question, Stop, Verdict
+from disagg.gateway.requests.verdicts import Question, Stop, Verdict
 from disagg.gateway.text.answer_splitter import AnswerSplitter
 from disagg.gateway.text.json_strings import unescaped
 from disagg.gateway.text.segments import Channel, Segment, ToolCall

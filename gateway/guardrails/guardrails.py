@@ -24,8 +24,8 @@ from disagg.gateway.guardrails.prompts import NO_REPLACEMENT, GivenText, refusal
 from disagg.gateway.guardrails.rules import Rules
 from disagg.gateway.guardrails.service import ServiceJudge
 from disagg.gateway.guardrails.stream import Chain, PieceStage, Stage
-from disagg.gateway.guardrails.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.requests.request import BYTES_PER_ID, Call, Prompt
+from disagg.gateway.requests.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.text.answer_splitter import AnswerSplitter
 from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
 from disagg.proto.clock.process_clock import process_clock

@@ -26,7 +26,7 @@ from typing_extensions import override
 from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S, Circuits
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions
 from disagg.gateway.guardrails.places import Places, PlacesError, Ticket
-from disagg.gateway.guardrails.verdicts import (
+from disagg.gateway.requests.verdicts import (
     ALLOW,
     MAX_REASON_CHARS,
     Allow,

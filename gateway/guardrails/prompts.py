@@ -8,9 +8,9 @@ from typing import Final
 
 from disagg.gateway.guardrails.rules import Rules
 from disagg.gateway.guardrails.stream import Chain
-from disagg.gateway.guardrails.verdicts import Decision, Decisions
 from disagg.gateway.requests.request import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.validate import RESUMED
+from disagg.gateway.requests.verdicts import Decision, Decisions
 from disagg.gateway.text.json_strings import unescaped
 from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.errors import ContentFilterError

@@ -9,7 +9,7 @@ from disagg.gateway.guardrails.config import RuleOptions
 from disagg.gateway.guardrails.patterns.scanner import Scanner
 from disagg.gateway.guardrails.patterns.secrets import SECRETS
 from disagg.gateway.guardrails.stream import LengthStage, Note, PatternStage, Rule, Stage
-from disagg.gateway.guardrails.verdicts import Subject
+from disagg.gateway.requests.verdicts import Subject
 
 _SUBJECTS: Final = {"both": ("prompt", "answer"), "prompts": ("prompt",), "answers": ("answer",)}
 

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.gateway.guardrails.judges import Judge, JudgeError
-from disagg.gateway.guardrails.verdicts import ALLOW, Question, Replace, Stop, Verdict
+from disagg.gateway.requests.verdicts import ALLOW, Question, Replace, Stop, Verdict
 
 MAX_ANSWER_BYTES: Final = 4 << 20
 _OK: Final = 200

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 from typing_extensions import override
 
 from disagg.gateway.guardrails.patterns.scanner import Scanner
-from disagg.gateway.guardrails.verdicts import Allow, Decision, Question, Replace, Stop, Subject, Verdict
+from disagg.gateway.requests.verdicts import Allow, Decision, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.text.segments import Channel, ToolCall
 
 MAX_REPLACED: Final = 1000

@@ -12,9 +12,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
-from disagg.gateway.app import HttpApp
+from disagg.gateway.http.exchange import Receive, Scope, Send
 from disagg.gateway.http.protocol import ConnectionLimits, Connections, make_config
 
 _BACKLOG: Final = 2048
@@ -26,6 +26,15 @@ _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 0.5
 """For the last bytes of connections that close."""
 _SWEEPS_A_TIMEOUT: Final = 4
+
+
+class App(Protocol):
+    """An ASGI application that is told when its server stops."""
+
+    stopping: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
 
 
 class HttpServer:
@@ -40,7 +49,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: HttpApp,
+        app: App,
         limits: ConnectionLimits,
         clock: Callable[[], float],
         tls: ssl.SSLContext | None = None,

@@ -21,7 +21,7 @@ from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.models.all_routers import AllRouters
 from disagg.gateway.models.models import Models
-from disagg.gateway.operators.probe import PairProbe
+from disagg.gateway.models.pair_probe import PairProbe
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.clock.process_clock import process_clock

@@ -18,6 +18,7 @@ from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.auth.rights import Rights, usage_of
 from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.models.pair_probe import Probe
 from disagg.gateway.operators.admin_answers import (
     apply_answer,
     explanation,
@@ -28,7 +29,6 @@ from disagg.gateway.operators.admin_answers import (
     usage_answer,
 )
 from disagg.gateway.operators.decode_placement_log import MAX_CHARS, Shape, check, why
-from disagg.gateway.operators.probe import Probe
 from disagg.gateway.operators.state_feed import StateFeed
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView

@@ -16,10 +16,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from disagg.gateway.auth.auth import ANONYMOUS, Caller
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.headers import sibling_of
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
-from disagg.gateway.usage.counts import CallUse
 from disagg.proto.ids import RequestId
 
 BYTES_PER_ID = 1

@@ -17,10 +17,10 @@ from typing import Final
 
 import msgspec
 
-from disagg.gateway.guardrails.verdicts import Decisions
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, Targets, TextPrompt
 from disagg.gateway.requests.sampling import MAX_PROMPT_VALUES, check_sampling, check_stop_strings
 from disagg.gateway.requests.values import check_ids, check_int, check_length, check_unicode, shown
+from disagg.gateway.requests.verdicts import Decisions
 from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.config import MAX_TARGET_MS, MIN_TPOT_MS

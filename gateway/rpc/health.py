@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2
 from typing_extensions import override
 
 from disagg.gateway.auth.auth import CALLER, UNAUTHENTICATED
-from disagg.gateway.operators.watch_places import WatchPlaces, address_of
+from disagg.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.gateway.status import abort_on_error
 
 

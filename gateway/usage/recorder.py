@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Final
 
 from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call
-from disagg.gateway.usage.counts import NO_USAGE, CallUse, Page, Pending, day_of
+from disagg.gateway.usage.counts import NO_USAGE, Page, Pending, day_of
 from disagg.gateway.usage.store import UsageStore
 from disagg.proto.errors import ConfigError, DisaggError, RequestCancelledError, UnavailableError
 

@@ -19,7 +19,7 @@ from ray.scripts.scripts import cli as ray_cli
 
 from disagg.cli.main import app
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, load_config
-from disagg.gateway.config import is_loopback
+from disagg.connections.addresses import is_loopback
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "ray"

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from disagg.client import AsyncClient
-from disagg.gateway.config import TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.operators.state_feed import MAX_STREAMS_PER_TENANT
 from disagg.gateway.server import GatewayServer
 from disagg.proto.errors import AuthenticationError, PermissionDeniedError, UnavailableError

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from disagg.cli.doctor.health import ALIVE, READY, run_health
 from disagg.client import AsyncClient
-from disagg.gateway.config import TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.proto.errors import UnavailableError
 from tests.integration.test_security import http_get
 from tests.support.certificates import Authority

@@ -25,7 +25,7 @@ from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.connections.guard import ClusterGuard
 from disagg.gateway.auth.auth import KEY_NEEDED
-from disagg.gateway.config import TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.server import GatewayServer
 from disagg.proto.control import StateRequest
 from disagg.proto.errors import (

@@ -79,6 +79,26 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 }
 """Which part of `disagg` may import which other; `v1` are the public stubs, `cli` and `client` are in src/disagg/."""
 
+GATEWAY_FLOORS = (
+    ("server", "security", "app", "stores"),
+    ("operators", "batches"),
+    ("other_apis", "rpc"),
+    ("openai",),
+    ("models",),
+    ("answers",),
+    ("metrics", "usage"),
+    ("config",),
+    ("guardrails", "http"),
+    ("requests",),
+    ("text", "auth", "event_loop", "status", "readiness", "sqlite", "private_files"),
+)
+"""The rooms of the gateway, from top to bottom: each may import those below it, and of its own floor those that
+`GATEWAY_NEIGHBOURS` names."""
+
+GATEWAY_NEIGHBOURS = frozenset(
+    {("server", "app"), ("server", "security"), ("event_loop", "auth"), ("sqlite", "private_files")}
+)
+
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/on_ray/*",),
     "triton": ("kernels/*",),
@@ -264,6 +284,25 @@ def folder_findings(path: str, source: str) -> list[str]:
         parts = name.split(".")
         if parts[0] == "disagg" and len(parts) > 1 and parts[1] not in allowed:
             found.append(f"{path}:{line}: {own} may not import disagg.{parts[1]}")
+    return sorted(set(found))
+
+
+def floor_findings(path: str, source: str) -> list[str]:
+    """Imports of a room of the gateway that is not below the importing one."""
+    floor_of = {room: floor for floor, rooms in enumerate(GATEWAY_FLOORS) for room in rooms}
+    parts = module_name(path).split(".")
+    if parts[1:2] != ["gateway"] or len(parts) < 3:
+        return []
+    own = parts[2]
+    found = []
+    for name, line in imports(path, source):
+        room = name.removeprefix("disagg.gateway.").split(".")[0]
+        if not name.startswith("disagg.gateway.") or room == own or (own, room) in GATEWAY_NEIGHBOURS:
+            continue
+        if own not in floor_of or room not in floor_of:
+            found.append(f"{path}:{line}: {own} or {room} is on no floor of the gateway")
+        elif floor_of[room] <= floor_of[own]:
+            found.append(f"{path}:{line}: {own} may not import {room}, which is not below it")
     return sorted(set(found))
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.gateway.config import GatewayConfig, ModelSource, TlsFiles, serves_page
+from disagg.gateway.auth.tls_files import TlsFiles
+from disagg.gateway.config import GatewayConfig, ModelSource, serves_page
 from disagg.proto.errors import ConfigError
 
 

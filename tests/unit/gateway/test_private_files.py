@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.batches.store import Answer, BatchStore, File, StoreLimits
+from disagg.gateway.batches.store import Answer, BatchStore, File
+from disagg.gateway.config import StoreLimits
 from disagg.gateway.private_files import check_folder, create_private, make_folder, make_private
 from disagg.gateway.sqlite import open_database
 from disagg.gateway.usage.counts import Batch, Counts, Key

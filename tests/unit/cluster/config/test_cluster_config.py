@@ -15,7 +15,9 @@ from disagg.cluster.config.cluster_config import (
     unused_pools,
 )
 from disagg.cluster.config.reader import parse_size
-from disagg.gateway.config import BatchOptions, TlsFiles, UsageOptions, is_loopback
+from disagg.connections.addresses import is_loopback
+from disagg.gateway.auth.tls_files import TlsFiles
+from disagg.gateway.config import BatchOptions, UsageOptions
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RecordingOptions
 

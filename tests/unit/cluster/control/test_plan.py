@@ -19,7 +19,8 @@ from disagg.cluster.control.plan import (
 )
 from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, TransferLimits
 from disagg.engine.kv_transfer.transports import nixl_agent
-from disagg.gateway.config import ModelSource, TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
+from disagg.gateway.config import ModelSource
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId

@@ -7,8 +7,9 @@ import pytest
 
 from disagg.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
 from disagg.gateway.auth.rights import Rights, is_local_peer, require_counts
-from disagg.gateway.auth.security import check_files, secure
-from disagg.gateway.config import GatewayConfig, ModelSource, TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
+from disagg.gateway.config import GatewayConfig, ModelSource
+from disagg.gateway.security import check_files, secure
 from disagg.proto.errors import ConfigError, PermissionDeniedError
 from disagg.router.api import NO_LIMITS, TenantLimits
 from tests.support.certificates import Authority

@@ -13,9 +13,10 @@ from disagg.gateway.batches.begun_lines import MAX_ENDS
 from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.runner import BatchRunner, Later, LineResult
-from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import Tries
-from disagg.gateway.usage.counts import CallUse
+from disagg.gateway.config import StoreLimits
+from disagg.gateway.requests.call_use import CallUse
 
 URL = "/v1/completions"
 LEASE_S = StoreLimits().lease_s

@@ -11,9 +11,10 @@ from disagg.gateway.batches.leases import TakeOver, is_alive, owner_of
 from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.runner import BatchRunner, LineResult
-from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import Tries
-from disagg.gateway.usage.counts import CallUse
+from disagg.gateway.config import StoreLimits
+from disagg.gateway.requests.call_use import CallUse
 from disagg.proto.clock.still_time import LOOK_S, StillTime
 
 URL = "/v1/completions"

@@ -14,9 +14,10 @@ from disagg.gateway.batches import lines
 from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.room import Room, num_admissible
 from disagg.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult
-from disagg.gateway.batches.store import Batch, BatchStore, File, StoreLimits
+from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import KeptTries, Tries
-from disagg.gateway.usage.counts import CallUse
+from disagg.gateway.config import StoreLimits
+from disagg.gateway.requests.call_use import CallUse
 from tests.support.waiting import eventually
 
 URL = "/v1/completions"

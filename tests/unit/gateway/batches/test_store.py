@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.batches.store import Answer, BatchStore, File, StoreLimits
+from disagg.gateway.batches.store import Answer, BatchStore, File
 from disagg.gateway.batches.stored import RUNNABLE, stored_by
+from disagg.gateway.config import StoreLimits
 from disagg.proto.errors import InvalidRequestError, LimitError
 
 LEASE_S = StoreLimits().lease_s

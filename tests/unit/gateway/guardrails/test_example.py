@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disagg.gateway.guardrails import service
-from disagg.gateway.guardrails.verdicts import ALLOW, Replace, Stop, Verdict
+from disagg.gateway.requests.verdicts import ALLOW, Replace, Stop, Verdict
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "guard_service.py"
 

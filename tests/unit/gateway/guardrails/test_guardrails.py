@@ -17,7 +17,9 @@ from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.guardrails.judges import Asked, Judge, JudgeError
-from disagg.gateway.guardrails.verdicts import (
+from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
+from disagg.gateway.requests.structured import StructuredOutput
+from disagg.gateway.requests.verdicts import (
     ALLOW,
     CannotJudgeError,
     Decision,
@@ -27,8 +29,6 @@ from disagg.gateway.guardrails.verdicts import (
     Stop,
     Verdict,
 )
-from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
-from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.text.answer_splitter import answer_splitter
 from disagg.gateway.text.chat_template import ChatTurn, TemplateOptions
 from disagg.gateway.text.reasoning import Phase

@@ -13,7 +13,7 @@ from disagg.gateway.guardrails.config import RuleOptions
 from disagg.gateway.guardrails.release import Part, TokenRelease
 from disagg.gateway.guardrails.rules import Rules
 from disagg.gateway.guardrails.stream import Chain, PieceStage, Stage
-from disagg.gateway.guardrails.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
+from disagg.gateway.requests.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
 
 Answer = Callable[[Question], Verdict]
 

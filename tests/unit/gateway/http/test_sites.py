@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from disagg.gateway.config import GatewayOptions, TlsFiles
+from disagg.gateway.auth.tls_files import TlsFiles
+from disagg.gateway.config import GatewayOptions
 from disagg.gateway.http.errors import ContentTypeError, ForeignSiteError
 from disagg.gateway.http.sites import Sites, check_content_type
 from disagg.gateway.server import sites_of

@@ -11,7 +11,7 @@ from typing_extensions import override
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.guardrails.judges import Judge
-from disagg.gateway.guardrails.verdicts import Question, Verdict
+from disagg.gateway.requests.verdicts import Question, Verdict
 from disagg.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.http_app import AsgiCall, TestApp

@@ -14,9 +14,10 @@ from typing_extensions import override
 from disagg.gateway.auth.auth import AnonymousAccess, Caller
 from disagg.gateway.auth.rights import usage_of
 from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call
 from disagg.gateway.text.tokenizer import ServedModel
-from disagg.gateway.usage.counts import CallUse, Counts
+from disagg.gateway.usage.counts import Counts
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import UnavailableError
 from disagg.router.api import Completion, RoutedRequest

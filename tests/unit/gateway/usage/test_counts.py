@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.usage import counts
-from disagg.gateway.usage.counts import OTHERS, CallUse, Counts, Key, Part, Pending, date_of, day_of
+from disagg.gateway.usage.counts import OTHERS, Counts, Key, Part, Pending, date_of, day_of
 
 KEY = Key("a", 3, "m")
 

@@ -14,9 +14,10 @@ import pytest
 
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.config import UsageOptions
+from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call
 from disagg.gateway.usage import recorder as module
-from disagg.gateway.usage.counts import CallUse, Counts
+from disagg.gateway.usage.counts import Counts
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.gateway.usage.store import FILE
 from disagg.proto.errors import ConfigError, OverloadedError, RequestCancelledError, UnavailableError

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from disagg.gateway.operators.probe import TIMEOUT_S, PairProbe, ProbeResult
+from disagg.gateway.models.pair_probe import TIMEOUT_S, PairProbe, ProbeResult
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.gateway.operators.watch_places import WatchPlaces, address_of
+from disagg.gateway.rpc.watch_places import WatchPlaces, address_of
 from disagg.proto.errors import OverloadedError
 
 
