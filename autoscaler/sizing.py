@@ -182,10 +182,6 @@ class Sizing:
             self._prefill, self._decode, self._both = {}, {}, {}
         return self._attained(_level(rate_per_s), sizes)
 
-    def is_enough(self, rate_per_s: float, sizes: Mapping[str, int]) -> bool:
-        """Whether these sizes attain the goal, or what the largest ones do, and are not too busy."""
-        return self._is_enough(_level(rate_per_s), sizes)
-
     def grown(self, rate_per_s: float, sizes: Mapping[str, int]) -> dict[str, int]:
         """These sizes, and as many more workers as are needed, within the limits; all, where that is not enough."""
         level, grown = _level(rate_per_s), {pool: max(1, size) for pool, size in sizes.items()}

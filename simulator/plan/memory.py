@@ -33,7 +33,6 @@ class WorkerMemory:
     """Memory of each device of one worker, in bytes."""
 
     weight_bytes: float
-    reserve_bytes: float
     kv_bytes: float
     """Left for KV."""
     kv_bytes_per_token: float
@@ -71,7 +70,6 @@ def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Pre
     shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
     return WorkerMemory(
         weight_bytes=weights,
-        reserve_bytes=reserve,
         kv_bytes=max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve),
         kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype) * shared,
     )

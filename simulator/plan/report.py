@@ -13,7 +13,6 @@ from disagg.simulator.plan.intensity import (
     critical_batch,
     critical_prompt,
     decode_intensity,
-    prefill_flops,
     prefill_intensity,
 )
 from disagg.simulator.plan.load import Load
@@ -55,7 +54,6 @@ class Facts:
     critical_batch: int | None
     """With the mean context."""
     critical_batch_without_context: int | None
-    prompt_flops: float
     prompt_kv_bytes: float
     transfer_s: float
     exposed_s: float
@@ -94,7 +92,6 @@ def facts_of(planner: Planner) -> Facts:
         decode_intensity=decode_intensity(model, 1, context, precision),
         critical_batch=critical_batch(model, device, context, precision),
         critical_batch_without_context=critical_batch(model, device, 0, precision),
-        prompt_flops=prefill_flops(model, prompt),
         prompt_kv_bytes=kv_bytes,
         transfer_s=transfer_s(kv_bytes, site.link),
         exposed_s=exposed_s(kv_bytes, first.ttft_s, num_chunks, site.link),
