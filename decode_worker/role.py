@@ -51,7 +51,6 @@ class DecodeRole:
         self._link_of = LinkTable[PrefillLink]()
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         """Every attempt of this role, from offer or dispatch to its end."""
-        self._kv_bytes_received = 0
         self._rendezvous: Rendezvous | None = None
 
     # ------------------------------------------------------------ start and end
@@ -235,7 +234,6 @@ class DecodeRole:
             return  # `_on_offered` returned false for it.
         gateway_id = self._gateway_of.get(key)
         if over.outcome == "committed":
-            self._kv_bytes_received += over.kv_bytes
             if gateway_id is not None:
                 message = HandedOver(
                     request_id=key.request_id,
@@ -267,5 +265,4 @@ class DecodeRole:
 
     def holdings(self) -> dict[str, int]:
         """Attempts and what the pairs hold for them."""
-        own = {"decode_attempts": len(self._gateway_of), "kv_bytes_received": self._kv_bytes_received}
-        return total_holdings(own, self._links)
+        return total_holdings({"decode_attempts": len(self._gateway_of)}, self._links)

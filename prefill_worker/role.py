@@ -86,7 +86,6 @@ class PrefillRole:
         """Until each is over."""
         self._migrations: dict[AttemptKey, Migrate] = {}
         """Those whose sequence the engine has not described yet."""
-        self._kv_bytes_sent = 0
         self._transfers: dict[tuple[WorkerId, str], _Transfers] = {}
         """By decode worker and transport."""
 
@@ -243,7 +242,6 @@ class PrefillRole:
         own = {
             "prefill_attempts": len(self._attempts),
             "migrations": len(self._migrations),
-            "kv_bytes_sent": self._kv_bytes_sent,
         }
         return total_holdings(own, self._all_links)
 
@@ -283,7 +281,7 @@ class PrefillRole:
             self._transfers.setdefault((decode_worker, transport), _Transfers()).note(over)
         match over.outcome, over.cause:
             case _, None:
-                self._kv_bytes_sent += over.kv_bytes
+                pass
             case outcome, cause if attempt.is_move:
                 if over.stays and not attempt.has_ended:  # else the decode role reports its end
                     refused = outcome == "refused"

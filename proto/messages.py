@@ -510,8 +510,6 @@ class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     """By name: sequences, blocks_active, blocks_reserved, swap_bytes, sending, receiving, tombstones and others."""
     problems: tuple[str, ...] = ()
     """Findings of `check_integrity()`."""
-    kv_bytes_sent: int = 0
-    kv_bytes_received: int = 0
 
 
 # ---------------------------------------------------------------- encoding

@@ -124,5 +124,5 @@ class Role(Protocol):
         ...
 
     def holdings(self) -> dict[str, int]:
-        """Counts of what the role holds; all zero when idle. `kv_bytes_sent` and `kv_bytes_received` are totals."""
+        """Counts of what the role holds; all zero when idle."""
         ...

@@ -452,12 +452,9 @@ class Worker:
         for role in self._roles:
             for name, count in role.holdings().items():
                 holdings[name] = holdings.get(name, 0) + count
-        sent, received = holdings.pop("kv_bytes_sent", 0), holdings.pop("kv_bytes_received", 0)
         return AuditReport(
             worker_id=self.info.worker_id,
             incarnation=self.incarnation,
             counts={**counts, **holdings},
             problems=tuple(problems),
-            kv_bytes_sent=sent,
-            kv_bytes_received=received,
         )
