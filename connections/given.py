@@ -65,7 +65,7 @@ class GivenLeaf:
                 error,
             )
         else:
-            logger.warning(
+            logger.info(
                 "%s: files changed and were read again: new connections get %s, valid until %s",
                 _WHERE,
                 self._files.cert,

@@ -148,7 +148,7 @@ class AutoscalerRunner:
         for pool in decision.pools:
             if pool.size != pool.wanted:
                 verb = "would be resized" if self.options.dry_run else "is resized"
-                logger.warning(
+                logger.info(
                     "pool %s %s from %d to %d: %s; %s",
                     join_name(self._model, pool.name),
                     verb,

@@ -234,7 +234,7 @@ class Controller:
         if request.dry_run or (not reply.changes and not plan.is_needed):
             return msgspec.structs.replace(reply, generation=core.target.generation)
         self._plans.add(plan.new.generation, new)
-        logger.warning(
+        logger.info(
             "generation %d of the configuration is applied: %s; workers change in: %s",
             plan.new.generation,
             ", ".join(change.field for change in reply.changes) or "nothing differs",

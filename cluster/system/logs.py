@@ -27,8 +27,9 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     format: Literal["text", "json"] = "text"
     """`json`: one object a line."""
-    level: Literal["debug", "info", "warning", "error"] = "warning"
-    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request; `info` those of starts, stops
+    and changes; `warning` what is degraded or refused; `error` what was lost or stopped working."""
 
 
 DEFAULT_LEVEL = LoggingConfig().level
@@ -54,14 +55,17 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(environ: Mapping[str, str]) -> None:
-    """Log to standard error as the environment sets it: warnings and up, as text, by default. Does nothing
-    where logging is set up already."""
+    """Log to standard error as the environment sets it: `info` and up, as text, by default. Other packages log warnings
+    and up, and below `info` everything. Does nothing where logging is set up already."""
     handler = logging.StreamHandler(sys.stderr)
     as_json = environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT_FORMAT))
-    level = environ.get(LEVEL_VARIABLE, DEFAULT_LEVEL).upper()
-    known = level in logging.getLevelNamesMapping()
-    logging.basicConfig(handlers=[handler], level=level if known else DEFAULT_LEVEL.upper())
+    if logging.getLogger().handlers:
+        return
+    levels = logging.getLevelNamesMapping()
+    level = levels.get(environ.get(LEVEL_VARIABLE, "").upper(), levels[DEFAULT_LEVEL.upper()])
+    logging.basicConfig(handlers=[handler], level=level if level < logging.INFO else max(level, logging.WARNING))
+    logging.getLogger("disagg").setLevel(level)
 
 
 def log_environment(level: str, log_format: str, environ: Mapping[str, str]) -> dict[str, str]:

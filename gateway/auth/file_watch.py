@@ -70,7 +70,7 @@ class FileWatch:
                 continue
             self._seen[index] = now
             try:
-                logger.warning("%s: files changed and were read again: %s", each.name, each.reload())
+                logger.info("%s: files changed and were read again: %s", each.name, each.reload())
                 self._read_at[index] = self._wall_clock()
             except ConfigError as error:
                 logger.error(

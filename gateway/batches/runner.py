@@ -460,7 +460,7 @@ class BatchRunner:
         await asyncio.to_thread(self._store.finish, each.batch.id, self._owner, status, self._clock(), error)
 
     async def _lose(self, each: _Open) -> None:
-        logger.warning("batch %s: another gateway has taken it over and goes on with it", each.batch.id)
+        logger.info("batch %s: another gateway has taken it over and goes on with it", each.batch.id)
         await self._drop(each)
 
     async def _give_back(self, each: _Open) -> None:

@@ -84,7 +84,7 @@ class BatchService:
             make_folder(self.uploads)
             _remove_stale(self.uploads, self._store.uploads(time.time()))
             if orphans := self._store.remove_orphans():
-                logger.warning("batches: removed %d contents that no file names, such as %s", len(orphans), orphans[0])
+                logger.info("batches: removed %d contents that no file names, such as %s", len(orphans), orphans[0])
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"gateway.batches.folder: {folder} cannot be used: {error}") from error
         self._thread = ThreadPoolExecutor(1, "batch-store")

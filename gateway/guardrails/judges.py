@@ -235,7 +235,7 @@ class Asked:
         finally:
             self._leave(ticket)
         if circuit.passed(tenant):
-            logger.warning("guardrail %s: gives verdicts again", self.options.name)
+            logger.info("guardrail %s: gives verdicts again", self.options.name)
         return verdict
 
     async def _enter(self, ticket: Ticket, deadline: float | None) -> None:

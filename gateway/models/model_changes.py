@@ -103,7 +103,7 @@ class ModelChanges:
                 del self._leaving[key]
                 await self._servers.stay(key)
                 self._served.restore(key)
-                logger.warning("model %s is served again", source.name)
+                logger.info("model %s is served again", source.name)
                 return
             await asyncio.gather(leaving, return_exceptions=True)
         if key in self._served.sources:
@@ -119,12 +119,12 @@ class ModelChanges:
         except TimeoutError:
             logger.warning("model %s is served although its workers are not connected", source.name)
         self._served.add(source, model, router)
-        logger.warning("model %s is served from now on", source.name)
+        logger.info("model %s is served from now on", source.name)
 
     def _leave(self, key: str) -> None:
         self._served.withdraw(key)
         self._servers.leave(key)
-        logger.warning("model %s is not served any more; its running answers end", self._served.sources[key].name)
+        logger.info("model %s is not served any more; its running answers end", self._served.sources[key].name)
         self._leaving[key] = asyncio.create_task(self._end(key), name=f"end-of-{key}")
 
     async def _end(self, key: str) -> None:

@@ -241,7 +241,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 reason = why(request.comparison) if request.HasField("comparison") else ""
                 async with self._change(context, f"set decodes {after}"):
                     self._router.set_decodes(after)
-                logger.warning("%s", self._shape.changed(before, after, by, reason, now))
+                logger.info("%s", self._shape.changed(before, after, by, reason, now))
             return pb.SetDecodesResponse()
 
     @override

@@ -222,7 +222,7 @@ class UsageRecorder:
         if self._failing_since is not None:
             since_s = self._wall_clock() - self._failing_since
             self._failing_since = None
-            logger.warning("usage: %s can be written again, after %.1f s; nothing is lost", self._place, since_s)
+            logger.info("usage: %s can be written again, after %.1f s; nothing is lost", self._place, since_s)
 
     @property
     def _place(self) -> str:

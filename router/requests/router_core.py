@@ -361,7 +361,8 @@ class RouterCore:
         keys = self._move_all(worker_id, why, code, now)
         self._cancel_on_return[worker_id] = (incarnation, keys)
         if keys:
-            logger.warning("worker %s %s: requeueing its %d requests", worker_id, why, len(keys))
+            level = logging.INFO if is_moved else logging.WARNING
+            logger.log(level, "worker %s %s: requeueing its %d requests", worker_id, why, len(keys))
         self._migrations.drain_ends(worker_id, now, why)
         self._fleet.lost(worker_id)
         self._waiting.workers_changed(now)

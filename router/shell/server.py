@@ -221,7 +221,7 @@ class RouterServer(Router):
         if self._draining.get(worker_id) != incarnation:
             return
         del self._draining[worker_id]
-        logger.warning("worker %s: drain revoked; placing requests on it again", worker_id)
+        logger.info("worker %s: drain revoked; placing requests on it again", worker_id)
         self._handle_event(ResumeWorker(worker_id, incarnation))
 
     def share_rates(self, others: Sequence[RouterServer]) -> None:
@@ -379,7 +379,7 @@ class RouterServer(Router):
         self, incarnation: tuple[WorkerId, Incarnation], turn_s: float | None, expected_s: float = 0.0
     ) -> None:
         if self._detector.heartbeat(incarnation, self._clock(), turn_s, expected_s=expected_s):
-            logger.warning("worker %s responds again: placing requests on it", incarnation[0])
+            logger.info("worker %s responds again: placing requests on it", incarnation[0])
             self._handle_event(WorkerRecovered(*incarnation))
 
     async def _sweep(self) -> None:

@@ -116,7 +116,7 @@ class Tracer:
             self._has_failed = not is_done
             where = self._options.endpoint
             if is_done:
-                logger.warning("traces are sent to %s again", where)
+                logger.info("traces are sent to %s again", where)
             else:
                 logger.warning("traces cannot be sent to %s; they are dropped until it takes them", where)
 

@@ -88,7 +88,7 @@ def test_another_mode_exchanges_the_pools() -> None:
         ({"network": {"encryption": "on"}}, "network.encryption", "all processes would have to change at once"),
         ({"ray": {"address": "h:1"}}, "ray.address", "the cluster would have to move"),
         ({"controller": {"port": 7}}, "controller.port", "the controller reads it when it starts"),
-        ({"logging": {"level": "info"}}, "logging.level", "processes read it when they start"),
+        ({"logging": {"level": "debug"}}, "logging.level", "processes read it when they start"),
         ({"metrics": {"num_traces": 50}}, "metrics.num_traces", "the gateway reads it when it starts"),
         ({"recovery": {"kill_after_s": 9}}, "recovery.kill_after_s", "gateway and controller read it"),
         ({"model": {"max_model_len": 9}}, "model.max_model_len", "the gateway checks prompts by it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,7 @@ def test_an_autoscaler_sees_one_model() -> None:
 def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     # A decode pool is as full as its workers, whose names have the key.
     pools = {kind: {"max_size": 4} for kind in ("prefill", "decode")}
     models = {key: {"model": {**FAKE, "name": key}, "pools": pools} for key in ("a", "b")}

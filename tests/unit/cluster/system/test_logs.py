@@ -45,22 +45,24 @@ def test_a_json_line_has_the_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "level", "is_json"),
+    ("environ", "levels", "is_json"),
     [
-        ({}, logging.WARNING, False),
-        ({"DISAGG_LOG": "debug"}, logging.DEBUG, False),
-        ({"DISAGG_LOG": "loud", "DISAGG_LOG_FORMAT": "json"}, logging.WARNING, True),
+        ({}, (logging.INFO, logging.WARNING), False),
+        ({"DISAGG_LOG": "debug"}, (logging.DEBUG, logging.DEBUG), False),
+        ({"DISAGG_LOG": "error"}, (logging.ERROR, logging.ERROR), False),
+        ({"DISAGG_LOG": "loud", "DISAGG_LOG_FORMAT": "json"}, (logging.INFO, logging.WARNING), True),
     ],
 )
 def test_the_environment_says_how_to_log(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], level: int, is_json: bool
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], levels: tuple[int, int], is_json: bool
 ) -> None:
-    root = logging.getLogger()
+    root, ours = logging.getLogger(), logging.getLogger("disagg")
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(ours, "level", ours.level)
     setup_logging(environ)
     (handler,) = root.handlers
-    assert (root.level, isinstance(handler.formatter, JsonFormatter)) == (level, is_json)
+    assert ((ours.level, root.level), isinstance(handler.formatter, JsonFormatter)) == (levels, is_json)
 
 
 def test_what_the_user_set_by_hand_goes_before_the_file() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, TypeVar
@@ -475,6 +476,7 @@ class TestJudges:
     async def test_one_that_fails_again_and_again_is_not_asked_for_a_while(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level(logging.INFO)
         now, counts = [0.0], list[str]()
         judge = ScriptedJudge([JudgeError("down")] * FAILURES + [JudgeError("still"), ALLOW, ALLOW])
         asked = Asked(GuardrailOptions(name="s", on_failure="allow"), judge, lambda: now[0])

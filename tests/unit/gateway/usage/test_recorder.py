@@ -110,7 +110,7 @@ async def test_a_locked_file_fails_no_call_and_loses_none(
 ) -> None:
     monkeypatch.setattr(module, "_BUSY_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module, "_RETRY_S", 0.001)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         async with recording(tmp_path) as recorder:
             with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
