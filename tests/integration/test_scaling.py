@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -229,3 +230,21 @@ def test_the_command_line_scales_and_shows() -> None:
             "",
             "error: sizes.decode: expected 1 to 1024 workers; got 0\n",
         )
+
+
+OF_THE_MACHINE = ("event loop blocked", "stood still", "cores")
+"""What a process says of a machine that is busy or small."""
+
+
+def test_a_healthy_cluster_writes_no_warning(tmp_path: Path) -> None:
+    """From its start over an answer and two changes of a pool's size to its stop."""
+    with ProcessCluster(parse_config(FAKE), log_dir=tmp_path) as cluster, Client(cluster.address) as client:
+        for size in (2, 1):
+            answer = client.generate(PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == fake_generate(PROMPT, 8)
+            cluster.control(ScaleRequest(sizes={"decode": size}))
+            assert wait_until(lambda: settled(cluster))
+    lines = [line for log in tmp_path.glob("*.log") for line in log.read_text().splitlines()]
+    assert any(" INFO " in line for line in lines)
+    alarms = [line for line in lines if " WARNING " in line or " ERROR " in line]
+    assert [line for line in alarms if not any(words in line for words in OF_THE_MACHINE)] == []
