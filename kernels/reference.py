@@ -78,7 +78,7 @@ def kv_write(
     """Write each token's K and V at its slot (block * B + offset, int64). Slots must be valid and distinct; a token
     whose slot is -1 is skipped.
 
-    Nothing is asked of the host, so a CUDA graph can hold it: a token that is skipped repeats the first one that is not,
+    Nothing is asked of the host, so a CUDA graph can hold it: a token that is skipped repeats the first other one,
     same slot and same value. Where all are skipped they write back what slot 0 holds.
     """
     num_tokens = slot_mapping_T.shape[0]
