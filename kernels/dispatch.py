@@ -131,10 +131,13 @@ def _triton() -> TritonOps | None:
     if chosen.mode == "reference" or (chosen.mode == "auto" and not torch.cuda.is_available()):
         return None
     try:
+        from disagg.kernels.triton import shapes
         from disagg.kernels.triton.ops import TritonOps, without
     except ImportError as error:
         logger.warning("CUDA kernels: torch reference, which is slower, because Triton cannot be used: %s", error)
         return None
+    if (changes := shapes.changes(os.environ)) != shapes.Changes():
+        logger.warning("CUDA kernels: launched as %s says: %s", shapes.VARIABLE, changes)
     if not chosen.without:
         logger.info("CUDA kernels: triton")
         return TritonOps()
