@@ -4,7 +4,7 @@ CPU tensors take the C++ kernels (`kernels/cpu`), compiled when the first of the
 kernels (`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch
 reference. The environment variables are read at first use: `DISAGG_KERNELS` (`kernels/switches.py`) chooses otherwise,
 or switches single Triton kernels off; `DISAGG_CPU_LEVEL` (`kernels/cpu/build.py`) and `DISAGG_TRITON_SHAPES`
-(`kernels/triton/shapes.py`) say how they are compiled.
+(`kernels/triton_shapes.py`) say how they are compiled.
 
 The choices are logged once; `describe` names that for CPU tensors, and makes it if it was not made yet: call it at the
 start of what computes on a CPU, so that no request waits for the compiler. Shapes and numerics of the ops:
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference
+from disagg.kernels import reference, triton_shapes
 from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
@@ -131,13 +131,12 @@ def _triton() -> TritonOps | None:
     if chosen.mode == "reference" or (chosen.mode == "auto" and not torch.cuda.is_available()):
         return None
     try:
-        from disagg.kernels.triton import shapes
         from disagg.kernels.triton.ops import TritonOps, without
     except ImportError as error:
         logger.warning("CUDA kernels: torch reference, which is slower, because Triton cannot be used: %s", error)
         return None
-    if (changes := shapes.changes(os.environ)) != shapes.Changes():
-        logger.warning("CUDA kernels: launched as %s says: %s", shapes.VARIABLE, changes)
+    if (changes := triton_shapes.changes(os.environ)) != triton_shapes.Changes():
+        logger.warning("CUDA kernels: launched as %s says: %s", triton_shapes.VARIABLE, changes)
     if not chosen.without:
         logger.info("CUDA kernels: triton")
         return TritonOps()

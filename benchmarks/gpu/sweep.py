@@ -37,9 +37,9 @@ from benchmarks.gpu.shapes import (
 from benchmarks.gpu.timing import attempt, kernel_ms, parse, row_file
 from disagg.kernels.ops import PlannedPrefills
 from disagg.kernels.prefill_work import ChunkPlace
+from disagg.kernels.triton_shapes import VARIABLE
 
 SECTION = "sweep"
-VARIABLE = "DISAGG_TRITON_SHAPES"
 MAX_ERROR = 0.02
 """Of the norm, against the built-in shape: both round to 16 bits."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from disagg.kernels.triton.attend import attend, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
-from disagg.kernels.triton.shapes import DecodeChange
+from disagg.kernels.triton_shapes import DecodeChange
 
 AS_BUILT_IN = DecodeChange()
 

@@ -63,6 +63,8 @@ PURE_FILES = (
     "engine/runner/fake.py",
     "engine/runner/model/arrays.py",
     "engine/runner/model/sharding.py",
+    "kernels/switches.py",
+    "kernels/triton_shapes.py",
     "router/gateway/all_routers.py",
     "router/gateway/request_headers.py",
     "router/gateway/auth/audit.py",

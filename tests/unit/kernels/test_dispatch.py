@@ -74,7 +74,7 @@ def test_threads_that_were_set_before_hold_for_kernels_that_are_loaded_later(
     native: NativeOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    make = dispatch.NativeOps
+    make = NativeOps
 
     def made(path: Path) -> NativeOps:
         found = make(path)

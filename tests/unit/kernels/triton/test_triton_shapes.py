@@ -10,8 +10,9 @@ import torch
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.decode_attention import DecodeShape, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_shape
-from disagg.kernels.triton.shapes import VARIABLE, Changes, DecodeChange, PrefillChange, changes, parse
-from tests.unit.kernels.triton.test_attention import PagedCase, assert_close, assert_prefill, expected_decode
+from disagg.kernels.triton_shapes import VARIABLE, Changes, DecodeChange, PrefillChange, changes, parse
+from tests.support.paged import PagedCase
+from tests.unit.kernels.triton.test_attention import assert_close, assert_prefill, expected_decode
 
 WHOLE = """{"decode": {"tile": 64, "programs": 2, "warps": 4, "stages": 7},
             "prefill": {"rows": 128, "tile": 64, "warps": 4, "stages": 3, "boxes": true}}"""
