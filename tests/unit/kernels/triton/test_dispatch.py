@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from disagg.kernels import dispatch, reference
+from disagg.kernels import dispatch, quantize, reference
 from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.prefill_work import ChunkPlace
+from disagg.kernels.triton import fp8_rows
 
 pytestmark = pytest.mark.usefixtures("fresh_choice")
 
@@ -38,6 +41,20 @@ def test_an_op_that_is_switched_off_is_computed_by_torch_without_a_warning_of_it
     monkeypatch.setattr(reference, "rms_norm", None)
     assert dispatch.rms_norm(torch.ones(2, 8), torch.ones(8), 0.0).tolist() == [[1.0] * 8] * 2  # by its kernel
     assert [record.getMessage() for record in caplog.records] == ["CUDA kernels: triton without embed (DISAGG_KERNELS)"]
+
+
+@pytest.mark.parametrize(
+    ("value", "by"), [("auto", "kernel"), ("auto,-quantize_rows", "torch"), ("reference", "torch")]
+)
+def test_rows_in_8_bits_are_made_by_torch_where_their_kernel_is_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, by: str
+) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", value)
+    monkeypatch.setattr(fp8_rows, "quantize_rows", lambda _: "kernel")
+    monkeypatch.setattr(quantize, "_quantize", lambda _: "torch")
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    made: object = quantize.quantize_rows(on_gpu)
+    assert made == by
 
 
 @pytest.mark.parametrize(
