@@ -195,7 +195,8 @@ def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), tensors[0].dtype)
     if calls.is_deferred():
         raise CaptureError(f"{op.__name__}: the kernel does not take these tensors ({dtype})")
-    if op.__name__ not in switches(os.environ).without:
+    kernel = "draw_rows" if op is reference.draw_unfiltered else op.__name__
+    if kernel not in switches(os.environ).without:
         _warn_declined(op.__name__, dtype)
     return op(*args, **kwargs)
 

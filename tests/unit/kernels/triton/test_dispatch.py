@@ -43,6 +43,17 @@ def test_an_op_that_is_switched_off_is_computed_by_torch_without_a_warning_of_it
     assert [record.getMessage() for record in caplog.records] == ["CUDA kernels: triton without embed (DISAGG_KERNELS)"]
 
 
+def test_draws_that_are_switched_off_are_made_without_a_warning_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISAGG_KERNELS", "triton,-draw_rows")
+    logits_RV = torch.tensor([[0.0, 90.0, 0.0]])
+    drawn_R = dispatch.draw_unfiltered(logits_RV, 3, torch.ones(1), torch.full((1,), 0.5, dtype=torch.float64))
+    assert drawn_R.tolist() == [1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["CUDA kernels: triton without draw_rows (DISAGG_KERNELS)"]
+
+
 @pytest.mark.parametrize(
     ("value", "by"), [("auto", "kernel"), ("auto,-quantize_rows", "torch"), ("reference", "torch")]
 )
