@@ -68,6 +68,8 @@ BUILT_IN: Mapping[Kind, Shape] = {
     "prefill": Shape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 3), ("boxes", True))),
 }
 """For heads of 128 in bf16, blocks of 64."""
+LOADED = Shape("prefill", (("rows", 128), ("tile", 128), ("warps", 8), ("stages", 3), ("boxes", False)))
+"""Built in as well, for caches that allow no boxes."""
 
 
 def candidates(block_size: int = 64) -> list[Shape]:
@@ -103,8 +105,8 @@ def read_table(path: Path = TABLE) -> dict[str, Usage]:
 
 
 def rounds(shapes: Iterable[Shape], table: Mapping[str, Usage]) -> list[list[Shape]]:
-    """Those that fit, in order of what they are likely to tell: the built-in ones, then those that differ from them in
-    one value, in two, and so on; within a round those that spill least first, decode and prefill in turns."""
+    """Those that fit, in order of what they are likely to tell: the built-in ones, then those that differ from one of
+    them in one value, in two, and so on; within a round those that spill least first, decode and prefill in turns."""
     by_distance: dict[int, list[Shape]] = {}
     for shape in shapes:
         if fits(shape, table[shape.code]):
@@ -113,16 +115,17 @@ def rounds(shapes: Iterable[Shape], table: Mapping[str, Usage]) -> list[list[Sha
 
 
 def _distance(shape: Shape) -> int:
-    built_in = BUILT_IN[shape.kind].values
-    return sum(value != built_in[key] for key, value in shape.fields)
+    known = [each.values for each in (*BUILT_IN.values(), LOADED) if each.kind == shape.kind]
+    return min(sum(value != built_in[key] for key, value in shape.fields) for built_in in known)
 
 
 def _in_turns(shapes: Sequence[Shape], table: Mapping[str, Usage]) -> list[Shape]:
     kinds: tuple[Kind, ...] = ("decode", "prefill")
-    columns = [
-        sorted((shape for shape in shapes if shape.kind == kind), key=lambda shape: table[shape.code].spilled_bytes)
-        for kind in kinds
-    ]
+
+    def order(shape: Shape) -> tuple[bool, int]:
+        return shape not in BUILT_IN.values(), table[shape.code].spilled_bytes  # others are compared with these
+
+    columns = [sorted((shape for shape in shapes if shape.kind == kind), key=order) for kind in kinds]
     return [shape for row in itertools.zip_longest(*columns) for shape in row if shape is not None]
 
 

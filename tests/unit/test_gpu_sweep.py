@@ -15,6 +15,7 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.report import RowFile, read_rows
 from benchmarks.gpu.shapes import (
     BUILT_IN,
+    LOADED,
     Shape,
     Usage,
     best,
@@ -46,11 +47,10 @@ def prefill(**changes: int | bool) -> Shape:
 def test_the_built_in_shapes_are_those_of_the_kernels() -> None:
     made = decode_shape(torch.bfloat16, 128, 1)
     assert decode(tile=made.tile, programs=made.num_programs, warps=made.num_warps, stages=made.num_stages) == DECODE
-    long = prefill_shape(torch.bfloat16, torch.bfloat16, 128, 64, 4, 2048)
-    assert (
-        prefill(rows=long.rows, tile=long.tile, warps=long.num_warps, stages=long.num_stages, boxes=long.boxes)
-        == PREFILL
-    )
+    for block_size, expected in ((64, PREFILL), (16, LOADED)):
+        long = prefill_shape(torch.bfloat16, torch.bfloat16, 128, block_size, 4, 2048)
+        values = {"warps": long.num_warps, "stages": long.num_stages}
+        assert prefill(rows=long.rows, tile=long.tile, **values, boxes=long.boxes) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,31 @@ def test_boxes_lie_within_a_block() -> None:
 def test_what_tells_most_comes_first() -> None:
     shapes = [
         decode(tile=32, stages=3),
-        prefill(tile=128, warps=8, boxes=False),
+        prefill(tile=128, warps=8, boxes=False, stages=2),
         prefill(stages=2),
+        LOADED,
         decode(programs=3),
+        prefill(warps=8, stages=4),
         prefill(boxes=False),
         decode(stages=5),
         PREFILL,
         DECODE,
     ]
-    table = {shape.code: Usage(100, 0, 1000) for shape in shapes} | {prefill(stages=2).code: Usage(100, 40, 1000)}
+    spilled = {PREFILL.code: 168, prefill(stages=2).code: 40}
+    table = {shape.code: Usage(100, spilled.get(shape.code, 0), 1000) for shape in shapes}
     assert rounds(shapes, table) == [
-        [DECODE, PREFILL],
-        [decode(programs=3), prefill(boxes=False), decode(stages=5), prefill(stages=2)],
-        [decode(tile=32, stages=3)],
-        [prefill(tile=128, warps=8, boxes=False)],
+        [DECODE, PREFILL, LOADED],
+        [
+            decode(programs=3),
+            prefill(tile=128, warps=8, boxes=False, stages=2),
+            decode(stages=5),
+            prefill(boxes=False),
+            prefill(stages=2),
+        ],
+        [decode(tile=32, stages=3), prefill(warps=8, stages=4)],
     ]
-    table[DECODE.code] = Usage(100, 0, 200000)  # also the code of three programs
-    assert decode(programs=3) not in rounds(shapes, table)[1]
+    table[DECODE.code] = Usage(100, 0, 100000)  # also the code of three programs
+    assert [shape for shape in rounds(shapes, table)[1] if shape.kind == "decode"] == [decode(stages=5)]
 
 
 def test_the_best_is_the_fastest_in_the_mean_of_all_cells() -> None:
