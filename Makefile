@@ -7,6 +7,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_MACHINE := deploy/gpu-machine.txt
+PYTHON_3_12 = $(firstword $(shell for each in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do \
+  "$$each" -c '' 2> /dev/null && echo "$$each"; done) $(PYTHON))
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.install-stamp
 TORCH := $(shell grep -E '^torch==' constraints.txt)
@@ -26,7 +29,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway fuzz gpu-check soak proto wheel clean
+.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway fuzz gpu-check gpu-image gpu-wheels gpu-cubins soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -142,9 +145,36 @@ test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 aga
 	@echo "Testing launches for an H100 (about half a minute)"
 	@$(BIN)/python -m pytest tests/gpu_stub $(ARGS)
 
-test-gpu-bindings: build/cuda-torch/.install-stamp ## what the GPU path calls, against a torch that is built for CUDA
-	@PYTHONPATH=src build/cuda-torch/bin/python -m pytest -c tests/gpu/pytest.ini --rootdir . --noconftest \
-	  tests/gpu_stub/test_bindings.py tests/gpu_stub/test_flashinfer.py $(ARGS)
+test-gpu-bindings: build/cuda-torch/.install-stamp ## what the GPU path calls, against a torch that is built for CUDA, and that of gpu-image
+	@for each in build/cuda-torch $(wildcard build/gpu-image); do \
+	  echo "Testing with $$each"; \
+	  PYTHONPATH=src $$each/bin/python -m pytest -c tests/gpu/pytest.ini --rootdir . --noconftest \
+	    tests/gpu_stub/test_bindings.py tests/gpu_stub/test_flashinfer.py $(ARGS) || exit 1; done
+
+# What a machine with a GPU has that is at hand for a few minutes: the versions of $(GPU_MACHINE), Python 3.12 where it is
+# found: with another one Triton compiles its launchers there again.
+gpu-image: build/gpu-image/.install-stamp ## an environment with the versions of that machine (5 GB, once)
+
+build/gpu-image/.install-stamp: $(GPU_MACHINE)
+	@mkdir -p build
+	@$(QUIET) "Creating build/gpu-image" build/gpu-image-venv.log $(PYTHON_3_12) -m venv build/gpu-image
+	@$(QUIET) "Installing the versions of $(GPU_MACHINE) (5 GB)" build/gpu-image-install.log \
+	  build/gpu-image/bin/python $(INSTALL) -r $(GPU_MACHINE)
+	@build/gpu-image/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "This package index has a torch for CPUs only"; exit 1; }
+	@touch $@
+
+# pip takes the names of platforms literally, so the older ones are named as well.
+gpu-wheels: ## .gpu/whl: what that machine lacks, as wheels (45 MB)
+	@rm -rf .gpu/whl && mkdir -p build .gpu/whl
+	@sed '1,/^# Carried/d' $(GPU_MACHINE) > build/gpu-wheels.txt
+	@$(QUIET) "Fetching wheels" build/gpu-wheels.log $(PYTHON) -m pip --disable-pip-version-check -q download --no-deps \
+	  --only-binary=:all: --python-version 3.12 --implementation cp \
+	  $(foreach abi,_2_31 _2_28 _2_27 _2_17 2014 1,--platform manylinux$(abi)_x86_64) -d .gpu/whl -r build/gpu-wheels.txt
+	@$(PYTHON) scripts/trim_nixl.py .gpu/whl
+
+gpu-cubins: build/gpu-image/.install-stamp ## .gpu/cubins.txz: kernels of tests and benchmarks, compiled for that machine (ten minutes)
+	@PYTHONPATH=src:. build/gpu-image/bin/python -m tests.gpu_stub.cubins .gpu/cubins.txz
 
 # `===` takes no build of another kind, such as +cpu.
 build/cuda-torch/.install-stamp: constraints.txt

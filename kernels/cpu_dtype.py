@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 from disagg.kernels.cpu import build
+from disagg.kernels.switches import switches
 
 _MULTIPLIES_BF16: Final = frozenset({"avx512_bf16", "amx_bf16"})
 """Features of processors for which oneDNN has products of bf16."""
@@ -34,7 +35,7 @@ def find_cpu_dtype(environ: Mapping[str, str]) -> CpuDtype:
     """For this machine, after compiling the C++ kernels where that was not done yet, which takes seconds. Raises
     `ValueError` where `environ` asks for kernels that cannot be."""
     features = build._features()
-    if environ.get("DISAGG_KERNELS") == "reference":
+    if switches(environ).mode == "reference":
         return choose("", "DISAGG_KERNELS=reference", features)
     try:
         return choose(build.library(environ).simd, "", features)

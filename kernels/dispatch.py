@@ -1,14 +1,14 @@
 """The ops that the engine calls; each call goes to the fastest implementation there is for its tensors.
 
-CPU tensors take the C++ kernels (`kernels/cpu`), compiled at first use; CUDA tensors take the Triton kernels
-(`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch reference. The
-environment variable `DISAGG_KERNELS` is read here, once, at first use: `auto` (or unset) is the above, `reference`
-forces the torch reference everywhere, `triton` lets CPU tensors take the Triton kernels as well, which then need
-Triton's interpreter (`TRITON_INTERPRET=1`); that is for tests. `DISAGG_CPU_LEVEL` is read then, too
-(`kernels/cpu/build.py`).
+CPU tensors take the C++ kernels (`kernels/cpu`), compiled when the first of them comes; CUDA tensors take the Triton
+kernels (`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch
+reference. The environment variables are read at first use: `DISAGG_KERNELS` (`kernels/switches.py`) chooses otherwise,
+or switches single Triton kernels off; `DISAGG_CPU_LEVEL` (`kernels/cpu/build.py`) and `DISAGG_TRITON_SHAPES`
+(`kernels/triton_shapes.py`) say how they are compiled.
 
-The choice is logged once; `describe` names it, and makes it if it was not made yet: call it at start, so that no
-request waits for the compiler. Shapes and numerics of the ops: `disagg.kernels.reference`.
+The choices are logged once; `describe` names that for CPU tensors, and makes it if it was not made yet: call it at the
+start of what computes on a CPU, so that no request waits for the compiler. Shapes and numerics of the ops:
+`disagg.kernels.reference`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference
+from disagg.kernels import reference, triton_shapes
 from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
@@ -35,6 +35,7 @@ from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
+from disagg.kernels.switches import switches
 
 if TYPE_CHECKING:
     from disagg.kernels.triton.ops import TritonOps
@@ -79,61 +80,85 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
+    """For CPU tensors."""
+
     description: str
+    ops: Ops
     native: NativeOps | None = None
     linear: NativeLinear | None = None
-    triton: TritonOps | None = None
-
-    on_cpu: Ops = field(init=False)
-    """For CPU tensors."""
-    elsewhere: Ops = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "on_cpu", self.native or self.triton or reference)
-        object.__setattr__(self, "elsewhere", self.triton or reference)
 
 
 @functools.cache
 def _choice() -> _Choice:
-    mode = os.environ.get("DISAGG_KERNELS", "auto")
-    if mode not in ("auto", "reference", "triton"):
-        raise ValueError(f"DISAGG_KERNELS: {mode!r} is not one of 'auto', 'reference', 'triton'")
+    mode = switches(os.environ).mode
     if mode == "reference":
-        choice = _Choice("torch reference (DISAGG_KERNELS=reference)")
+        choice = _Choice("torch reference (DISAGG_KERNELS=reference)", reference)
         logger.warning("CPU kernels: %s", choice.description)
         return choice
     if mode == "triton":
-        return _Choice("triton (DISAGG_KERNELS=triton)", triton=_load_triton())
-    triton = _load_triton() if torch.cuda.is_available() else None
+        return _Choice("triton (DISAGG_KERNELS=triton)", _triton() or reference)
     try:
         library = build.library(os.environ)
-        native = NativeLinear.load(library.path)
-        description = f"cpu-c++ {library.simd}, bf16 GEMM by {native.arithmetic(torch.bfloat16)}"
-        choice = _Choice(description, NativeOps(library.path), native, triton)
+        linear = NativeLinear.load(library.path)
+        description = f"cpu-c++ {library.simd}, bf16 GEMM by {linear.arithmetic(torch.bfloat16)}"
+        native = NativeOps(library.path)
+        choice = _Choice(description, native, native, linear)
     except (build.BuildError, OSError) as error:
         logger.warning("CPU kernels: torch reference, which is slower, because the C++ ones cannot be used: %s", error)
-        return _Choice(f"torch reference ({error})", triton=triton)
-    if native.arithmetic(torch.bfloat16) == "multiply-add":
+        return _Choice(f"torch reference ({error})", reference)
+    if _num_threads is not None:
+        native.set_num_threads(_num_threads)
+    if linear.arithmetic(torch.bfloat16) == "multiply-add":
         logger.warning("CPU kernels: %s: plain vectors, as without AVX2; several times slower", choice.description)
     else:
         logger.info("CPU kernels: %s", choice.description)
     return choice
 
 
-def _load_triton() -> TritonOps | None:
+_num_threads: int | None = None
+"""What was set; the C++ kernels are told when they are loaded."""
+
+
+def _made_choice() -> _Choice | None:
+    """The choice for CPU tensors if it was made: whatever concerns the C++ kernels alone does not compile them."""
+    return _choice() if _choice.cache_info().currsize else None
+
+
+@functools.cache
+def _triton() -> TritonOps | None:
     """The Triton kernels; imported only where they can run, since Triton is not installed everywhere."""
+    chosen = switches(os.environ)
+    if chosen.mode == "reference" or (chosen.mode == "auto" and not torch.cuda.is_available()):
+        return None
     try:
-        from disagg.kernels.triton.ops import TritonOps
+        from disagg.kernels.triton.ops import TritonOps, without
     except ImportError as error:
         logger.warning("CUDA kernels: torch reference, which is slower, because Triton cannot be used: %s", error)
         return None
-    logger.info("CUDA kernels: triton")
-    return TritonOps()
+    if (changes := triton_shapes.changes(os.environ)) != triton_shapes.Changes():
+        logger.warning("CUDA kernels: launched as %s says: %s", triton_shapes.VARIABLE, changes)
+    if not chosen.without:
+        logger.info("CUDA kernels: triton")
+        return TritonOps()
+    logger.warning("CUDA kernels: triton %s", chosen)
+    return without(chosen.without)
+
+
+@functools.cache
+def _elsewhere() -> Ops:
+    """For tensors that are not on the CPU."""
+    return _triton() or reference
+
+
+def _without() -> str:
+    """What is switched off, to be appended to a description; empty if nothing is."""
+    return f", {text}" if (text := str(switches(os.environ))) else ""
 
 
 def describe() -> str:
-    """Which implementation CPU tensors take, such as `cpu-c++ avx512` or `torch reference (no C++ compiler ...)`."""
-    return _choice().description
+    """Which implementation CPU tensors take, such as `cpu-c++ avx512` or `torch reference (no C++ compiler ...)`, and
+    which Triton kernels are switched off, if any are."""
+    return _choice().description + _without()
 
 
 def native_library() -> ctypes.CDLL | None:
@@ -160,8 +185,7 @@ def capturer(device: torch.device) -> Capturer:
 
 def _ops(tensor: Tensor) -> Ops:
     """The implementation for tensors that are where this one is."""
-    choice = _choice()
-    return choice.on_cpu if tensor.is_cpu else choice.elsewhere
+    return _choice().ops if tensor.is_cpu else _elsewhere()
 
 
 def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -171,7 +195,9 @@ def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), tensors[0].dtype)
     if calls.is_deferred():
         raise CaptureError(f"{op.__name__}: the kernel does not take these tensors ({dtype})")
-    _warn_declined(op.__name__, dtype)
+    kernel = "draw_rows" if op is reference.draw_unfiltered else op.__name__
+    if kernel not in switches(os.environ).without:
+        _warn_declined(op.__name__, dtype)
     return op(*args, **kwargs)
 
 
@@ -188,9 +214,11 @@ def set_num_threads(num_threads: int) -> None:
     """
     if num_threads < 1:
         raise ValueError(f"num_threads: must be at least 1, not {num_threads}")
+    global _num_threads
+    _num_threads = num_threads
     torch.set_num_threads(num_threads)
-    if (native := _choice().native) is not None:
-        native.set_num_threads(num_threads)
+    if (made := _made_choice()) is not None and made.native is not None:
+        made.native.set_num_threads(num_threads)
 
 
 def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tensor | PackedWeight:
@@ -231,7 +259,7 @@ def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.dev
     """Names how a model with such weights is computed there. What kernels of the same name compute has the same bits;
     oneDNN (`torch`) and GPUs promise less: by theirs a row may depend on the rows beside it."""
     if device.type == "cuda":
-        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(device))
+        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(device)) + _without()
     native = _choice().linear
     if native is None or dtype not in (torch.bfloat16, torch.float32):
         return "torch"
@@ -257,8 +285,8 @@ def restored_weight(packed: Tensor, scale_O: Tensor | None, out_features: int, i
 
 def drop_packing_memory() -> None:
     """Let memory go back to the system with the weights that were packed so far."""
-    if (native := _choice().linear) is not None:
-        native.drop_rest()
+    if (made := _made_choice()) is not None and made.linear is not None:
+        made.linear.drop_rest()
 
 
 @functools.cache
@@ -273,13 +301,13 @@ def new_output(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def draws_on(device: torch.device) -> bool:
     """Whether `draw_rows` takes logits of this device."""
-    triton = _choice().triton
-    return triton is not None and triton.runs_on(device)
+    triton = _triton()
+    return triton is not None and triton.runs_on(device) and switches(os.environ).has_kernel("draw_rows")
 
 
 def draw_rows(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
     """A token for each row, int64 [R], drawn where the logits are; -1 where nothing can be chosen."""
-    triton = _choice().triton
+    triton = _triton()
     assert triton is not None, "nothing draws on this device"
     return triton.draw_rows(logits_RV, vocab_size, filters)
 
@@ -352,9 +380,9 @@ def paged_decode_attention(
 def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork | None:
     """What `PlannedPrefills` needs where the prompts of a step are computed at once, which is on a GPU; None where each
     chunk is computed alone. At least one chunk."""
-    device = torch.device(spec.device)
-    triton = _choice().triton
-    if triton is None or not triton.runs_on(device):
+    triton = _triton()
+    has_kernel = switches(os.environ).has_kernel("paged_prefill_attention")
+    if triton is None or not triton.runs_on(torch.device(spec.device)) or not has_kernel:
         return None
     return triton.plan_prefills(chunks, spec)
 

@@ -17,6 +17,7 @@ Shapes: T rows, I features in, O features out.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.kernels.linear import PackedWeight
+from disagg.kernels.switches import switches
 
 LARGEST_INT8 = 127
 
@@ -128,7 +130,7 @@ def pack_fp8(weight_OI: Tensor) -> Tensor | Fp8Weight:
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     """(values [T, I] in e4m3, scales [T] in fp32) of rows; a row of zeros has scale one. Nothing waits for the
     device."""
-    if x_TI.is_cuda:
+    if x_TI.is_cuda and switches(os.environ).has_kernel("quantize_rows"):
         from disagg.kernels.triton.fp8_rows import quantize_rows as on_gpu  # triton is not everywhere
 
         return on_gpu(x_TI)

@@ -76,14 +76,30 @@ def kv_write(
     k_TKD: Tensor, v_TKD: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, slot_mapping_T: Tensor
 ) -> None:
     """Write each token's K and V at its slot (block * B + offset, int64). Slots must be valid and distinct; a token
-    whose slot is -1 is skipped."""
-    keep_T = slot_mapping_T >= 0
-    k_TKD, v_TKD, slot_mapping_T = k_TKD[keep_T], v_TKD[keep_T], slot_mapping_T[keep_T]
+    whose slot is -1 is skipped.
+
+    Nothing is asked of the host, so a CUDA graph can hold it: a token that is skipped repeats the first other one,
+    same slot and same value. Where all are skipped they write back what slot 0 holds.
+    """
+    num_tokens = slot_mapping_T.shape[0]
+    if num_tokens == 0:
+        return
     block_size = key_cache_NKBD.shape[2]
-    block_T = slot_mapping_T // block_size
-    offset_T = slot_mapping_T % block_size
-    key_cache_NKBD[block_T, :, offset_T] = k_TKD
-    value_cache_NKBD[block_T, :, offset_T] = v_TKD
+    keep_T = slot_mapping_T >= 0
+    numbers_T = torch.arange(num_tokens, device=slot_mapping_T.device)
+    rows_T = torch.where(keep_T, numbers_T, keep_T.to(torch.int8).argmax())
+    slots_T = slot_mapping_T[rows_T]
+    block_T, offset_T = slots_T.clamp(min=0) // block_size, slots_T.clamp(min=0) % block_size
+    for rows_TKD, cache_NKBD in ((k_TKD, key_cache_NKBD), (v_TKD, value_cache_NKBD)):
+        bits_NKBD, bits_TKD = _bits(cache_NKBD), _bits(rows_TKD[rows_T].to(cache_NKBD.dtype))
+        bits_NKBD[block_T, :, offset_T] = torch.where(
+            (slots_T >= 0)[:, None, None], bits_TKD, bits_NKBD[block_T, :, offset_T]
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Itself, or its bytes where it holds 8-bit floats, which some of torch's ops do not take."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
@@ -175,8 +191,8 @@ def _chunk_attention(
     K, block_size, D = key_cache_NKBD.shape[1:]
     end = start + T
     blocks = chunk.block_table_M[: (end + block_size - 1) // block_size].long()
-    key_KCD = key_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
-    value_KCD = value_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end]
+    key_KCD = key_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end].to(q_TND.dtype)
+    value_KCD = value_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end].to(q_TND.dtype)
     query_positions_T = torch.arange(start, end, device=q_TND.device)
     visible_TC = torch.arange(end, device=q_TND.device)[None, :] <= query_positions_T[:, None]
     out_NTD = F.scaled_dot_product_attention(

@@ -81,6 +81,7 @@ def _key(runner: ModelRunner, config: WorkerConfig) -> str:
         runner.max_model_len,
         runner.arithmetic,
         os.environ.get("DISAGG_KERNELS", ""),
+        os.environ.get("DISAGG_TRITON_SHAPES", ""),
         os.environ.get("DISAGG_CPU_LEVEL", ""),
         config.share_weights,
     )

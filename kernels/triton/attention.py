@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,7 @@ from disagg.kernels.ops import AttentionSpec, PlannedPrefills, can_hold
 from disagg.kernels.prefill_work import ITEM_FIELDS, ChunkPlace, PrefillWork, prefill_work
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
+from disagg.kernels.triton_shapes import changes
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 9, 256
 """Tensor cores take products over at least 16 numbers, and heads are padded to a power of two."""
@@ -81,7 +83,8 @@ def _prefill_shape(
 ) -> PrefillShape:
     """`heads`: (KV heads, tokens of a block, head dim)."""
     K, block_size, D = heads
-    return prefill_shape(q_dtype, kv_dtype, D, block_size, num_heads // K, longest)
+    change = changes(os.environ).prefill
+    return prefill_shape(q_dtype, kv_dtype, D, block_size, num_heads // K, longest, change)
 
 
 def paged_decode_attention(
@@ -109,7 +112,8 @@ def paged_decode_attention(
         and can_hold(out_SND, q_SND)
     ):
         return None
-    shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), _num_multiprocessors(q_SND.device))
+    num_multiprocessors, change = _num_multiprocessors(q_SND.device), changes(os.environ).decode
+    shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), num_multiprocessors, change)
     score_scale = _score_scale(scale, key_scale)
     return decode_attention(
         q_SND,

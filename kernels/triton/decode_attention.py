@@ -25,6 +25,9 @@ from torch import Tensor
 
 from disagg.kernels.triton.attend import attend, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
+from disagg.kernels.triton_shapes import DecodeChange
+
+AS_BUILT_IN = DecodeChange()
 
 
 @jit
@@ -212,14 +215,21 @@ def _pieces_at_once(num_items: int, num_programs: int) -> int:
     return int(triton.next_power_of_2(min(64, num_programs // num_items + 2)))
 
 
-def decode_shape(kv_dtype: torch.dtype, dim_padded: int, num_multiprocessors: int) -> DecodeShape:
+def decode_shape(
+    kv_dtype: torch.dtype, dim_padded: int, num_multiprocessors: int, change: DecodeChange = AS_BUILT_IN
+) -> DecodeShape:
     """Two programs a multiprocessor, each with three tiles of K and V, 16 KiB each, in shared memory.
 
     So at least 64 KiB a multiprocessor are on their way while a tile is computed; 4.8 TB/s and 700 ns of latency ask
     for 25. More than two programs, or larger tiles, do not fit into shared memory or registers.
     """
     tile = max(16, min(128, 16384 // (dim_padded * kv_dtype.itemsize)))
-    return DecodeShape(tile=tile, num_programs=2 * num_multiprocessors, num_warps=4, num_stages=7)
+    return DecodeShape(
+        tile=change.tile or tile,
+        num_programs=(change.programs or 2) * num_multiprocessors,
+        num_warps=change.warps or 4,
+        num_stages=change.stages or 7,
+    )
 
 
 def _pieces(num_rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -173,6 +173,18 @@ class TritonOps(Ops):
         return copy.digest_sums(words, seed) if _runs(words) else None
 
 
+def without(names: Sequence[str]) -> TritonOps:
+    """All kernels but those of the ops `names`, whose methods take no tensors: torch computes them."""
+    ops = TritonOps()
+    for name in names:
+        setattr(ops, name, _declines)
+    return ops
+
+
+def _declines(*_: object) -> None:
+    """An op that is switched off."""
+
+
 def _takes(device: torch.device) -> bool:
     return device.type == ("cpu" if INTERPRETED else "cuda")
 

@@ -26,9 +26,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from disagg.kernels.prefill_work import ITEM_FIELDS, JOIN_FIELDS, PrefillWork
 from disagg.kernels.triton.attend import attend, attend_boxes, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
+from disagg.kernels.triton_shapes import PrefillChange
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _JOIN_FIELDS = tl.constexpr(JOIN_FIELDS)
+AS_BUILT_IN = PrefillChange()
 _JOINED_ROWS = 16
 """Rows that a program of the joining kernel has."""
 
@@ -169,9 +171,15 @@ class PrefillShape:
 
 
 def prefill_shape(
-    q_dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, block_size: int, group: int, max_query_len: int
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    block_size: int,
+    group: int,
+    max_query_len: int,
+    change: PrefillChange = AS_BUILT_IN,
 ) -> PrefillShape:
-    """128 rows, and fewer where the longest chunk has not that many or the products are fp32.
+    """128 rows, and fewer where the longest chunk has not that many or the products are fp32; `change` is for 128.
 
     Two tiles of the context are in shared memory. Larger tiles than these spill registers.
     """
@@ -183,10 +191,17 @@ def prefill_shape(
     if wanted < 128:
         tile = 8192 // max(128, dim_padded)
         return PrefillShape(rows=wanted, tile=tile, num_warps=4, num_stages=5, boxes=False)
-    if kv_dtype == q_dtype and dim in (64, 128) and block_size % 64 == 0:
-        return PrefillShape(rows=128, tile=64, num_warps=4, num_stages=3, boxes=True)
-    tile = 128 if dim_padded <= 128 else 64
-    return PrefillShape(rows=128, tile=tile, num_warps=8, num_stages=3, boxes=False)
+    boxed = PrefillShape(rows=128, tile=64, num_warps=4, num_stages=3, boxes=True)
+    loaded = PrefillShape(rows=128, tile=128 if dim_padded <= 128 else 64, num_warps=8, num_stages=3, boxes=False)
+    fits = kv_dtype == q_dtype and dim in (64, 128) and block_size % (change.tile or boxed.tile) == 0
+    chosen = boxed if fits and change.boxes is not False else loaded
+    return PrefillShape(
+        rows=max(smallest, change.rows or chosen.rows),
+        tile=change.tile or chosen.tile,
+        num_warps=change.warps or chosen.num_warps,
+        num_stages=change.stages or chosen.num_stages,
+        boxes=chosen.boxes,
+    )
 
 
 def _boxes(cache_NKBD: Tensor, tile: int) -> TensorDescriptor:

@@ -2,22 +2,20 @@
 
     python -m tests.gpu_stub.launches DRIVER_FOLDER NAME ...     NAME: of `MODELS`
 
-Triton's compiler, its argument checks and its C launcher are the real ones, the driver is `cuda_stub.c`, built in
-DRIVER_FOLDER. Nothing is computed, so tensors lie in host memory. Each model has one layer and a small matrix product
-behind attention: torch computes those. One JSON object on standard output.
+Triton's compiler, its argument checks and its C launcher are the real ones, the driver is `cuda_stub.c`, which lies
+in DRIVER_FOLDER (`driver.build`). Nothing is computed, so tensors lie in host memory. Each model has one layer and a
+small matrix product behind attention: torch computes those. One JSON object on standard output.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import logging
 import os
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ os.environ["DISAGG_KERNELS"] = "triton"
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.plan import ScheduledSequence, StepPlan
@@ -40,7 +36,8 @@ from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.parameters import allocate_parameters
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.kernels import dispatch
-from disagg.kernels.triton import attention, fp8_rows, ops
+from disagg.kernels.triton import fp8_rows
+from tests.gpu_stub.driver import Launches, install
 from tests.support.triton_compile import resources
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -77,47 +74,6 @@ class Found:
     """By "model, dtype of KV" (empty for the wide ops) and kernel, (registers, spilled bytes, bytes of shared memory)
     of a thread or program: the most of all variants that it needs."""
     descriptors: int = 0
-
-
-class StubDriver(CudaDriver):  # type: ignore[misc]  # untyped
-    """Triton's driver for NVIDIA, on whatever libcuda was loaded, without torch's view of the device."""
-
-    def __init__(self) -> None:
-        self.utils = CudaUtils()
-        self.launcher_cls = CudaLauncher
-        self.get_current_device = lambda: 0
-        self.set_current_device = lambda _: None
-        self.get_current_stream = lambda _: 0
-        self.get_device_capability = lambda _: (9, 0)
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
-
-class Launches:
-    """The stub's counts."""
-
-    def __init__(self, library: Path) -> None:
-        self._stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self._stub.stub_name.restype = ctypes.c_char_p
-
-    def counts(self) -> Counter[str]:
-        stub = self._stub
-        found: Counter[str] = Counter()
-        for at in range(stub.stub_num_functions()):
-            found[stub.stub_name(at).decode()] += stub.stub_launches(at)
-        return found
-
-    def of(self, run: Callable[[], object]) -> dict[str, int]:
-        """By kernel, those of the second of two runs: the first one compiles."""
-        run()
-        before = self.counts()
-        run()
-        return dict(self.counts() - before)
-
-    @property
-    def descriptors(self) -> int:
-        return int(self._stub.stub_descriptors())
 
 
 def model_config(name: str) -> ModelConfig:
@@ -159,14 +115,21 @@ STEPS = {
 }
 
 
-def launch_model(found: Found, launches: Launches, name: str, kv_dtype: str) -> None:
+def launch_model(
+    found: Found,
+    launches: Launches,
+    name: str,
+    kv_dtype: str,
+    steps: Mapping[str, StepPlan] = STEPS,
+    num_blocks: int = NUM_BLOCKS,
+) -> None:
     """A step of each kind, and KV out of the cache and back, whole and for a worker of two ranks."""
     config, cpu = model_config(name), torch.device("cpu")
-    cache = KvCache(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK, cpu)
+    cache = KvCache(kv_layout(config, kv_dtype), num_blocks, BLOCK, cpu)
     rope = RopeTable(config, MAX_LEN, torch.bfloat16, cpu)
     decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), rope, cache)
     builder = BatchBuilder(BLOCK, MAX_LEN)
-    for label, plan in STEPS.items():
+    for label, plan in steps.items():
         batch = to_batch(builder.arrays(plan), decoder.attention)
         found.steps[f"{name}, {kv_dtype}, {label}"] = launches.of(lambda batch=batch: decoder.forward(batch))  # type: ignore[misc]
     for peer_tp in {1, min(2, config.num_kv_heads)}:
@@ -179,18 +142,19 @@ def launch_model(found: Found, launches: Launches, name: str, kv_dtype: str) -> 
         found.steps[f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] = launches.of(copy)
 
 
-def launch_wide_ops(found: Found, launches: Launches, name: str) -> None:
-    """What the small model does not have: the MLP's width, the vocabulary, rows that are drawn, fp8 rows."""
+def launch_wide_ops(found: Found, launches: Launches, name: str, num_rows: int = 8) -> None:
+    """What the small model does not have: the MLP's width, the vocabulary, rows that are drawn, fp8 rows. `num_rows`
+    are those of the logits."""
     vocab_size = VOCAB["Qwen3" if "Qwen3" in name else "Llama"]
-    features, logits_SV = FEATURES[name], torch.zeros(8, vocab_size, dtype=torch.bfloat16)
-    draws = DeviceDraws(8, vocab_size, torch.device("cpu"))
-    rows = [dummy_sequence(1, 0, BLOCK, temperature=1.0) for _ in range(8)]
+    features, logits_SV = FEATURES[name], torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16)
+    draws = DeviceDraws(num_rows, vocab_size, torch.device("cpu"))
+    rows = [dummy_sequence(1, 0, BLOCK, temperature=1.0) for _ in range(num_rows)]
     gate_up_T2F = torch.zeros(200, 2 * features, dtype=torch.bfloat16)
     x_TI = torch.zeros(200, MODELS[name]["hidden_size"], dtype=torch.bfloat16)
     calls: dict[str, Callable[[], object]] = {
         "silu_mul": lambda: dispatch.silu_mul(gate_up_T2F),
         "argmax_rows": lambda: dispatch.argmax_rows(logits_SV, vocab_size),
-        "draw_rows": lambda: draws.draw(logits_SV, rows, [0] * 8),
+        "draw_rows": lambda: draws.draw(logits_SV, rows, [0] * num_rows),
         "digest_sums": lambda: dispatch.digest_sums(torch.zeros(4 << 20, dtype=torch.uint8), 1 << 63),
         "quantize_rows": lambda: fp8_rows.quantize_rows(x_TI),
     }
@@ -234,11 +198,7 @@ class Declined(logging.Handler):
 
 
 def main(folder: str, *names: str) -> None:
-    os.environ["TRITON_LIBCUDA_PATH"] = folder
-    launches = Launches(Path(folder) / "libcuda.so.1")
-    triton.runtime.driver.set_active(StubDriver())
-    ops._takes = lambda _: True  # type: ignore[assignment]  # tensors in host memory
-    attention._num_multiprocessors = lambda _: 132  # type: ignore[assignment]
+    launches = install(Path(folder) / "libcuda.so.1")
     torch.set_num_threads(1)
     found = Found()
     logging.getLogger("disagg.kernels.dispatch").addHandler(Declined(found.declined))

@@ -41,22 +41,10 @@ SPILLED = {"_prefill_kernel": 248, "_decode_kernel": 40}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("driver")
-    triton = pytest.importorskip("triton")
-    header = Path(triton.__file__).parent / "backends/nvidia/include"
-    library = folder / "libcuda.so.1"
-    source = Path(__file__).with_name("cuda_stub.c")
-    build: list[str | Path] = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-Wl,-soname,libcuda.so.1",
-        f"-I{header}",
-        "-o",
-        library,
-        source,
-    ]
-    subprocess.run(build, check=True)
+    pytest.importorskip("triton")
+    from tests.gpu_stub import driver
+
+    driver.build(folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu_stub.launches", folder, *MODELS],

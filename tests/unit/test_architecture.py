@@ -97,6 +97,8 @@ PURE_FILES = (
     "gateway/auth/tls_files.py",
     "gateway/rpc/from_protobuf.py",
     "gateway/rpc/watch_places.py",
+    "kernels/switches.py",
+    "kernels/triton_shapes.py",
     "src/disagg/cli/doctor/finding.py",
 )
 """Pure modules beside their shell."""

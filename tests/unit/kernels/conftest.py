@@ -68,8 +68,9 @@ def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOps:
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`dispatch` chooses anew in this test, whatever the environment says, and again after it."""
     monkeypatch.delenv("DISAGG_KERNELS", raising=False)
-    dispatch._choice.cache_clear()
-    dispatch._warn_declined.cache_clear()
+    caches = (dispatch._choice, dispatch._triton, dispatch._elsewhere, dispatch._warn_declined)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    dispatch._choice.cache_clear()
-    dispatch._warn_declined.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

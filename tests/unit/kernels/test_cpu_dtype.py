@@ -38,3 +38,4 @@ def test_without_a_compiler_or_with_the_reference_asked_for_it_says_so(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_cpu_dtype({}).slow_because == NO_COMPILER
     assert find_cpu_dtype({"DISAGG_KERNELS": "reference"}).slow_because == "DISAGG_KERNELS=reference"
+    assert find_cpu_dtype({"DISAGG_KERNELS": "auto,-embed"}).slow_because == NO_COMPILER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,6 +46,55 @@ def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISAGG_KERNELS", "fast")
     with pytest.raises(ValueError, match="DISAGG_KERNELS: 'fast' is not one of"):
         dispatch.describe()
+
+
+def test_the_cpp_kernels_are_built_for_the_first_cpu_tensor(native: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that computes on a GPU alone compiles none."""
+    builds: list[build.Library] = []
+    build_library = build.library
+
+    def counted(environ: Mapping[str, str]) -> build.Library:
+        builds.append(build_library(environ))
+        return builds[-1]
+
+    monkeypatch.setattr(build, "library", counted)
+    gpu = torch.device("meta")  # stands for one: its tensors are not on the CPU
+    dispatch.set_num_threads(1)
+    dispatch.drop_packing_memory()
+    assert not dispatch.draws_on(gpu)
+    assert dispatch.embed(torch.empty(2, dtype=torch.int64, device=gpu), torch.empty(3, 4, device=gpu)).shape == (2, 4)
+    assert builds == []
+    assert dispatch.embed(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 1.0]]
+    assert len(builds) == 1
+    dispatch.rms_norm(torch.ones(1, 16), torch.ones(16), 1e-5)
+    assert len(builds) == 1
+
+
+def test_threads_that_were_set_before_hold_for_kernels_that_are_loaded_later(
+    native: NativeOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    make = NativeOps
+
+    def made(path: Path) -> NativeOps:
+        found = make(path)
+        monkeypatch.setattr(found, "set_num_threads", told.append)
+        return found
+
+    monkeypatch.setattr(dispatch, "NativeOps", made)
+    dispatch.set_num_threads(1)
+    assert told == []
+    dispatch.describe()
+    assert told == [1]
+
+
+def test_what_is_switched_off_is_said(native: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = dispatch.describe()
+    monkeypatch.setenv("DISAGG_KERNELS", "auto,-embed")
+    assert dispatch.describe() == f"{every}, without embed (DISAGG_KERNELS)"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    arithmetic = dispatch.arithmetic(torch.bfloat16, "none", torch.device("cuda"))
+    assert arithmetic == "cuda-9.0, without embed (DISAGG_KERNELS)"
 
 
 def test_without_a_compiler_everything_works_and_a_warning_says_why(

@@ -64,6 +64,8 @@ def engine_finding(described: dict[str, object]) -> Finding:
     kernels = str(described["cpu_kernels"])
     text = f"torch {described['torch']}, {described['num_cuda_devices']} CUDA devices, CPU kernels: {kernels}"
     if not kernels.startswith("torch reference"):
+        if "DISAGG_KERNELS" in kernels:
+            return Finding("warn", "engine", f"{text}; slower on a GPU", "unset DISAGG_KERNELS")
         return Finding("ok", "engine", text)
     if "DISAGG_KERNELS" in kernels:
         return Finding("warn", "engine", f"{text}; several times slower", "unset DISAGG_KERNELS")

@@ -41,6 +41,7 @@ def test_python(version: tuple[int, int, int], level: str) -> None:
         ("cpu-c++ avx512", "ok", ""),
         ("torch reference (no C++ compiler on PATH)", "warn", "install a C++ compiler, such as g++"),
         ("torch reference (DISAGG_KERNELS=reference)", "warn", "unset DISAGG_KERNELS"),
+        ("cpu-c++ avx512, without draw_rows (DISAGG_KERNELS)", "warn", "unset DISAGG_KERNELS"),
     ],
 )
 def test_engine(kernels: str, level: str, next_step: str) -> None:

@@ -1,0 +1,94 @@
+"""The attention kernels as cases for the compiler: `triton_compile.compile_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from disagg.kernels.triton.decode_attention import decode_shape
+from disagg.kernels.triton.prefill_attention import prefill_shape
+from disagg.kernels.triton_shapes import DecodeChange, PrefillChange
+from tests.support.triton_compile import Case
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
+
+
+def _types(q: str, kv: str) -> dict[str, str]:
+    tensors = {"q_ptr": f"*{q}", "key_ptr": f"*{kv}", "value_ptr": f"*{kv}", "tables_ptr": "*i32", "lens_ptr": "*i32"}
+    strides = {"q_stride": "i32:16", "block_stride": "i32:16", "table_stride": "i32:16"}
+    return tensors | {"out_ptr": f"*{q}"} | strides | {"score_scale": "fp32", "value_scale": "fp32"}
+
+
+def _constants(
+    dim: int, group: int, block_size: int, tile: int, rows: int
+) -> dict[str, int | float | bool | str | None]:
+    padded = triton.next_power_of_2(dim)
+    sizes = {"HEADS": 8, "GROUP": group, "ROWS": rows, "TILE": tile, "KV_BLOCK": block_size}
+    return sizes | {"DIM": dim, "DIM_PADDED": padded}
+
+
+def decode_case(
+    q: str, kv: str, dim: int, group: int, block_size: int, change: Mapping[str, Any] | None = None
+) -> Case:
+    """For up to 256 sequences, `change` as in
+    `DISAGG_TRITON_SHAPES`."""
+    shape = decode_shape(DTYPES[kv], triton.next_power_of_2(dim), 132, DecodeChange(**change or {}))
+    rows = max(16, triton.next_power_of_2(group))
+    return Case(
+        module="disagg.kernels.triton.decode_attention",
+        kernel="_decode_kernel",
+        types=_types(q, kv) | {"sums_ptr": "*fp32", "stats_ptr": "*fp32", "num_sequences": "i32"},
+        constants={**_constants(dim, group, block_size, shape.tile, rows), "SEQUENCES_PADDED": 256},
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+def join_case() -> Case:
+    """Of decodes."""
+    types = {"lens_ptr": "*i32", "out_ptr": "*bf16", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
+    sizes = _constants(128, 4, 16, 64, 16)
+    return Case(
+        module="disagg.kernels.triton.decode_attention",
+        kernel="_join_kernel",
+        types=types | {"num_sequences": "i32", "value_scale": "fp32"},
+        constants={name: sizes[name] for name in ("HEADS", "GROUP", "TILE", "DIM", "DIM_PADDED")}
+        | {"PROGRAMS": 264, "SEQUENCES_PADDED": 1, "PIECES": 64},
+    )
+
+
+def prefill_case(
+    q: str, kv: str, dim: int, group: int, block_size: int, queries: int, change: Mapping[str, Any] | None = None
+) -> Case:
+    """Of a chunk of `queries` tokens."""
+    shape = prefill_shape(DTYPES[q], DTYPES[kv], dim, block_size, group, queries, PrefillChange(**change or {}))
+    types = _types(q, kv) | {"items_ptr": "*i32", "sums_ptr": "*fp32", "stats_ptr": "*fp32", "rows_per_block": "i32:16"}
+    constants: dict[str, int | float | bool | str | None] = {"BOXES": shape.boxes}
+    for boxes in ("key_boxes", "value_boxes"):
+        if shape.boxes:
+            types[boxes] = f"tensordesc<{kv}[{shape.tile}, {dim}]>"
+        else:
+            constants[boxes] = None
+    return Case(
+        module="disagg.kernels.triton.prefill_attention",
+        kernel="_prefill_kernel",
+        types=types,
+        constants={**constants, **_constants(dim, group, block_size, shape.tile, shape.rows)},
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+def join_prefill_case() -> Case:
+    """Of the pieces of a split context."""
+    sizes = _constants(128, 4, 16, 64, 128)
+    return Case(
+        module="disagg.kernels.triton.prefill_attention",
+        kernel="_join_prefill_kernel",
+        types={"joins_ptr": "*i32", "out_ptr": "*bf16", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
+        | {"value_scale": "fp32", "piece_rows": "i32:16"},
+        constants={name: sizes[name] for name in ("HEADS", "GROUP", "DIM", "DIM_PADDED")} | {"JOINED": 16},
+    )
