@@ -28,8 +28,8 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["text", "json"] = "text"
     """`json`: one object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request; `info` of starts, stops
-    and changes; `warning` what is degraded or refused; `error` what was lost or stopped working."""
+    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request; `info` of starts,
+    stops and changes; `warning` what is degraded or refused; `error` what was lost or stopped working."""
 
 
 DEFAULT_LEVEL = LoggingConfig().level
