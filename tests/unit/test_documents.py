@@ -200,7 +200,7 @@ def test_every_code_folder_is_on_the_map() -> None:
 def test_decisions_are_numbered_without_a_gap_but_for_those_that_became_notes() -> None:
     moved = re.findall(r"^\| (\d+|–) \| \[[^\]]+\]\(([\w-]+\.md)\) \|$", read("docs/notes/README.md"), re.MULTILINE)
     assert {name for _, name in moved} == {path.name for path in (REPOSITORY / "docs/notes").iterdir()} - {"README.md"}
-    files = sorted(path.name for path in (REPOSITORY / "docs" / "adr").iterdir())
+    files = sorted(path.name for path in (REPOSITORY / "docs" / "adr").glob("0*.md"))
     numbers = [int(name[:4]) for name in files]
     taken = sorted(numbers + [int(number) for number, _ in moved if number != "–"])
     assert taken == list(range(1, len(taken) + 1))
@@ -208,9 +208,14 @@ def test_decisions_are_numbered_without_a_gap_but_for_those_that_became_notes() 
     assert [title.split(" ")[:2] for title in titles] == [["#", f"{number}."] for number in numbers]
 
 
+def test_every_decision_is_in_the_index_once() -> None:
+    listed = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", read("docs/adr/README.md"))
+    assert sorted(listed) == sorted(path.name for path in (REPOSITORY / "docs" / "adr").glob("0*.md"))
+
+
 def test_a_decision_has_context_decision_and_consequences() -> None:
     for path in DOCUMENTS:
-        if path.startswith("docs/adr/"):
+        if path.startswith("docs/adr/0"):
             parts = re.findall(r"^\*\*(Context|Decision|Consequences)\.\*\*", read(path), re.MULTILINE)
             assert parts == ["Context", "Decision", "Consequences"], path
 
