@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -184,7 +185,7 @@ MAX_FILE_LINES = 500
 MAX_TEST_FILE_LINES = 700
 """Tests are read one at a time."""
 MAX_FUNCTION_LINES = 80
-"""Beyond these lengths `make lint` prints a hint."""
+"""Beyond these numbers `make lint` prints a hint."""
 
 
 class Import(NamedTuple):
@@ -473,8 +474,21 @@ def _numpy_random_lines(source: str) -> list[int]:
     return [node.lineno for node in attributes if ast.unparse(node) in spellings]
 
 
+def package_findings(paths: Iterable[str]) -> list[str]:
+    """Folders of many modules, or of one or two."""
+    counts = Counter(str(PurePosixPath(path).parent) for path in paths if not path.endswith("__init__.py"))
+    return [
+        f"{package}: {count} modules, {'at most ' + str(MAX_PACKAGE_MODULES) if count > 2 else 'is it a folder?'}"
+        for package, count in sorted(counts.items())
+        if count > MAX_PACKAGE_MODULES or (count <= 2 and "/" in package)
+    ]
+
+
 def main() -> None:
-    """Print hints on long files and functions."""
+    """Print hints on long files and functions, and on folders of many modules or few. They fail nothing: a file or folder
+    is divided because it has two reasons to change."""
+    for line in package_findings(source_files(*FOLDERS, "benchmarks")):
+        print(f"hint: {line}")
     for path in source_files(*FOLDERS, "src/disagg", "tests", "benchmarks"):
         is_test = path.startswith(("tests/", "benchmarks/"))
         for line in size_findings(path, read(path), MAX_TEST_FILE_LINES if is_test else MAX_FILE_LINES):

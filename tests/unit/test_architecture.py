@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import PurePosixPath
 
 import pytest
@@ -152,12 +151,6 @@ def test_only_the_start_of_a_worker_imports_the_faults() -> None:
         if any(found.name.startswith("disagg.engine.faults") for found in arch.imports(path, SOURCES[path]))
     }
     assert {path for path in importers if not path.startswith("engine/faults/")} == {"cluster/hosts/worker_host.py"}
-
-
-def test_a_package_has_few_modules() -> None:
-    paths = [path for path in [*CODE, *arch.source_files("benchmarks")] if not path.endswith("__init__.py")]
-    packages = Counter(str(PurePosixPath(path).parent) for path in paths)
-    assert {package: count for package, count in packages.items() if count > arch.MAX_PACKAGE_MODULES} == {}
 
 
 def test_every_folder_is_linked_under_src() -> None:
