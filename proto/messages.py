@@ -63,7 +63,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     """As `logprobs`, of the prompt's tokens from the second on; with the first output token, if that has `logprobs`."""
     grammar: str = ""
-    """What the output must be, as `proto/structured_output/grammars.py` says; empty for any text."""
+    """What the output must be, as `proto/grammars.py` says; empty for any text."""
 
 
 class Targets(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from disagg.engine.plan import NO_TOKEN
 from disagg.engine.request import Sequence
 from disagg.engine.sampling_rules import takes_forced
-from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
+from disagg.proto.grammars import grammar_tokenizer, new_matcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

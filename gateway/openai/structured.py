@@ -12,7 +12,7 @@ import msgspec
 from disagg.gateway.openai.schema import ABSENT, GenerationBody, decode_field
 from disagg.gateway.requests.structured import Kind, StructuredOutput
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 
 class _NamedSchema(msgspec.Struct, frozen=True):

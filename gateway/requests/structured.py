@@ -15,7 +15,7 @@ import msgspec
 from disagg.gateway.requests.exact_numbers import check_embedded_numbers, check_numbers
 from disagg.gateway.requests.values import check_length, check_unicode, is_deeper
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and arrays of a schema."""

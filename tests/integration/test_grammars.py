@@ -23,7 +23,7 @@ from disagg.gateway.answers.grammars.compiler_process import CompilerProcess
 from disagg.gateway.requests.request import GenerationInput, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput, check_structured
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import grammar_tokenizer, new_matcher
+from disagg.proto.grammars import grammar_tokenizer, new_matcher
 from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, tokenizer_json, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.processes import children_of

@@ -21,8 +21,8 @@ from disagg.gateway.event_loop.turns import Turns
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
+from disagg.proto.grammars import grammar_tokenizer
 from disagg.proto.ids import RequestId
-from disagg.proto.structured_output.grammars import grammar_tokenizer
 from disagg.router.api import (
     CallDemand,
     ClusterView,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from disagg.gateway.requests.alternatives import check_alternatives
-from disagg.proto.structured_output.grammars import grammar_tokenizer, prove
+from disagg.proto.grammars import grammar_tokenizer, prove
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

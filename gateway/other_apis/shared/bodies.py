@@ -12,7 +12,7 @@ from disagg.gateway.openai.to_input import small_value
 from disagg.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput
 from disagg.gateway.requests.values import check_length, is_deeper
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 MAX_FORMAT_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
 """Of the JSON that has a schema: escapes and what stands around it are more than the schema."""

@@ -10,7 +10,7 @@ import pytest
 from disagg.gateway.requests.exact_numbers import check_embedded_numbers, check_numbers
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import new_matcher
+from disagg.proto.grammars import new_matcher
 from tests.support.gateway import grammar_vocabulary
 
 EXACT = (

@@ -9,7 +9,7 @@ import pytest
 from disagg.gateway.requests.request import GenerationInput
 from disagg.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput, check_structured
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.structured_output.grammars import MAX_GRAMMAR_BYTES
+from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 
 def grammar_of(wanted: StructuredOutput | None, **others: object) -> str:

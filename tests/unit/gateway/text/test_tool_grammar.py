@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from disagg.gateway.text.tool_calls import ToolFormat, tool_parser
 from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar, closed
-from disagg.proto.structured_output.grammars import new_matcher
+from disagg.proto.grammars import new_matcher
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -1,1 +1,0 @@
-"""What constrains the text of an answer."""
