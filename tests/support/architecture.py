@@ -485,8 +485,7 @@ def package_findings(paths: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Print hints on long files and functions, and on folders of many modules or few. They fail nothing: a file or folder
-    is divided because it has two reasons to change."""
+    """Print hints on long files and functions, and on folders of many modules or few; they fail nothing."""
     for line in package_findings(source_files(*FOLDERS, "benchmarks")):
         print(f"hint: {line}")
     for path in source_files(*FOLDERS, "src/disagg", "tests", "benchmarks"):
