@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.contact.scheduler import (
-    CONTEXT_LOST,
     MOST_RESTARTS,
     WRITING_S,
     Command,
@@ -24,6 +23,7 @@ from benchmarks.gpu.contact.scheduler import (
     Write,
 )
 from benchmarks.gpu.contact.sections import Section, plans
+from benchmarks.gpu.isolation import CONTEXT_LOST
 
 HANGS = 1e9
 TICK_S = 0.5
@@ -191,9 +191,8 @@ def test_a_section_that_does_not_exist_is_skipped_with_the_reason() -> None:
 
 def test_tests_that_lose_their_context_go_on_with_the_rest_at_once() -> None:
     played = play(ALL, {"kernels": Behaviour(status=CONTEXT_LOST, is_bad=True)})
-    assert played.names == ["preflight", "probe", "kernels", "engine", "kernels rest", "limits", "model", "traces"] + [
-        "kernels blocking"
-    ]
+    figures = ["limits", "model", "traces"]
+    assert played.names == [*ORDER[:4], "kernels rest", *figures, "kernels blocking"]
     again = play((KERNELS,), {name: Behaviour(status=CONTEXT_LOST) for name in ("kernels", "kernels rest")})
     assert again.names == ["kernels", *["kernels rest"] * MOST_RESTARTS, "kernels blocking"]
 

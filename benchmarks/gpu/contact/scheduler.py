@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.gpu.contact.sections import Section
+from benchmarks.gpu.isolation import CONTEXT_LOST
 
 WRITING_S = 15.0
 """Kept for the last files: of the budget, not of the sections."""
 USUAL_BUDGET_S = 320.0
 """Which the limits of sections are made for; a longer budget lengthens them in proportion."""
 RERUN_LIMIT_S, RERUN_LEAST_S = 25.0, 8.0
-CONTEXT_LOST = 86
-"""Exit status of a process whose device gives the same error for every later call."""
 MOST_RESTARTS = 5
 """Of a section that loses its context again and again."""
 
@@ -135,7 +134,7 @@ class Schedule:
         missing: Mapping[str, str] | None = None,
         has_memcheck: bool = False,
     ) -> None:
-        """`at_once`: most sections that run at the same time; `missing`: why a section, by its name, cannot be run here.
+        """`at_once`: most sections that run at the same time; `missing`: why a section, by name, cannot be run here.
 
         Raises:
             ValueError: no time is left for sections, or none could run.
