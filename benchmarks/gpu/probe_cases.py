@@ -23,7 +23,7 @@ OPS = TritonOps()
 FP8 = torch.float8_e4m3fn
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", FP8: "fp8"}
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-2, FP8: 3e-2}
-"""Norm of the error over the norm of what fp32 gives, by the dtype of the inputs or, where that is coarser, of the KV."""
+"""Norm of the error over the norm of what fp32 gives, by the dtype of the inputs or of the KV, whichever is coarser."""
 
 Outputs = dict[str, Tensor]
 

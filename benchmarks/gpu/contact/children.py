@@ -30,6 +30,11 @@ class Child:
             )
         self._is_killed = False
 
+    @property
+    def pid(self) -> int:
+        """Of its keeper."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End it and all that it started, soon."""
         self._is_killed = True
@@ -39,14 +44,6 @@ class Child:
     def has_ended(self) -> bool:
         """Whether it and all that it started have ended."""
         return self._process.poll() is not None
-
-    def wait(self, timeout_s: float) -> None:
-        """For its end, and no longer."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     @property
     def status(self) -> int | None:

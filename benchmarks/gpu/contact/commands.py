@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tests:
+class History:
     """What is known of the tests of a section, by node id."""
 
     failed: Sequence[str] = ()
@@ -45,7 +45,7 @@ def label(section: Section, mode: Mode) -> str:
     return section.name if mode in ("plain", "rest") else f"{section.name}, {mode}"
 
 
-def command(section: Section, mode: Mode, place: Place, tests: Tests) -> list[str]:
+def command(section: Section, mode: Mode, place: Place, tests: History) -> list[str]:
     """What to run: after a failure the tests that failed, where they are known, or those that have not ended yet."""
     file = place.folder / file_name(section, mode)
     if section.program:

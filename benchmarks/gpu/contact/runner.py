@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.contact import commands
 from benchmarks.gpu.contact.children import Child
-from benchmarks.gpu.contact.commands import Place, Tests, label
+from benchmarks.gpu.contact.commands import History, Place, label
 from benchmarks.gpu.contact.output import Output
 from benchmarks.gpu.contact.scheduler import (
     WRITING_S,
@@ -85,9 +85,16 @@ class Contact:
 
     def run(self) -> int:
         """All of it; the exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._cut)
-        self._write()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, self._cut) for number in numbers}
+        try:
+            self._write()
+            return self._carry_on()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _carry_on(self) -> int:
         events: list[Event] = [Tick()]
         while True:
             for event in events:
@@ -136,7 +143,7 @@ class Contact:
         size = rows_file.stat().st_size if rows_file.exists() else 0
         return Run(start=start, child=child, began=time.monotonic(), rows_file=rows_file, log=log, read_bytes=size)
 
-    def _tests(self, section: Section) -> Tests:
+    def _tests(self, section: Section) -> History:
         """Of the run before."""
         of_it = [row for row in self._rows if row.section == section.name and row.is_test]
         files = [self._place.folder / f"{section.name}{end}.begun" for end in ("", "-rest")]
@@ -144,7 +151,7 @@ class Contact:
         ended = {row.name for row in of_it}
         open_names = [name for name in names if name not in ended]
         failed = [row.name for row in of_it if row.status == "failed"]
-        return Tests(failed=list(dict.fromkeys([*failed, *open_names])), ended=[*ended, *open_names])
+        return History(failed=list(dict.fromkeys([*failed, *open_names])), ended=[*ended, *open_names])
 
     # ---------------------------------------------------------------- rows
 
