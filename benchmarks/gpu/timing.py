@@ -46,8 +46,15 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, required=True, help="file that gets a line of JSON for each finding")
     parser.add_argument("--ceilings", type=Path, required=True, help="file with the measured limits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, no targets")
-    names = {"nargs": "+", "action": "extend", "metavar": "NAME", "default": []}
-    parser.add_argument(isolation.OPTION, dest="left_out", help="measurements that are not made", **names)
+    parser.add_argument(
+        isolation.OPTION,
+        dest="left_out",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="measurements that are not made",
+    )
     return parser.parse_args()
 
 

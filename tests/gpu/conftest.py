@@ -8,10 +8,11 @@ a pytest plugin.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import torch
 from benchmarks.gpu.isolation import CONTEXT_LOST
 from benchmarks.gpu.report import Row, RowFile, Status, failure
 from disagg.engine.device_environment import device_environment
+
+_cuda: Any = torch.cuda
 
 DEVICE_VARIABLE = "DISAGG_GPU_CHECK_DEVICE"
 
@@ -75,7 +78,7 @@ class RowReporter:
         self._rows = RowFile(path, section, with_targets=False)
         self._begun = path.with_suffix(".begun")
         self._section = section
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._statuses: dict[str, Status] = {}
         self._skipped: dict[str, str] = {}
 
@@ -98,7 +101,8 @@ class RowReporter:
         elif report.skipped:
             self._skipped[name] = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "skipped"
         if report.when == "teardown" and report.passed:
-            self._statuses[name] = status = "info" if name in self._skipped else "ok"
+            status: Status = "info" if name in self._skipped else "ok"
+            self._statuses[name] = status
             detail, seconds = self._skipped.get(name, ""), self._seconds[name]
             self._rows.write(
                 Row(section=self._section, name=name, status=status, value=seconds, unit="s", detail=detail[:200])
@@ -142,7 +146,7 @@ class ContextGuard:
 
 def synchronize() -> None:
     """Wait for the device, if this process uses it."""
-    if torch.cuda.is_initialized():
+    if _cuda.is_initialized():
         torch.cuda.synchronize()
 
 

@@ -41,6 +41,10 @@ if arguments.behaviour == "hangs":
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     tell("started", detail=str(subprocess.Popen(sleeper, start_new_session=True).pid))
     time.sleep(600)
+if arguments.behaviour == "probes":
+    with open(os.path.dirname(arguments.rows) + "/probe.json", "w") as file:
+        json.dump({"embed": True, "silu_mul": False}, file)
+tell("switch", detail=os.environ.get("DISAGG_KERNELS", "none"))
 if arguments.behaviour == "crashes":
     os.abort()
 if arguments.behaviour == "is wrong":
@@ -208,6 +212,15 @@ def test_a_section_that_hangs_crashes_or_is_not_there_does_not_stop_the_others(t
     lines = output.splitlines()
     assert lines[-1] == "missed or failed"
     assert lines.index("failed:") < lines.index("figures:")
+
+
+def test_an_op_that_is_wrong_is_switched_off_in_all_that_follows_and_every_row_says_so(tmp_path: Path) -> None:
+    probe: Played = ("probe", 1, "probes", {"limit_s": 60.0, "probes": True})
+    with contact(tmp_path, probe, ("quick", 2, *QUICK[2:])) as process:
+        process.communicate()
+    found = [(row.section, row.detail, row.without) for row in rows_of(tmp_path) if row.name == "switch"]
+    assert found == [("probe", "none", ""), ("quick", "auto,-silu_mul", "silu_mul")]
+    assert "; without: silu_mul |" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_kernels_that_are_compiled_come_back(tmp_path: Path) -> None:

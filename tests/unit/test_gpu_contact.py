@@ -46,8 +46,8 @@ def test_tests_run_in_processes_that_can_be_replaced() -> None:
 
 
 def test_a_failure_is_looked_at_with_the_tests_that_failed() -> None:
-    tests = History(failed=["test_a.py::test_x[1]"], ended=["test_a.py::test_w", "test_a.py::test_x[1]"])
-    chosen = ["tests/gpu/test_a.py::test_x[1]"]
+    tests = History(failed=["test_a.py::x[1]"], ended=["test_a.py::w", "test_a.py::x[1]"], open=["test_b.py::y"])
+    chosen = ["tests/gpu/test_a.py::x[1]", "tests/gpu/test_b.py::y"]
     assert commands.command(KERNELS, "blocking", PLACE, tests) == [*PYTEST, "-n", "8", *chosen]
     memcheck = ["compute-sanitizer", "--tool", "memcheck", *PYTEST, *chosen]
     assert commands.command(KERNELS, "memcheck", PLACE, tests) == memcheck
@@ -58,7 +58,7 @@ def test_a_failure_is_looked_at_with_the_tests_that_failed() -> None:
 def test_the_rest_is_what_has_not_ended() -> None:
     alone = dataclasses.replace(PLACE, has_xdist=False)
     rest = commands.command(
-        KERNELS, "rest", alone, History(failed=["test_a.py::b"], ended=["test_a.py::a", "test_a.py::b"])
+        KERNELS, "rest", alone, History(failed=["test_a.py::a"], ended=["test_a.py::a"], open=["test_a.py::b"])
     )
     assert rest == [*PYTEST, "--deselect=test_a.py::a", "--deselect=test_a.py::b", *KERNELS.tests]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +125,7 @@ def test_an_op_that_loses_the_context_is_left_out_of_the_process_that_goes_on(
     replaced: list[list[str]] = []
     monkeypatch.setattr(isolation, "_execute", lambda command: replaced.append(list(command)))
     monkeypatch.setattr(isolation, "_tried", [])
-    monkeypatch.setattr(isolation.sys, "orig_argv", ["python", "-m", "benchmarks.gpu.probe", "--device", "cuda"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.gpu.probe", "--device", "cuda"])
 
     def run() -> Outputs:
         raise AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -141,3 +143,25 @@ def test_names_to_leave_out_stand_behind_each_option() -> None:
     arguments = ["--rows", "x", "--not", "a b", "c", "--device", "cpu", "--not", "d"]
     assert isolation.left_out(arguments) == ("a b", "c", "d")
     assert isolation.left_out(["--device", "cpu"]) == ()
+
+
+def test_a_measurement_that_hangs_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_tried", ["before"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "played"])
+    told: list[object] = []
+    is_replaced = threading.Event()
+
+    def replace(command: Sequence[str]) -> None:
+        told.append(list(command))
+        is_replaced.set()
+
+    with isolation.Watch("hangs", 0.0, lambda: told.append("told"), replace):
+        assert is_replaced.wait(60.0)
+    assert told == ["told", ["python", "-m", "played", "--not", "before", "hangs"]]
+
+
+def test_a_measurement_that_ends_in_time_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with isolation.Watch("ends", 3600.0, lambda: pytest.fail("it is told"), lambda _: None) as watch:
+        timer = watch._timer
+    timer.join(60.0)
+    assert not timer.is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.contact.scheduler import Mode
@@ -33,11 +33,13 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What is known of the tests of a section, by node id."""
+    """What became of the tests of a section, by node id."""
 
     failed: Sequence[str] = ()
-    """Failed, or never ended."""
-    ended: Sequence[str] = field(default=())
+    ended: Sequence[str] = ()
+    """Failed or not."""
+    open: Sequence[str] = ()
+    """Begun, and not ended."""
 
 
 def label(section: Section, mode: Mode) -> str:
@@ -65,9 +67,9 @@ def command(section: Section, mode: Mode, place: Place, tests: History) -> list[
         options = ["-q", "-c", f"{TEST_FOLDER}/pytest.ini", "-o", f"faulthandler_timeout={SLOW_TEST_S}"]
         chosen = list(section.tests)
         if mode == "rest":
-            processes += [f"--deselect={name}" for name in tests.ended]
-        elif mode != "plain" and tests.failed:
-            chosen = [f"{TEST_FOLDER}/{name}" for name in tests.failed]
+            processes += [f"--deselect={name}" for name in (*tests.ended, *tests.open)]
+        elif mode != "plain" and (culprits := [*tests.failed, *tests.open]):
+            chosen = [f"{TEST_FOLDER}/{name}" for name in culprits]
         found = [sys.executable, "-m", "pytest", *options, *processes, *chosen]
     return ["compute-sanitizer", "--tool", "memcheck", *found] if mode == "memcheck" else found
 

@@ -28,6 +28,7 @@ from benchmarks.gpu.contact.scheduler import (
     Ended,
     Event,
     Kill,
+    Mode,
     Schedule,
     Skip,
     Start,
@@ -151,7 +152,7 @@ class Contact:
         ended = {row.name for row in of_it}
         open_names = [name for name in names if name not in ended]
         failed = [row.name for row in of_it if row.status == "failed"]
-        return History(failed=list(dict.fromkeys([*failed, *open_names])), ended=[*ended, *open_names])
+        return History(failed=failed, ended=[row.name for row in of_it], open=open_names)
 
     # ---------------------------------------------------------------- rows
 
@@ -180,13 +181,23 @@ class Contact:
         run = self._runs.pop(name)
         self._collect(run)
         status, took_s = run.child.status, time.monotonic() - run.began
+        section, mode = run.start.section, run.start.mode
         if not self._is_cut:
-            self._add_to(run, ending(run, status, took_s, self._tests(run.start.section).failed))
+            end = End(
+                name=section.name,
+                mode=mode,
+                status=status,
+                took_s=took_s,
+                rows=run.rows,
+                open_tests=self._tests(section).open if mode in ("plain", "rest") else (),
+                log=run.log,
+            )
+            self._add_to(run, ending(end))
         num_bad = sum(row.status == "failed" for row in run.rows)
         num_ok = sum(row.status == "ok" for row in run.rows)
-        title = label(run.start.section, run.start.mode)
+        title = label(section, mode)
         self._say(f"{title}: {len(run.rows)} rows, {num_ok} ok, {num_bad} failed, {took_s:.0f} s")
-        return Ended(name, status, num_bad > 0, wrong_ops(self._place.folder) if run.start.section.probes else ())
+        return Ended(name, status, num_bad > 0, wrong_ops(self._place.folder) if section.probes else ())
 
     # ---------------------------------------------------------------- output
 
@@ -222,18 +233,32 @@ class Contact:
 # ---------------------------------------------------------------- what is found
 
 
-def ending(run: Run, status: int | None, took_s: float, failed_tests: Sequence[str]) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a run of a section ended."""
+
+    name: str
+    mode: Mode
+    status: int | None
+    """None: it was ended."""
+    took_s: float
+    rows: Sequence[Row]
+    open_tests: Sequence[str]
+    """Tests that had begun and not ended."""
+    log: Path
+
+
+def ending(end: End) -> list[Row]:
     """What to report about a section's end, unless its rows have it."""
-    name = run.start.section.name
-    found = memcheck_rows(name, run.log) if run.start.mode == "memcheck" else []
-    if status is None:
-        during = f"; not ended: {', '.join(failed_tests[:3])}" if run.start.section.tests and failed_tests else ""
-        return [*found, failure(name, "run", f"ended after {took_s:.0f} s{during}; last line: {last_line(run.log)}")]
-    is_told = any(row.status in (*BAD, "open") for row in run.rows)
-    if status != 0 and not is_told:
-        return [*found, failure(name, "run", f"exit status {status}; last line: {last_line(run.log)}")]
-    if not run.rows:
-        return [*found, failure(name, "run", f"it found nothing; last line: {last_line(run.log)}")]
+    found = memcheck_rows(end.name, end.log) if end.mode == "memcheck" else []
+    last = f"last line: {last_line(end.log)}"
+    if end.status is None:
+        during = f"; not ended: {', '.join(end.open_tests[:3])}" if end.open_tests else ""
+        return [*found, failure(end.name, "run", f"ended after {end.took_s:.0f} s{during}; {last}")]
+    if end.status != 0 and not any(row.status in (*BAD, "open") for row in end.rows):
+        return [*found, failure(end.name, "run", f"exit status {end.status}; {last}")]
+    if not end.rows:
+        return [*found, failure(end.name, "run", f"it found nothing; {last}")]
     return found
 
 
