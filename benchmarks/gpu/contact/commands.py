@@ -29,6 +29,8 @@ class Place:
     cores: int
     has_xdist: bool
     commit: str = "unknown"
+    scratch: Path | None = None
+    """For large files of a section, in memory where there is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,8 @@ def environment(
         "DISAGG_GPU_CHECK_LOGS": str(place.folder),
         "DISAGG_GPU_CHECK_ROWS": f"{file}.rows",
     }
+    if place.scratch is not None:
+        found["DISAGG_GPU_CHECK_SCRATCH"] = str(place.scratch)
     if mode == "reference":
         found[SWITCH] = "reference"
     elif without:

@@ -339,12 +339,17 @@ def main(
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given, main.__doc__ or "", budget_s, out)
     chosen = [section for section in plans()[options.plan] if options.only is None or section.name in options.only]
-    with tempfile.TemporaryDirectory(prefix="contact-") as folder:
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="contact-") as folder,
+        tempfile.TemporaryDirectory(prefix="contact-", dir=shared) as scratch,
+    ):
         place = Place(
             device=options.device,
             folder=Path(folder),
             cores=len(os.sched_getaffinity(0)),
             has_xdist=importlib.util.find_spec("xdist") is not None,
             commit=commit(),
+            scratch=Path(scratch),
         )
         return Contact(chosen, place, options.out.resolve(), options.budget, [*program, *given]).run()

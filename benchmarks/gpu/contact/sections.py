@@ -64,9 +64,19 @@ def _first() -> tuple[Section, ...]:
 
 
 def _second() -> tuple[Section, ...]:
-    """Fewer tests, the figures with all that they have."""
+    """Fewer tests, and a model under load before the other figures."""
     tests = tuple(section for section in _tests() if section.name in ("kernels", "engine", "graphs", "serving"))
-    return (*_begin(), *tests, *_figures())
+    limits, *figures = _figures()
+    load = Section(
+        name="load",
+        phase=3,
+        limit_s=170,
+        least_s=60,
+        program="benchmarks.gpu.serving",
+        needs=("limits",),
+        alone=True,
+    )
+    return (*_begin(), *tests, limits, load, *figures)
 
 
 def _begin() -> tuple[Section, ...]:
