@@ -283,11 +283,13 @@ class _Maker:
             return None if found is None else out(found, cache[:, 0, 0], cache[:, 0, 1])
 
         def expected() -> Outputs:
-            cache = nan_filled(shape, torch.float32, device)
-            q_norm, k_norm, wide_cos, wide_sin = (each.float() for each in (*norms, cos, sin))
+            # Roundings before that to 8 bits move a value in twenty to its neighbour there: they are made here, too.
+            dtype = self._dtype if cache_dtype == FP8 else torch.float32
+            cache = nan_filled(shape, dtype, device)
+            q_norm, k_norm, wide_cos, wide_sin = (each.to(dtype) for each in (*norms, cos, sin))
             layer = RopeWrite(q_norm, k_norm, 1e-6, wide_cos, wide_sin, cache[:, 0, 0], cache[:, 0, 1])
-            q = reference.qkv_rope_write(qkv.float(), positions, slots, layer)
-            stored = cache.clamp(-448.0, 448.0).to(FP8).float() if cache_dtype == FP8 else cache
+            q = reference.qkv_rope_write(qkv.to(dtype), positions, slots, layer)
+            stored = cache.float().clamp(-448.0, 448.0).to(FP8).float() if cache_dtype == FP8 else cache
             return out(q, stored[:, 0, 0], stored[:, 0, 1])
 
         return self._case("qkv_rope_write", list(qkv.shape), run, expected, kv=cache_dtype)

@@ -242,6 +242,25 @@ def test_tests_that_hang_leave_the_figures_their_least_useful_times() -> None:
     assert [name for name in played.names if name not in slow] == ["preflight", "limits", "model", "traces"]
 
 
+def test_tests_have_at_least_half_of_what_is_left() -> None:
+    """Of 32: the figures want 26."""
+    tests = section("tests", 2, limit_s=300.0)
+    played = play((tests, LIMITS, MODEL, TRACES), {"tests": Behaviour(took_s=HANGS)}, budget_s=WRITING_S + 32.0)
+    assert played.kills == [(16.0, "tests")]
+    assert played.names == ["tests", "limits", "model"]
+
+
+def test_what_all_others_depend_on_keeps_nothing_for_them() -> None:
+    played = play((PREFLIGHT, LIMITS, MODEL), {"preflight": Behaviour(took_s=9.0)}, budget_s=WRITING_S + 10.0)
+    assert (played.kills, played.names) == ([], ["preflight"])
+    assert list(played.skips) == ["limits", "model"]
+
+
+def test_without_time_for_what_is_vital_nothing_is_begun() -> None:
+    played = play((PREFLIGHT, LIMITS), budget_s=WRITING_S + 2.0)
+    assert (played.names, list(played.skips)) == ([], ["preflight"])
+
+
 def test_no_time_is_kept_for_what_cannot_run() -> None:
     tests = section("tests", 2, limit_s=300.0)
     played = play((tests, MODEL), {"tests": Behaviour(took_s=HANGS)}, budget_s=60.0, missing={"model": "not there"})

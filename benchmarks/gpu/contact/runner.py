@@ -86,7 +86,9 @@ class Contact:
 
     def run(self) -> int:
         """All of it; the exit status."""
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
         before = {number: signal.signal(number, self._cut) for number in numbers}
         try:
             self._write()

@@ -7,8 +7,9 @@
     phase 5   with launches that wait for their kernels (CUDA_LAUNCH_BLOCKING=1)
     phase 6   under compute-sanitizer
 
-A phase begins when all of the one before have ended. A section leaves the least useful times of later phases to them:
-one that hangs costs itself, and no figure. What can no longer be of use is not begun.
+A phase begins when all of the one before have ended. Tests leave the figures their least useful times, if that is not
+more than half of what is left: a test that hangs costs itself, and no figure. What can no longer be of use is not
+begun.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 from benchmarks.gpu.contact.sections import Section
 from benchmarks.gpu.isolation import CONTEXT_LOST
 
+FIRST_PHASE = 1
 WRITING_S = 15.0
 """Kept for the last files: of the budget, not of the sections."""
 USUAL_BUDGET_S = 320.0
@@ -240,7 +242,8 @@ class Schedule:
         refusal = self._refusal(run)
         if refusal is None and not self._fits(run):
             return []
-        left_s = self._ends_at - self._kept_s(run.phase) - now
+        left_s = self._ends_at - now
+        left_s -= min(self._kept_s(run.phase), left_s / 2)
         least_s = section.least_s if run.mode in ("plain", "rest") else min(section.least_s, RERUN_LEAST_S)
         if refusal is None and left_s < least_s:
             refusal = f"not begun: {max(left_s, 0.0):.0f} s were left, and it needs {least_s:.0f}"
@@ -248,6 +251,8 @@ class Schedule:
         if refusal is not None:
             if run.mode == "plain":
                 self._failed.add(section.name)
+            if section.vital:
+                self._waiting.clear()
             return [Skip(section, run.mode, refusal, is_missing=section.name in self._missing)]
         limit_s = min(left_s, self._limit_s(run))
         self._running[section.name] = _Running(run, now + limit_s)
@@ -278,6 +283,8 @@ class Schedule:
         return len(others) < self._at_once and not any(other.run.section.alone for other in others)
 
     def _kept_s(self, phase: int) -> float:
-        """For sections of later phases; what failed is not run again at the cost of what has not run yet."""
+        """For sections of later phases. What all others depend on keeps nothing for them."""
+        if phase == FIRST_PHASE:
+            return 0.0
         later = [run for run in self._waiting if run.mode == "plain" and run.phase > phase]
         return sum(run.section.least_s for run in later if self._refusal(run) is None)
