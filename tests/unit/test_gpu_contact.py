@@ -80,6 +80,8 @@ def test_a_section_s_environment() -> None:
     }
     on_cpu = commands.environment(KERNELS, "plain", (), dataclasses.replace(PLACE, device="cpu"), given)
     assert on_cpu["TRITON_INTERPRET"] == "1"
+    large = dataclasses.replace(PLACE, scratch=Path("/memory"))
+    assert commands.environment(KERNELS, "plain", (), large, {})["DISAGG_GPU_CHECK_SCRATCH"] == "/memory"
 
 
 def test_switches_and_reruns_are_variables() -> None:
