@@ -88,6 +88,8 @@ def test_switches_and_reruns_are_variables() -> None:
     off = commands.environment(KERNELS, "plain", ("draw_rows", "silu_mul"), PLACE, {})
     assert off["DISAGG_KERNELS"] == "auto,-draw_rows,-silu_mul"
     assert commands.environment(KERNELS, "reference", ("draw_rows",), PLACE, {})["DISAGG_KERNELS"] == "reference"
+    given = commands.environment(KERNELS, "plain", ("draw_rows",), PLACE, {"DISAGG_KERNELS": "reference"})
+    assert given["DISAGG_KERNELS"] == "reference"
     blocking = commands.environment(KERNELS, "blocking", (), PLACE, {})
     assert (blocking["CUDA_LAUNCH_BLOCKING"], blocking["DISAGG_GPU_CHECK_SECTION"]) == ("1", "kernels, blocking")
     assert "DISAGG_KERNELS" not in blocking

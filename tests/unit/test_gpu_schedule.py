@@ -300,6 +300,14 @@ def test_a_section_that_is_being_ended_is_not_ended_again() -> None:
     assert schedule.handle(Ended("limits", None), 32.0) == [Write(), Stop()]
 
 
+def test_a_section_that_ends_by_itself_as_it_is_being_ended_has_its_own_status() -> None:
+    tests = [section(name, 2, least_s=1.0) for name in ("one", "other")]
+    schedule = Schedule(tests, now=0.0, budget_s=320.0, at_once=2)
+    schedule.handle(Tick(), 0.0)
+    assert schedule.handle(Ended("one", 0), 30.0) == [Write(), Kill("other")]
+    assert schedule.handle(Ended("other", 0), 30.0) == [Write(), Stop()]
+
+
 def test_files_are_written_after_every_section_and_before_the_next_one() -> None:
     schedule = Schedule((LIMITS, TRACES), now=0.0, budget_s=320.0, at_once=1)
     schedule.handle(Tick(), 0.0)

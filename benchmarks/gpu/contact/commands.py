@@ -102,7 +102,7 @@ def environment(
         found["DISAGG_GPU_CHECK_SCRATCH"] = str(place.scratch)
     if mode == "reference":
         found[SWITCH] = "reference"
-    elif without:
+    elif without and given.get(SWITCH, "auto").startswith("auto"):
         found[SWITCH] = ",".join(["auto", *(f"-{name}" for name in without)])
     if mode == "blocking":
         found["CUDA_LAUNCH_BLOCKING"] = "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -122,10 +123,11 @@ class Contact:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Start(section, mode, _, _):
-                self._runs[section.name] = self._start(command, label(section, mode))
+            case Start():
+                self._runs[command.section.name] = self._start(command)
             case Kill(name):
-                self._runs[name].child.kill()
+                if name in self._runs:  # else it has just ended, and the next event says so
+                    self._runs[name].child.kill()
             case Skip(section, mode, reason, is_missing):
                 bad = failure(label(section, mode), "run", reason)
                 is_info = is_missing or mode != "plain"
@@ -134,7 +136,7 @@ class Contact:
             case Write():
                 self._write()
 
-    def _start(self, start: Start, name: str) -> Run:
+    def _start(self, start: Start) -> Run:
         section, mode = start.section, start.mode
         file = self._place.folder / commands.file_name(section, mode)
         off = tuple(dict.fromkeys((*self._given_off, *start.without)))
@@ -142,8 +144,8 @@ class Contact:
         environ = commands.environment(section, mode, off, self._place, os.environ)
         rows_file, log = Path(f"{file}.rows"), Path(f"{file}.log")
         log.write_text(f"{shlex.join(arguments)}\n", encoding="utf-8")
-        child = Child(arguments, environ, REPOSITORY, log)
         size = rows_file.stat().st_size if rows_file.exists() else 0
+        child = Child(arguments, environ, REPOSITORY, log)
         return Run(start=start, child=child, began=time.monotonic(), rows_file=rows_file, log=log, read_bytes=size)
 
     def _tests(self, section: Section) -> History:
@@ -207,7 +209,11 @@ class Contact:
         line = line[:100]
         self._lines.append(line)
         self._num_printed += len(line) + 1
-        print(line, flush=True)
+        self._print(line)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it; the files are what counts
+            print(text, flush=True)
 
     def _write(self) -> None:
         self._output.write(self._report(), self._summary("it goes on", MOST_CHARACTERS))
@@ -228,7 +234,7 @@ class Contact:
         status = exit_status(self._rows)
         verdict = {0: "all as wanted", 1: "missed or failed", NO_DEVICE: "open: no CUDA device"}[status]
         self._output.write(self._report(), self._summary(verdict, MOST_CHARACTERS))
-        print(summary(self._rows, [], verdict, MOST_CHARACTERS - self._num_printed - 1), flush=True)
+        self._print(summary(self._rows, [], verdict, MOST_CHARACTERS - self._num_printed - 1))
         return status
 
 
