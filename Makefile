@@ -138,8 +138,7 @@ bench-gateway: model ## cost of a token for the gateway, by protocol, and of slo
 	@$(BIN)/python -m benchmarks.bad_input --fields 0 --json build/fields.json
 
 gpu-check: ## tests and benchmarks of the GPU path, in less than fifteen minutes; needs a GPU, but neither .venv nor a network
-	@mkdir -p build
-	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py --json build/gpu-check.json --report build/gpu-check.md $(ARGS)
+	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py $(ARGS)
 
 test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 against a driver that does nothing
 	@echo "Testing launches for an H100 (about half a minute)"

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import socket
 import subprocess
-import sysconfig
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
         log = Path(folder) / "up.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [_program(), "up", "--config", str(config), "--launcher", launcher],
+                [sys.executable, "-m", "disagg.cli", "up", "--config", str(config), "--launcher", launcher],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -69,11 +69,6 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
             yield address
         finally:
             stop(process, process.send_signal)
-
-
-def _program() -> str:
-    """The `disagg` program of this environment."""
-    return str(Path(sysconfig.get_path("scripts")) / "disagg")
 
 
 def free_port() -> int:

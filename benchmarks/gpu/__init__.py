@@ -1,1 +1,1 @@
-"""The sections of `make gpu-check` that measure; scripts/gpu_check.py runs them."""
+"""What is found out about a GPU: sections that measure, and `contact`, which runs them and the tests."""

@@ -1,4 +1,4 @@
-"""What `make gpu-check` found, as rows: one line of JSON each while it is measured, one table and one page at the end.
+"""What a contact with a GPU found, as rows: one line of JSON each while it is measured, JSON and a page of all of them.
 
 Whatever measures writes its rows through a `RowFile`, which is flushed row by row: a section that crashes or runs out
 of time loses only what it had not measured yet. Pure but for files; needs nothing besides Python.
@@ -7,7 +7,7 @@ of time loses only what it had not measured yet. Pure but for files; needs nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,13 @@ class Row:
     target: float | None = None
     """Least share that is wanted."""
     detail: str = ""
+    without: str = ""
+    """Ops whose kernels were switched off meanwhile."""
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it is the end of one test."""
+        return "::" in self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +110,13 @@ def failure(section: str, name: str, detail: str) -> Row:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows in a file; a last line that was cut off is left out."""
+    return parse_rows(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def parse_rows(text: str) -> list[Row]:
+    """The rows of lines of JSON, up to one that was cut off."""
     rows: list[Row] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
             rows.append(Row(**json.loads(line)))
         except json.JSONDecodeError:
@@ -125,20 +135,14 @@ def cells(row: Row) -> tuple[str, ...]:
     value = "" if row.value is None else f"{row.value:,.4g} {row.unit}".strip()
     share = "" if row.share is None else f"{row.share:.3f}"
     target = "" if row.target is None else f"{row.target:.2f}"
-    return (row.section, row.name, value, share, target, row.status, row.detail)
-
-
-def as_table(rows: Sequence[Row]) -> str:
-    """Plain text with aligned columns; long details are cut."""
-    lines = [COLUMNS, *((*cells(row)[:-1], row.detail[:100]) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    without = f"without: {row.without}" if row.without else ""
+    return (row.section, row.name, value, share, target, row.status, "; ".join(filter(None, (row.detail, without))))
 
 
 def as_markdown(report: CheckReport) -> str:
     """The page for docs/benchmarks/."""
     counts = {status: sum(row.status == status for row in report.rows) for status in ("ok", "miss", "failed", "open")}
-    lines = ["# GPU check", "", f"`{report.command}`, commit `{report.commit}`.", ""]
+    lines = ["# First contact with a GPU", "", f"`{report.command}`, commit `{report.commit}`.", ""]
     lines += [f"- {name}: {value}" for name, value in report.machine.items()]
     lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items()) + ".", ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import isolation
 from benchmarks.gpu.report import RowFile
 
 _cuda: Any = torch.cuda
@@ -45,6 +46,15 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, required=True, help="file that gets a line of JSON for each finding")
     parser.add_argument("--ceilings", type=Path, required=True, help="file with the measured limits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, no targets")
+    parser.add_argument(
+        isolation.OPTION,
+        dest="left_out",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="measurements that are not made",
+    )
     return parser.parse_args()
 
 
@@ -70,11 +80,16 @@ def write_ceilings(path: Path, ceilings: Ceilings) -> None:
 
 
 def attempt(rows: RowFile, name: str, measure: Callable[[], object]) -> None:
-    """Make one measurement; what it raises is a row, and its memory is given back, so that the next one can try."""
+    """Make one measurement, unless it is left out; what it raises is a row, and its memory is given back, so that the
+    next one can try. After an error that the device gives for ever this process is replaced by one that goes on."""
+    if name in isolation.left_out():
+        return
     try:
         measure()
     except Exception as error:
         rows.failed(name, error)
+        isolation.go_on(name, error)
+    isolation.tried(name)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,10 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout."""
+    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout. Where
+    the environment variable `DISAGG_COMMIT` says it, that is taken: a copy of the source may have come without git."""
+    if given := os.environ.get("DISAGG_COMMIT"):
+        return given
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

@@ -8,13 +8,20 @@ a pytest plugin.
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.isolation import CONTEXT_LOST
 from benchmarks.gpu.report import Row, RowFile, Status, failure
 from disagg.engine.device_environment import device_environment
+
+_cuda: Any = torch.cuda
 
 DEVICE_VARIABLE = "DISAGG_GPU_CHECK_DEVICE"
 
@@ -60,47 +67,100 @@ def nccl_environment(name: str, *, apart: bool) -> dict[str, str]:
     return common | {"NCCL_HOSTID": f"gpu-check-{name}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
 
 
-# ---------------------------------------------------------------- rows for scripts/gpu_check.py
+# ---------------------------------------------------------------- rows for benchmarks.gpu.contact
 
 
 class RowReporter:
-    """Writes each failed test when it fails, and the counts at the end, where the check can read them after a crash."""
+    """Writes a row for each test when it ends, and the counts at the end. Those that have begun are in a file beside
+    it, so that one which never ends has a name."""
 
     def __init__(self, path: Path, section: str) -> None:
         self._rows = RowFile(path, section, with_targets=False)
+        self._begun = path.with_suffix(".begun")
         self._section = section
-        self._counts = {"passed": 0, "failed": 0, "skipped": 0}
-        self._skipped: set[str] = set()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._statuses: dict[str, Status] = {}
+        self._skipped: dict[str, str] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        with self._begun.open("a", encoding="utf-8") as file:
+            file.write(f"{nodeid}\n")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test's set-up, call or tear-down ended."""
+        """A test's set-up, call or tear-down ended. A failure is told at once; what follows it may not come."""
+        name = report.nodeid
+        self._seconds[name] += report.duration
+        if self._statuses.get(name) == "failed":
+            return
         if report.failed:
-            self._counts["failed"] += 1
+            self._statuses[name] = "failed"
             reason = report.longreprtext.strip().splitlines()
-            self._rows.write(failure(self._section, report.nodeid, reason[-1] if reason else "failed"))
+            told = failure(self._section, name, reason[-1] if reason else "failed")
+            self._rows.write(replace(told, value=self._seconds[name], unit="s"))
         elif report.skipped:
-            self._counts["skipped"] += 1
-            self._skipped.add(str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "skipped")
-        elif report.when == "call":
-            self._counts["passed"] += 1
+            self._skipped[name] = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "skipped"
+        if report.when == "teardown" and report.passed:
+            status: Status = "info" if name in self._skipped else "ok"
+            self._statuses[name] = status
+            detail, seconds = self._skipped.get(name, ""), self._seconds[name]
+            self._rows.write(
+                Row(section=self._section, name=name, status=status, value=seconds, unit="s", detail=detail[:200])
+            )
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be imported is a failed test."""
-        if report.failed:
-            self._counts["failed"] += 1
-            self._rows.write(failure(self._section, report.nodeid, str(report.longrepr).strip().splitlines()[-1]))
+        if report.failed and self._statuses.setdefault(report.nodeid, "failed") == "failed":
+            reason = str(report.longrepr).strip().splitlines()[-1]
+            self._rows.write(failure(self._section, f"import {report.nodeid}", reason))
 
     def pytest_sessionfinish(self) -> None:
         """All tests are done."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in self._counts.items())
-        ran = self._counts["passed"] + self._counts["failed"]
-        reasons = f" ({'; '.join(sorted(self._skipped))})" if self._skipped else ""
-        status: Status = "failed" if self._counts["failed"] else "ok" if ran else "open"
+        found = Counter(self._statuses.values())
+        counts = f"{found['ok']} passed, {found['failed']} failed, {len(self._skipped)} skipped"
+        reasons = f" ({'; '.join(sorted(set(self._skipped.values())))})" if self._skipped else ""
+        status: Status = "failed" if found["failed"] else "ok" if found["ok"] else "open"
         self._rows.write(Row(section=self._section, name="tests", status=status, detail=counts + reasons[:200]))
 
 
+class ContextGuard:
+    """Ends a process whose CUDA context a failed test has lost: all that follow would fail for it."""
+
+    def __init__(
+        self, path: Path, section: str, synchronize: Callable[[], object], leave: Callable[[int], object] = os._exit
+    ) -> None:
+        self._rows = RowFile(path, section, with_targets=False)
+        self._section, self._synchronize, self._leave = section, synchronize, leave
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Behind those who report the failure."""
+        if not report.failed:
+            return
+        try:
+            self._synchronize()
+        except Exception as error:
+            self._rows.write(failure(self._section, "context lost", f"in {report.nodeid}: {error}"))
+            self._leave(CONTEXT_LOST)
+
+
+def synchronize() -> None:
+    """Wait for the device, if this process uses it."""
+    if _cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def register(config: pytest.Config, wait: Callable[[], object]) -> None:
+    """Report where that is asked for. Of several processes one hears of all tests, and the others run them."""
+    path, is_worker = os.environ.get("DISAGG_GPU_CHECK_ROWS"), hasattr(config, "workerinput")
+    if not path:
+        return
+    section = os.environ["DISAGG_GPU_CHECK_SECTION"]
+    if not is_worker:
+        config.pluginmanager.register(RowReporter(Path(path), section))
+    if is_worker or not config.getoption("numprocesses", default=None):
+        config.pluginmanager.register(ContextGuard(Path(path), section, wait))
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Report where the check asks for it; of several processes the one that hears of all tests."""
-    path = os.environ.get("DISAGG_GPU_CHECK_ROWS")
-    if path and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(RowReporter(Path(path), os.environ["DISAGG_GPU_CHECK_SECTION"]))
+    register(config, synchronize)

@@ -1,6 +1,6 @@
 """Two processes on one GPU that hand KV over through the host's memory, or by NIXL from device memory.
 
-In gpu-check on a CPU the same processes run there, and stage nothing.
+In a contact on a CPU the same processes run there, and stage nothing.
 """
 
 from __future__ import annotations

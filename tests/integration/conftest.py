@@ -23,6 +23,7 @@ LONGEST = (
     "load_generator",
     "shm_transport",
     "attention_probe",
+    "gpu_contact",
     "scaling",
     "recovery",
     "several_gateways",

@@ -178,7 +178,7 @@ def test_shown_commands_exist(path: str) -> None:
     assert command_findings(read(path)) == []
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, "Makefile", "scripts/gpu_check.py"])
+@pytest.mark.parametrize("path", [*DOCUMENTS, "Makefile", "scripts/gpu_check.py", "benchmarks/gpu/contact/sections.py"])
 def test_named_benchmarks_can_be_run(path: str) -> None:
     assert benchmark_findings(read(path)) == []
 

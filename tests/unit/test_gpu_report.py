@@ -1,4 +1,4 @@
-"""The findings of `make gpu-check`: statuses, files that were cut off, tables, and how the check ends."""
+"""The findings of a contact with a GPU: statuses, files that were cut off, pages, and how its sections end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import attention, environment
-from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, as_table, failure, read_rows
+from benchmarks.gpu import attention, preflight
+from benchmarks.gpu.contact.runner import End, ending, exit_status, memcheck_rows, wrong_ops
+from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, failure, read_rows
 from benchmarks.gpu.timing import Ceilings
 from disagg.kernels import describe
-from scripts.gpu_check import REPOSITORY, TOTAL_S, Outcome, Section, check, check_section, ending, exit_status, sections
-
-SECTION = Section(name="model", limit_s=9.0, program="benchmarks.gpu.model")
 
 
 def row(status: str, name: str = "what") -> Row:
@@ -52,31 +50,79 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none") == []
 
 
-def test_a_report_has_a_table_a_page_and_json() -> None:
+def test_a_report_has_a_page_and_json() -> None:
     found = Row(section="model", name="step", status="miss", value=4.5, unit="ms", share=0.7, target=0.8, detail="a|b")
-    report = CheckReport(machine={"device": "H200"}, commit="abc", command="python x", rows=[found, row("ok")])
-    assert " ".join(as_table(report.rows).splitlines()[1].split()) == "model step 4.5 ms 0.700 0.80 miss a|b"
+    without = Row(section="model", name="other", status="ok", detail="c", without="draw_rows")
+    report = CheckReport(machine={"device": "H200"}, commit="abc", command="python x", rows=[found, without])
     page = as_markdown(report)
     assert "| model | step | 4.5 ms | 0.700 | 0.80 | miss | a/b |" in page
+    assert "| model | other |  |  |  | ok | c; without: draw_rows |" in page
     assert "1 ok, 1 miss, 0 failed, 0 open." in page
     content = json.loads(as_json(report))
     assert content["summary"] == {"model/step": 0.7}
     assert [each["status"] for each in content["rows"]] == ["miss", "ok"]
 
 
+def test_ends_of_tests_are_told_from_other_findings() -> None:
+    assert row("ok", "test_ops.py::test_norms[bf16]").is_test
+    assert not row("ok", "decode step, batch 1").is_test
+
+
+def end(status: int | None, rows: list[Row], log: Path, **changes: object) -> End:
+    log.write_text("the command\nfirst\nlast\n\n")
+    fields = {
+        "name": "model",
+        "mode": "plain",
+        "status": status,
+        "took_s": 9.2,
+        "rows": rows,
+        "open_tests": (),
+        "log": log,
+    }
+    return End(**{**fields, **changes})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("rows", "outcome", "details"),
+    ("status", "rows", "details"),
     [
-        ([], Outcome(status=None, took_s=9.0, last_line="step 3"), ["stopped after 9 s; last line: step 3"]),
-        ([row("ok")], Outcome(status=None, took_s=9.0, last_line="x"), ["stopped after 9 s; last line: x"]),
-        ([row("ok")], Outcome(status=-11, took_s=1.0, last_line="x"), ["exit status -11; last line: x"]),
-        ([row("failed")], Outcome(status=1, took_s=1.0, last_line="x"), []),
-        ([], Outcome(status=0, took_s=1.0, last_line="x"), ["it found nothing; last line: x"]),
-        ([row("ok")], Outcome(status=0, took_s=1.0, last_line="x"), []),
+        (None, [], ["ended after 9 s; last line: last"]),
+        (None, [row("ok")], ["ended after 9 s; last line: last"]),
+        (-11, [row("ok")], ["exit status -11; last line: last"]),
+        (1, [row("failed")], []),
+        (0, [], ["it found nothing; last line: last"]),
+        (0, [row("ok")], []),
+        (3, [row("open")], []),
     ],
 )
-def test_how_a_section_ended_is_told(rows: list[Row], outcome: Outcome, details: list[str]) -> None:
-    assert [found.detail for found in ending(SECTION, rows, outcome, 9.0)] == details
+def test_how_a_section_ended_is_told(tmp_path: Path, status: int | None, rows: list[Row], details: list[str]) -> None:
+    found = ending(end(status, rows, tmp_path / "log"))
+    assert [each.detail for each in found] == details
+    assert {each.status for each in found} <= {"failed"}
+
+
+def test_a_section_that_is_ended_names_the_tests_that_were_running(tmp_path: Path) -> None:
+    found = ending(end(None, [], tmp_path / "log", open_tests=("test_a.py::x", "test_b.py::y")))
+    assert [each.detail for each in found] == [
+        "ended after 9 s; not ended: test_a.py::x, test_b.py::y; last line: last"
+    ]
+
+
+def test_what_the_sanitizer_saw_first_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "the command\n========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n"
+        "=========     at _norm_kernel+0x1f0\n1 passed\n========= ERROR SUMMARY: 1 error\n"
+    )
+    detail = "Invalid __global__ read of size 4 bytes; at _norm_kernel+0x1f0; ERROR SUMMARY: 1 error"
+    assert [each.detail for each in memcheck_rows("model", log)] == [detail]
+    log.write_text("the command\n========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n")
+    assert memcheck_rows("model", log) == []
+
+
+def test_which_ops_are_wrong_is_read_from_the_probe(tmp_path: Path) -> None:
+    assert wrong_ops(tmp_path) == ()
+    (tmp_path / "probe.json").write_text('{"embed": true, "silu_mul": false, "draw_rows": false}')
+    assert wrong_ops(tmp_path) == ("silu_mul", "draw_rows")
 
 
 @pytest.mark.parametrize(
@@ -91,26 +137,6 @@ def test_how_a_section_ended_is_told(rows: list[Row], outcome: Outcome, details:
 )
 def test_the_exit_status_says_what_was_found(rows: list[Row], status: int) -> None:
     assert exit_status(rows) == status
-
-
-def test_a_section_without_time_or_tests_has_failed(tmp_path: Path) -> None:
-    no_tests = Section(name="kernels", limit_s=9.0, tests=("tests/gpu/test_nothing.py",))
-    found = check([SECTION], "cpu", tmp_path, 0.0) + check_section(no_tests, "cpu", tmp_path, 9.0)[0]
-    assert [(each.section, each.status, each.detail) for each in found] == [
-        ("model", "failed", "no time was left"),
-        ("kernels", "failed", "no such tests: tests/gpu/test_nothing.py"),
-    ]
-
-
-def test_all_sections_fit_into_a_quarter_of_an_hour_and_exist() -> None:
-    found = sections()
-    assert TOTAL_S <= 900.0
-    assert sum(section.limit_s for section in found) <= 940.0  # which `TOTAL_S` cuts
-    assert [section.name for section in found][:2] == ["environment", "limits"]
-    files = [f"{section.program.replace('.', '/')}.py" for section in found if section.program]
-    assert all(
-        (REPOSITORY / name).exists() for name in [*files, *(test for section in found for test in section.tests)]
-    )
 
 
 CEILINGS = Ceilings(read_gb_s=3000.0, gemm_tflop_s=700.0)
@@ -166,18 +192,18 @@ def missing(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 def test_what_triton_lacks_to_launch_a_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)
-    before = {found.name for found in environment.tool_rows()}
+    before = {found.name for found in preflight.tool_rows()}
     assert what not in before
     missing(monkeypatch, what)
-    rows = list(environment.tool_rows())
+    rows = list(preflight.tool_rows())
     assert {found.name for found in rows} - before == {what}
     assert {found.status for found in rows} == {"failed"}
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_failure() -> None:
-    unknown = environment.no_device_row("unknown (no such file)", "torch 2.13.0, CUDA 13.0")
+    unknown = preflight.no_device_row("unknown (no such file)", "torch 2.13.0, CUDA 13.0")
     assert (unknown.status, unknown.name) == ("open", "device")
-    listed = environment.no_device_row("NVIDIA H100, 550.54.15", "torch 2.13.0, CUDA 13.0")
+    listed = preflight.no_device_row("NVIDIA H100, 550.54.15", "torch 2.13.0, CUDA 13.0")
     assert (listed.status, listed.name) == ("failed", "device")
     assert exit_status([unknown]) == 3
     assert exit_status([listed]) == 1

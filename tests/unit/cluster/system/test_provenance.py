@@ -30,3 +30,10 @@ def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
 def test_outside_a_checkout_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/dev/null")
     assert provenance.commit() == "unknown"
+
+
+def test_a_commit_that_is_given_goes_before_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_COMMIT", "0123456789ab")
+    assert provenance.commit() == "0123456789ab"
+    monkeypatch.setenv("DISAGG_COMMIT", "")
+    assert provenance.commit() != ""

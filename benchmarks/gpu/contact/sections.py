@@ -1,0 +1,163 @@
+"""The sections of a contact, by plan. Seconds are those of an H100 with kernels that were compiled before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TEST_FOLDER = "tests/gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of a contact: a module that is run with `--rows`, `--ceilings` and `--device`, or test files."""
+
+    name: str
+    phase: int
+    priority: int = 0
+    """Of its phase; the smallest is the first."""
+    limit_s: float
+    """It is ended then."""
+    least_s: float
+    """With less it is of no use."""
+    program: str = ""
+    arguments: tuple[str, ...] = ()
+    """Behind those that every program has."""
+    tests: tuple[str, ...] = ()
+    """Paths from the repository."""
+    workers: int = 1
+    """Processes of tests, where pytest-xdist is."""
+    needs: tuple[str, ...] = ()
+    """Sections that must not have ended with an error; those that are not chosen are not needed."""
+    alone: bool = False
+    """Whether nothing else may use the device."""
+    vital: bool = False
+    """Whether nothing else is run where it ends with an error."""
+    probes: bool = False
+    """Whether it finds ops that are wrong."""
+    rerun: bool = False
+    """Whether it is run once more where it failed, with launches that wait."""
+    reference: bool = False
+    """Whether it is run once more by the reference where it failed and every op alone is right."""
+
+
+OWN_TESTS = {
+    "engine": ("engine",),
+    "graphs": ("graphs",),
+    "poisoned": ("poisoned",),
+    "transports": ("transports",),
+    "serving": ("serving",),
+    "pairs": ("nccl",),
+    "ranks": ("ranks",),
+}
+"""Section -> its test files; all others are tests of kernels."""
+
+
+def plans() -> dict[str, tuple[Section, ...]]:
+    """`first`: everything, what it decides first. `second`: once the first one was right, or was mended."""
+    return {"first": _first(), "second": _second()}
+
+
+def _first() -> tuple[Section, ...]:
+    return (*_begin(), *_tests(), *_figures())
+
+
+def _second() -> tuple[Section, ...]:
+    """Fewer tests, and a model under load before the other figures."""
+    tests = tuple(section for section in _tests() if section.name in ("kernels", "engine", "graphs", "serving"))
+    limits, *figures = _figures()
+    load = Section(
+        name="load",
+        phase=3,
+        limit_s=170,
+        least_s=60,
+        program="benchmarks.gpu.serving",
+        needs=("limits",),
+        alone=True,
+    )
+    return (*_begin(), *tests, limits, load, *figures)
+
+
+def _begin() -> tuple[Section, ...]:
+    return (
+        Section(
+            name="preflight", phase=1, limit_s=30, least_s=3, program="benchmarks.gpu.preflight", alone=True, vital=True
+        ),
+        Section(
+            name="probe",
+            phase=1,
+            priority=1,
+            limit_s=45,
+            least_s=10,
+            program="benchmarks.gpu.probe",
+            alone=True,
+            probes=True,
+        ),
+    )
+
+
+def _tests() -> tuple[Section, ...]:
+    own = {name: tuple(f"{TEST_FOLDER}/test_{file}.py" for file in files) for name, files in OWN_TESTS.items()}
+    taken = {path for paths in own.values() for path in paths}
+    found = sorted(f"{TEST_FOLDER}/{path.name}" for path in (REPOSITORY / TEST_FOLDER).glob("test_*.py"))
+    kernels = tuple(path for path in found if path not in taken)
+
+    def section(name: str, priority: int, limit_s: float, least_s: float, workers: int, *, engine: bool) -> Section:
+        return Section(
+            name=name,
+            phase=2,
+            priority=priority,
+            limit_s=limit_s,
+            least_s=least_s,
+            tests=kernels if name == "kernels" else own[name],
+            workers=workers,
+            rerun=True,
+            reference=engine,
+        )
+
+    return (
+        section("kernels", 0, 110, 20, 8, engine=False),
+        section("engine", 1, 110, 20, 4, engine=True),
+        section("serving", 2, 110, 30, 1, engine=True),
+        section("graphs", 3, 90, 15, 2, engine=True),
+        section("transports", 4, 100, 20, 2, engine=False),
+        section("pairs", 5, 100, 20, 2, engine=False),
+        section("ranks", 6, 90, 20, 1, engine=False),
+        section("poisoned", 7, 60, 15, 1, engine=False),
+    )
+
+
+def _figures() -> tuple[Section, ...]:
+    def section(name: str, priority: int, limit_s: float, least_s: float, program: str, *needs: str) -> Section:
+        return Section(
+            name=name,
+            phase=3,
+            priority=priority,
+            limit_s=limit_s,
+            least_s=least_s,
+            program=f"benchmarks.gpu.{program}",
+            needs=needs,
+            alone=True,
+            rerun=True,
+        )
+
+    return (
+        section("limits", 0, 20, 6, "timing"),
+        section("model", 1, 75, 15, "model", "limits"),
+        section("attention", 2, 60, 12, "attention", "limits"),
+        section("handover", 3, 45, 10, "handover", "limits"),
+        section("sweep", 4, 45, 10, "sweep", "limits"),
+        section("traces", 5, 30, 10, "traces"),
+    )
+
+
+def missing(sections: tuple[Section, ...]) -> dict[str, str]:
+    """Section -> what it lacks here."""
+    found = {}
+    for section in sections:
+        files = [f"{section.program.replace('.', '/')}.py"] if section.program else list(section.tests)
+        lacking = [path for path in files if not (REPOSITORY / path).exists()]
+        if lacking or not files:
+            found[section.name] = f"not there: {', '.join(lacking) or 'tests'}"
+    return found
