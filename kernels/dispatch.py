@@ -201,6 +201,12 @@ def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     return op(*args, **kwargs)
 
 
+def _first(kernel: Callable[P, R | None], op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What the kernel computes, or where it does not take the tensors the op of the reference."""
+    out = kernel(*args, **kwargs)
+    return _fallback(op, *args, **kwargs) if out is None else out
+
+
 @functools.cache
 def _warn_declined(op: str, dtype: torch.dtype) -> None:
     logger.warning("%s: the kernel does not take these tensors (%s); using the torch reference", op, dtype)
@@ -314,52 +320,44 @@ def draw_rows(logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
     """The rows of the embedding, [T, H]."""
-    out = _ops(token_ids_T).embed(token_ids_T, embedding_VH)
-    return _fallback(reference.embed, token_ids_T, embedding_VH) if out is None else out
+    return _first(_ops(token_ids_T).embed, reference.embed, token_ids_T, embedding_VH)
 
 
 def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
     """Rows of a matrix by their indices, int64, which must be within; [R, H]."""
-    out = _ops(x_TH).take_rows(x_TH, rows_R)
-    return _fallback(reference.take_rows, x_TH, rows_R) if out is None else out
+    return _first(_ops(x_TH).take_rows, reference.take_rows, x_TH, rows_R)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
-    out = _ops(x_TH).rms_norm(x_TH, weight_H, eps)
-    return _fallback(reference.rms_norm, x_TH, weight_H, eps) if out is None else out
+    return _first(_ops(x_TH).rms_norm, reference.rms_norm, x_TH, weight_H, eps)
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
-    out = _ops(x_TH).add_rms_norm(x_TH, residual_TH, weight_H, eps)
-    return _fallback(reference.add_rms_norm, x_TH, residual_TH, weight_H, eps) if out is None else out
+    return _first(_ops(x_TH).add_rms_norm, reference.add_rms_norm, x_TH, residual_TH, weight_H, eps)
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up, [T, F]; gate is the first half."""
-    out = _ops(gate_up_T2F).silu_mul(gate_up_T2F)
-    return _fallback(reference.silu_mul, gate_up_T2F) if out is None else out
+    return _first(_ops(gate_up_T2F).silu_mul, reference.silu_mul, gate_up_T2F)
 
 
 def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
     """The first index of each row's largest logit, -1 where nothing can be chosen; int64 [T]."""
-    out = _ops(logits_TV).argmax_rows(logits_TV, vocab_size)
-    return _fallback(reference.argmax_rows, logits_TV, vocab_size) if out is None else out
+    return _first(_ops(logits_TV).argmax_rows, reference.argmax_rows, logits_TV, vocab_size)
 
 
 def draw_unfiltered(logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor) -> Tensor:
     """A token for each row without filters, int64 [R], at its uniform number (fp64) of the distribution at its
     temperature (fp32); -1 where nothing can be chosen. The same token from every implementation."""
     args = (logits_RV, vocab_size, temperatures_R, uniform_R)
-    out = _ops(logits_RV).draw_unfiltered(*args)
-    return _fallback(reference.draw_unfiltered, *args) if out is None else out
+    return _first(_ops(logits_RV).draw_unfiltered, reference.draw_unfiltered, *args)
 
 
 def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
     """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
-    out = _ops(qkv_TQ).qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer)
-    return _fallback(reference.qkv_rope_write, qkv_TQ, positions_T, slot_mapping_T, layer) if out is None else out
+    return _first(_ops(qkv_TQ).qkv_rope_write, reference.qkv_rope_write, qkv_TQ, positions_T, slot_mapping_T, layer)
 
 
 def paged_decode_attention(
@@ -373,8 +371,7 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if given."""
     args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND)
-    out = _ops(q_SND).paged_decode_attention(*args)
-    return _fallback(reference.paged_decode_attention, *args) if out is None else out
+    return _first(_ops(q_SND).paged_decode_attention, reference.paged_decode_attention, *args)
 
 
 def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork | None:
@@ -398,8 +395,7 @@ def paged_prefill_attention(
     """Causal attention of the prompts of a step over their cached contexts. Their rows of `out` (contiguous, [T, N, D])
     are written, and no others; `out`."""
     args = (q_TND, key_cache_NKBD, value_cache_NKBD, prefills, scale, out_TND)
-    out = _ops(q_TND).paged_prefill_attention(*args)
-    return _fallback(reference.paged_prefill_attention, *args) if out is None else out
+    return _first(_ops(q_TND).paged_prefill_attention, reference.paged_prefill_attention, *args)
 
 
 def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
@@ -423,8 +419,7 @@ def digest_sums(payload: Tensor, seed: int) -> Tensor:
         padded[:num_bytes] = payload
         payload = padded
     words, seed = payload.view(torch.int64), seed - (1 << 64) if seed >> 63 else seed
-    out = _ops(words).digest_sums(words, seed)
-    return _fallback(reference.digest_sums, words, seed) if out is None else out
+    return _first(_ops(words).digest_sums, reference.digest_sums, words, seed)
 
 
 def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:
