@@ -47,6 +47,7 @@ class HostStaging:
         self._arriving = torch.empty(0, dtype=torch.uint8, device=device)
         self._leaving: deque[Piece] = deque()
         """The one that was filled first is the first, and is copied out first."""
+        self._max_pieces = MAX_PIECES
         self._copies: Any = None if device.type == "cpu" else _cuda.Stream(device)
 
     @classmethod
@@ -62,9 +63,16 @@ class HostStaging:
 
     def piece(self, nbytes: int) -> Piece:
         """A piece of at least so many bytes, to be filled on the engine's stream, and copied out by `to_host`."""
-        is_free = bool(self._leaving) and self._leaving[0].is_free
-        piece = self._leaving.popleft() if is_free or len(self._leaving) == MAX_PIECES else Piece(self._device)
-        self._leaving.append(piece)
+        is_short = not self._leaving or not self._leaving[0].is_free
+        if is_short and len(self._leaving) < self._max_pieces:
+            try:
+                self._leaving.appendleft(Piece(self._device, nbytes))
+            except torch.OutOfMemoryError:
+                if not self._leaving:
+                    raise
+                self._max_pieces = len(self._leaving)  # copies are waited for, on the device, instead
+        self._leaving.rotate(-1)
+        piece = self._leaving[-1]
         piece.reserve(nbytes, None if self._copies is None else _cuda.current_stream(self._device))
         return piece
 
@@ -98,8 +106,8 @@ class HostStaging:
 class Piece:
     """Flat uint8 memory of the device, the same each time if it is large enough."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.read: Mark | None = None
         """Behind the last copy out of it."""
 

@@ -169,6 +169,37 @@ def test_there_are_pieces_for_a_whole_step(device: PlayedDevice) -> None:
     assert [call for call in device.calls if call.startswith("engine: wait")] == ["engine: wait for 1"]
 
 
+def test_a_device_without_room_for_another_piece_takes_turns_with_those_that_it_has(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_on(device)
+    gathered(cache)
+    gathered(cache)
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(host_staging, "Piece", no_room)
+    device.calls.clear()
+    gathered(cache)
+    gathered(cache)
+    assert [call for call in device.calls if call.startswith(("engine: fill", "engine: wait"))] == [
+        *("engine: wait for 1", "engine: fill A"),
+        *("engine: wait for 3", "engine: fill B"),
+    ]
+
+
+def test_a_device_without_room_for_any_piece_fails_the_gather(
+    device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(host_staging, "Piece", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        gathered(cache_on(device))
+
+
 def test_a_larger_piece_is_made_when_the_smaller_one_was_read(
     device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
