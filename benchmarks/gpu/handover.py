@@ -1,0 +1,242 @@
+"""What a hand-over of KV takes on one GPU: each stage alone, and all of them together in a pair of processes.
+
+    through the host   gather, digest, copy to pinned memory  ──transport──>  copy to the device, digest, scatter
+    device to device   gather, digest  ──NIXL or NCCL──>  digest, scatter
+
+The shapes are those of Llama-3-8B in bf16: 512 tokens are 64 MiB, which is a chunk, 8192 are 1 GiB. A stage on the
+device is compared with a copy of as many bytes there, a copy to or from the host with the measured rate of pinned
+memory. Two processes on one GPU take turns, and NCCL of two processes on one GPU goes through sockets: what the pairs
+show is that it is right, and what the host costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.report import RowFile
+from benchmarks.gpu.timing import Ceilings, attempt, call_ms, parse, read_ceilings, row_file
+from disagg.engine.device_environment import device_environment, one_gpu_environment
+from disagg.engine.kv_transfer.transports.nixl_agent import MODULES
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.runner.model.kv_cache import KvCache
+from disagg.engine.runner.model.kv_digests import DigestSums
+from disagg.kernels.dispatch import gather_kv, scatter_kv
+from disagg.proto.messages import KvLayout
+
+MOVE_TARGET, HOST_TARGET = 0.90, 0.90
+DEVICE_TO_DEVICE_GB_S = 300.0
+PAIR_LIMIT_S = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is measured."""
+
+    num_layers: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    sizes: tuple[int, ...] = (512, 8192)
+    """Tokens that a stage moves at once."""
+    ranges: tuple[tuple[int, int], ...] = ((5, 4091),)
+    """Tokens [start, end) that begin and end within a block."""
+    chunk_tokens: int = 512
+    pair_tokens: int = 8192
+    """That a pair moves, in chunks."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of one token."""
+        per_layer = 2 * self.num_kv_heads * self.head_dim * getattr(torch, self.dtype).itemsize
+        return KvLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            bytes_per_token=self.num_layers * per_layer,
+        )
+
+    def make_cache(self, device: torch.device, num_tokens: int) -> tuple[KvCache, list[int]]:
+        """A cache of random KV, and the table of a sequence of so many tokens, in random order."""
+        num_blocks = -(-num_tokens // self.block_size)
+        cache = KvCache(self.layout, num_blocks + 1, self.block_size, device)
+        cache.tensor_NL2KBD.normal_()
+        return cache, torch.randperm(num_blocks).tolist()
+
+
+TINY = Shape(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=16,
+    dtype="float32",
+    sizes=(16, 48),
+    ranges=((5, 41),),
+    chunk_tokens=16,
+    pair_tokens=64,
+)
+
+
+def shape_for(device: torch.device) -> Shape:
+    """Tiny on a CPU."""
+    return Shape() if device.type == "cuda" else TINY
+
+
+# ---------------------------------------------------------------- stages
+
+
+def measure_stages(rows: RowFile, shape: Shape, device: torch.device, start: int, end: int, ceilings: Ceilings) -> None:
+    """Each stage of one range of tokens, alone."""
+    cache, table = shape.make_cache(device, end)
+    nbytes = (end - start) * shape.layout.bytes_per_token
+    piece, other = (torch.randint(256, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2))
+    on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    where = f"{nbytes / (1 << 20):.4g} MiB" if start == 0 else f"tokens {start} to {end}"
+
+    def add(stage: str, run: Callable[[], object], limit_ms: float, target: float | None, limit: str) -> None:
+        ms = call_ms(run, device, repeats=5)
+        rows.add(
+            f"{stage}, {where}",
+            nbytes / ms / 1e6,
+            "GB/s",
+            share=limit_ms / ms if limit_ms else None,
+            target=target,
+            detail=f"{ms:.3f} ms; {limit} {limit_ms:.3f} ms",
+        )
+
+    kv = cache.tensor_NL2KBD
+    copy_ms = call_ms(lambda: other.copy_(piece), device, repeats=5)
+    add("gather", lambda: gather_kv(kv, table, start, end, piece), copy_ms, MOVE_TARGET, "copy")
+    add("digest", lambda: DigestSums.of([piece], UNKEYED), nbytes / ceilings.read_gb_s / 1e6, None, "reading it")
+    add("scatter", lambda: scatter_kv(kv, table, start, end, piece), copy_ms, MOVE_TARGET, "copy")
+    out_ms, in_ms = (nbytes / rate / 1e6 if rate else 0.0 for rate in (ceilings.to_host_gb_s, ceilings.to_device_gb_s))
+    add("to the host", lambda: on_host.copy_(piece, non_blocking=True), out_ms, HOST_TARGET, "pinned memory")
+    add("to the device", lambda: piece.copy_(on_host, non_blocking=True), in_ms, HOST_TARGET, "pinned memory")
+
+
+# ---------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two processes on the device that hand KV over."""
+
+    label: str
+    transport: str
+    target_gb_s: float | None = None
+    bytes_only: bool = False
+    """Whether only buffers move, without a cache."""
+
+
+PAIRS = (
+    Pair(label="shm, buffers alone", transport="shm", bytes_only=True),
+    Pair(label="shm, through the host", transport="shm"),
+    Pair(label="NIXL, through the host", transport="auto"),
+    Pair(label="NIXL, from device to device", transport="nixl", target_gb_s=DEVICE_TO_DEVICE_GB_S),
+    Pair(label="NCCL, one device, by sockets", transport="nccl"),
+)
+
+
+def measure_pair(rows: RowFile, shape: Shape, device: torch.device, pair: Pair) -> None:
+    """All stages together, one chunk behind the other, as workers do."""
+    name = f"pair, {pair.label}"
+    if pair.transport == "nccl" and device.type == "cpu":
+        rows.add(name, None, "", detail="NCCL needs a GPU")
+        return
+    if pair.transport in ("auto", "nixl") and not has_nixl():
+        rows.add(name, None, "", detail="NIXL is not installed")
+        return
+    sent, received = run_pair(pair, device)
+    if sent["digests"] != received["digests"]:
+        raise RuntimeError("what arrived has other digests than what was sent")
+    nbytes = received["nbytes"]
+    rate = nbytes / received["seconds"] / 1e9
+    target = pair.target_gb_s
+    rows.add(
+        name,
+        rate,
+        "GB/s",
+        share=None if target is None else rate / target,
+        target=None if target is None else 1.0,
+        detail=f"{shape.pair_tokens} tokens in {shape.pair_tokens * shape.layout.bytes_per_token / rate / 1e6:.1f} ms, "
+        f"by {received['transport']}; digests equal",
+    )
+
+
+def has_nixl() -> bool:
+    """Whether its package is there."""
+    return any(importlib.util.find_spec(module) is not None for module in MODULES)
+
+
+def run_pair(pair: Pair, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What sender and receiver saw.
+
+    Raises:
+        RuntimeError: one of them failed, or took too long.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def kill() -> None:
+        for process in started:
+            process.kill()
+
+    watchdog = threading.Timer(PAIR_LIMIT_S, kill)
+    watchdog.start()
+    try:
+        for side in ("receiver", "sender"):
+            environ = os.environ | device_environment(str(device))
+            environ |= one_gpu_environment(side) if pair.transport == "nccl" else {}
+            program = [sys.executable, "-m", "benchmarks.gpu.handover_peer", side, pair.transport, str(device)]
+            program += ["bytes"] if pair.bytes_only else []
+            started.append(
+                subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
+            )
+        receiver, sender = started
+        assert receiver.stdout is not None
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            sender.stdin.write(receiver.stdout.readline())
+            sender.stdin.flush()
+        found = receiver.stdout.readline(), sender.stdout.readline()  # both live until they are told to go
+        for process in started:
+            process.communicate("")
+    finally:
+        watchdog.cancel()
+        kill()
+        for process in started:
+            process.wait()
+    if not all(found):
+        ends = [process.returncode for process in started]
+        raise RuntimeError(f"receiver and sender ended with {ends} within {PAIR_LIMIT_S:.0f} s: see the log")
+    received, sent = (json.loads(line) for line in found)
+    return sent, received
+
+
+def main() -> None:
+    """The section `handover`."""
+    arguments = parse(main.__doc__)
+    device, rows = torch.device(arguments.device), row_file(arguments, "handover")
+    ceilings, shape = read_ceilings(arguments.ceilings), shape_for(device)
+    for start, end in (*((0, size) for size in shape.sizes), *shape.ranges):
+        name = f"stages, tokens {start} to {end}"
+        attempt(rows, name, functools.partial(measure_stages, rows, shape, device, start, end, ceilings))
+    for pair in PAIRS:
+        attempt(rows, f"pair, {pair.label}", functools.partial(measure_pair, rows, shape, device, pair))
+
+
+if __name__ == "__main__":
+    main()
