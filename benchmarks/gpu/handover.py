@@ -19,17 +19,21 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.report import RowFile
-from benchmarks.gpu.timing import Ceilings, attempt, call_ms, parse, read_ceilings, row_file
+from benchmarks.gpu.timing import Ceilings, attempt, call_ms, parse, read_ceilings, row_file, wall_ms
 from disagg.engine.device_environment import device_environment, one_gpu_environment
 from disagg.engine.kv_transfer.transports.nixl_agent import MODULES
 from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model.host_staging import MAX_PIECES, GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.kernels.dispatch import gather_kv, scatter_kv
@@ -37,6 +41,8 @@ from disagg.proto.messages import KvLayout
 
 MOVE_TARGET, HOST_TARGET = 0.90, 0.90
 DEVICE_TO_DEVICE_GB_S = 300.0
+BUSY_TARGET = 0.90
+"""Of the time of P's GPU, for its steps."""
 PAIR_LIMIT_S = 40.0
 
 
@@ -69,10 +75,12 @@ class Shape:
             bytes_per_token=self.num_layers * per_layer,
         )
 
-    def make_cache(self, device: torch.device, num_tokens: int) -> tuple[KvCache, list[int]]:
+    def make_cache(
+        self, device: torch.device, num_tokens: int, staging: HostStaging | None = None
+    ) -> tuple[KvCache, list[int]]:
         """A cache of random KV, and the table of a sequence of so many tokens, in random order."""
         num_blocks = -(-num_tokens // self.block_size)
-        cache = KvCache(self.layout, num_blocks + 1, self.block_size, device)
+        cache = KvCache(self.layout, num_blocks + 1, self.block_size, device, host_staging=staging)
         cache.tensor_NL2KBD.normal_()
         return cache, torch.randperm(num_blocks).tolist()
 
@@ -125,6 +133,51 @@ def measure_stages(rows: RowFile, shape: Shape, device: torch.device, start: int
     out_ms, in_ms = (nbytes / rate / 1e6 if rate else 0.0 for rate in (ceilings.to_host_gb_s, ceilings.to_device_gb_s))
     add("to the host", lambda: on_host.copy_(piece, non_blocking=True), out_ms, HOST_TARGET, "pinned memory")
     add("to the device", lambda: piece.copy_(on_host, non_blocking=True), in_ms, HOST_TARGET, "pinned memory")
+
+
+# ---------------------------------------------------------------- beside steps
+
+
+def measure_beside_steps(rows: RowFile, shape: Shape, device: torch.device) -> None:
+    """What P's steps lose while KV leaves through the host: as many steps of products, which take about as long as the
+    prefill of a chunk, alone, with a gather behind each, and with one that the host waits for and hashes."""
+    staging = HostStaging(device)
+    cache, table = shape.make_cache(device, shape.pair_tokens, staging)
+    nbytes = shape.chunk_tokens * shape.layout.bytes_per_token
+    buffers = [torch.from_numpy(staging.new_buffer(nbytes)) for _ in range(MAX_PIECES)]
+    size, products = (8192, 8) if device.type == "cuda" else (64, 1)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    mark = Mark(pinned=device.type == "cuda")
+    chunks = [(start, start + shape.chunk_tokens) for start in range(0, shape.pair_tokens, shape.chunk_tokens)]
+
+    def steps(copy: Callable[[int, int, Tensor], GatheredPart | None]) -> None:
+        under_way: deque[GatheredPart] = deque()
+        for number, (start, end) in enumerate(chunks):
+            for _ in range(products):
+                torch.mm(a, b)
+            mark.set()
+            mark.wait()
+            if len(under_way) == len(buffers):
+                under_way.popleft().wait()
+            if (part := copy(start, end, buffers[number % len(buffers)])) is not None:
+                under_way.append(part)
+        for part in under_way:
+            part.wait()
+
+    def begin(start: int, end: int, out: Tensor) -> GatheredPart:
+        return cache.start_gather(table, start, end, out, 1, digests=True)
+
+    def make(start: int, end: int, out: Tensor) -> None:
+        cache.gather_part(table, start, end, out, 1)
+
+    alone, beside, waiting = (
+        wall_ms(functools.partial(steps, each), repeats=3) / len(chunks) for each in (lambda *_: None, begin, make)
+    )
+    for name, ms, target in (
+        ("steps with a copy behind each", beside, BUSY_TARGET),
+        ("the same, waited for and hashed by the host", waiting, None),
+    ):
+        rows.add(name, ms, "ms", share=alone / ms, target=target, detail=f"a step alone {alone:.3f} ms")
 
 
 # ---------------------------------------------------------------- pairs
@@ -234,6 +287,7 @@ def main() -> None:
     for start, end in (*((0, size) for size in shape.sizes), *shape.ranges):
         name = f"stages, tokens {start} to {end}"
         attempt(rows, name, functools.partial(measure_stages, rows, shape, device, start, end, ceilings))
+    attempt(rows, "beside steps", functools.partial(measure_beside_steps, rows, shape, device))
     for pair in PAIRS:
         attempt(rows, f"pair, {pair.label}", functools.partial(measure_pair, rows, shape, device, pair))
 
