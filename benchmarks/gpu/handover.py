@@ -11,7 +11,6 @@ show is that it is right, and what the host costs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -43,7 +42,7 @@ MOVE_TARGET, HOST_TARGET = 0.90, 0.90
 DEVICE_TO_DEVICE_GB_S = 300.0
 BUSY_TARGET = 0.90
 """Of the time of P's GPU, for its steps."""
-PAIR_LIMIT_S = 40.0
+PAIR_LIMIT_S = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ PAIRS = (
 )
 
 
-def measure_pair(rows: RowFile, shape: Shape, device: torch.device, pair: Pair) -> None:
+def measure_pair(rows: RowFile, shape: Shape, device: torch.device, pair: Pair, peers: Peers) -> None:
     """All stages together, one chunk behind the other, as workers do."""
     name = f"pair, {pair.label}"
     if pair.transport == "nccl" and device.type == "cpu":
@@ -212,7 +211,7 @@ def measure_pair(rows: RowFile, shape: Shape, device: torch.device, pair: Pair) 
     if pair.transport in ("auto", "nixl") and not has_nixl():
         rows.add(name, None, "", detail="NIXL is not installed")
         return
-    sent, received = run_pair(pair, device)
+    sent, received = peers.run(pair)
     if sent["digests"] != received["digests"]:
         raise RuntimeError("what arrived has other digests than what was sent")
     nbytes = received["nbytes"]
@@ -234,49 +233,69 @@ def has_nixl() -> bool:
     return any(importlib.util.find_spec(module) is not None for module in MODULES)
 
 
-def run_pair(pair: Pair, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What sender and receiver saw.
+class Peers:
+    """A sender and a receiver, which try one transport after the other: to start them takes longer than what they
+    measure. Where one fails both are ended, and others take their place for the next transport."""
 
-    Raises:
-        RuntimeError: one of them failed, or took too long.
-    """
-    started: list[subprocess.Popen[str]] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._processes: list[subprocess.Popen[str]] = []
 
-    def kill() -> None:
-        for process in started:
+    def run(self, pair: Pair) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What sender and receiver saw.
+
+        Raises:
+            RuntimeError: one of them failed, or took too long.
+        """
+        if not self._processes:
+            self._processes = [self._start(side) for side in ("receiver", "sender")]
+        watchdog = threading.Timer(PAIR_LIMIT_S, self._kill)
+        watchdog.start()
+        try:
+            received, sent = self._tell(pair)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise RuntimeError(f"a process of the pair ended, or was ended after {PAIR_LIMIT_S:.0f} s") from error
+        finally:
+            watchdog.cancel()
+        return sent, received
+
+    def close(self) -> None:
+        """End both."""
+        self._kill()
+        for process in self._processes:
+            process.communicate()
+        self._processes = []
+
+    def _start(self, side: str) -> subprocess.Popen[str]:
+        environ = os.environ | device_environment(str(self._device))
+        environ |= one_gpu_environment(side) if self._device.type == "cuda" else {}
+        program = [sys.executable, "-m", "benchmarks.gpu.handover_peer", side, str(self._device)]
+        return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
+
+    def _tell(self, pair: Pair) -> list[dict[str, Any]]:
+        receiver, sender = self._processes
+        order = {"transport": pair.transport, "bytes_only": pair.bytes_only}
+        _write(receiver, order)
+        _write(sender, {**order, **_read(receiver)})
+        return [_read(process) for process in (receiver, sender)]
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
 
-    watchdog = threading.Timer(PAIR_LIMIT_S, kill)
-    watchdog.start()
-    try:
-        for side in ("receiver", "sender"):
-            environ = os.environ | device_environment(str(device))
-            environ |= one_gpu_environment(side) if pair.transport == "nccl" else {}
-            program = [sys.executable, "-m", "benchmarks.gpu.handover_peer", side, pair.transport, str(device)]
-            program += ["bytes"] if pair.bytes_only else []
-            started.append(
-                subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
-            )
-        receiver, sender = started
-        assert receiver.stdout is not None
-        assert sender.stdin is not None
-        assert sender.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            sender.stdin.write(receiver.stdout.readline())
-            sender.stdin.flush()
-        found = receiver.stdout.readline(), sender.stdout.readline()  # both live until they are told to go
-        for process in started:
-            process.communicate("")
-    finally:
-        watchdog.cancel()
-        kill()
-        for process in started:
-            process.wait()
-    if not all(found):
-        ends = [process.returncode for process in started]
-        raise RuntimeError(f"receiver and sender ended with {ends} within {PAIR_LIMIT_S:.0f} s: see the log")
-    received, sent = (json.loads(line) for line in found)
-    return sent, received
+
+def _write(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+
+
+def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Raises ValueError where it has ended."""
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
 
 
 def main() -> None:
@@ -288,8 +307,10 @@ def main() -> None:
         name = f"stages, tokens {start} to {end}"
         attempt(rows, name, functools.partial(measure_stages, rows, shape, device, start, end, ceilings))
     attempt(rows, "beside steps", functools.partial(measure_beside_steps, rows, shape, device))
+    peers = Peers(device)
     for pair in PAIRS:
-        attempt(rows, f"pair, {pair.label}", functools.partial(measure_pair, rows, shape, device, pair))
+        attempt(rows, f"pair, {pair.label}", functools.partial(measure_pair, rows, shape, device, pair, peers))
+    peers.close()
 
 
 if __name__ == "__main__":

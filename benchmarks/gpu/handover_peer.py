@@ -1,8 +1,8 @@
-"""One side of a pair that hands KV over: `python -m benchmarks.gpu.handover_peer SIDE TRANSPORT DEVICE [bytes]`.
+"""One side of pairs that hand KV over: `python -m benchmarks.gpu.handover_peer SIDE DEVICE`.
 
-The receiver prints its address first, which the sender reads from its standard input. Each side prints one line of JSON
-and lives until its input ends: to close the channel would cut what the other side waits for. With `bytes` only buffers
-move, without a cache.
+It reads a line of JSON for each transport to try, the sender with the receiver's address, which that says first, and
+answers with a line about what it saw. A channel is closed at the next line, or at the end: to close it earlier would
+cut what the other side waits for. With `bytes_only` buffers move without a cache.
 
 Several passes over the same tokens are moved in chunks, as many at a time as there are staging slots; the time is that
 of all passes but the first.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import queue
 import sys
-import threading
 import time
 from collections import deque
 from typing import Any, cast
@@ -160,24 +159,37 @@ def receive_all(side: Side, transport: PairTransport) -> dict[str, Any]:
     return {"digests": found, "nbytes": nbytes, "seconds": times[len(side.chunks)] - times[each]}
 
 
-def main(side_name: str, transport_name: str, device_name: str, what: str = "") -> None:
-    """Either side."""
-    device, name = torch.device(device_name), cast(TransportName, transport_name)
-    side = Side(shape_for(device), device, name, bytes_only=what == "bytes")
+def move(side_name: str, device: torch.device, order: dict[str, Any], pair_name: str) -> PairTransport:
+    """Move everything by one transport, and print what was seen; the transport."""
+    name = cast(TransportName, order["transport"])
+    side = Side(shape_for(device), device, name, bytes_only=order["bytes_only"])
     if side_name == "receiver":
         rendezvous = make_rendezvous(name, HOST, SECRET)
-        print(rendezvous.address, flush=True)
-        transport = rendezvous.accept("handover")
+        say({"address": rendezvous.address})
+        transport = rendezvous.accept(pair_name)
         rendezvous.close()
         found = receive_all(side, transport)
     else:
-        transport = make_connector(name, HOST, SECRET)("handover", sys.stdin.readline().strip())
+        transport = make_connector(name, HOST, SECRET)(pair_name, order["address"])
         found = send_all(side, transport)
-    print(json.dumps({**found, "transport": transport.name}), flush=True)
-    sys.stdin.read()
-    closer = threading.Thread(target=transport.close, daemon=True)
-    closer.start()
-    closer.join(WAIT_S)
+    say({**found, "transport": transport.name})
+    return transport
+
+
+def say(message: dict[str, Any]) -> None:
+    """To who started this process."""
+    print(json.dumps(message), flush=True)
+
+
+def main(side_name: str, device_name: str) -> None:
+    """Either side."""
+    before: PairTransport | None = None
+    for number, line in enumerate(iter(sys.stdin.readline, "")):
+        if before is not None:
+            before.close()
+        before = move(side_name, torch.device(device_name), json.loads(line), f"handover-{number}")
+    if before is not None:
+        before.close()
 
 
 if __name__ == "__main__":
