@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from disagg.decode_worker.ordered_sender import OrderedSender
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.commands import Extend, Join, Release, Reserve, Scatter
+from disagg.engine.commands import Extend, Join, Release, Reserve, Scatter, Scattered
 from disagg.engine.io.blocking import open_on_thread
 from disagg.engine.kv_transfer.commands import (
     ClosePair,
@@ -67,8 +67,11 @@ class PrefillLink(PairLink):
         plan: PairPlan,
         accept: Callable[[], PairTransport],
         callbacks: LinkCallbacks,
+        *,
+        digests: bool = False,
     ) -> None:
-        """`plan`: what the ranks of both workers move; `accept` forms the transport, and blocks."""
+        """`plan`: what the ranks of both workers move; `accept` forms the transport, and blocks; `digests`: see
+        `PairWelcome.digests`."""
         super().__init__(context, peer.worker_id)
         config = context.config
         self.peer = peer
@@ -78,6 +81,7 @@ class PrefillLink(PairLink):
         self.on_message = context.parts.control_in(self._on_message)
         """Takes a control message of the prefill worker."""
         self._callbacks = callbacks
+        self._digests = digests
         self._early: list[ReceiveKv] = []
         """Receives to post when the transport stands."""
         self._lost = asyncio.Event()
@@ -88,6 +92,7 @@ class PrefillLink(PairLink):
             max_chunk_bytes=config.transfer.chunk_bytes,
             credits=config.transfer.num_slots,
             num_slots=config.transfer.num_slots,
+            digests=digests,
             lease_timeout_s=config.transfer.lease_timeout_s,
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
@@ -111,6 +116,8 @@ class PrefillLink(PairLink):
             self.give_up()
             return
         self._is_forming = False
+        if self._digests:
+            transport.skip_checksums()
         self._transport = transport
         early, self._early = self._early, []
         for chunk in early:
@@ -156,10 +163,11 @@ class PrefillLink(PairLink):
         """The engine has no room."""
         self._carry_out(self._half.on_reserve_refused(key, reason))
 
-    def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> None:
+    def on_scattered(self, scattered: Scattered) -> None:
         """The engine copied a chunk into its blocks, or dropped it."""
+        key, seq = scattered.key, scattered.seq
         self._copies.pop((key, seq), None)
-        self._carry_out(self._half.on_scattered(key, seq, ok))
+        self._carry_out(self._half.on_scattered(key, seq, scattered.ok, scattered.intact))
 
     def on_ended(self, key: AttemptKey, reason: EndReason) -> None:
         """The engine ended the sequence by itself."""
@@ -212,7 +220,9 @@ class PrefillLink(PairLink):
     def _scatter(self, chunk: ScatterChunk) -> None:
         self._copies[chunk.key, chunk.seq] = chunk.nbytes
         data = self._buffer(chunk.slot)[: chunk.nbytes]
-        self._context.post(Scatter(chunk.key, chunk.seq, chunk.start, chunk.end, data, self.peer.tp))
+        self._context.post(
+            Scatter(chunk.key, chunk.seq, chunk.start, chunk.end, data, self.peer.tp, digest=chunk.digest)
+        )
 
     def _receive(self, chunk: ReceiveKv) -> None:
         """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""

@@ -103,6 +103,7 @@ class DecodeRole:
             plan,
             lambda: form_pair(end, rendezvous.accept, context.followers),
             callbacks,
+            digests=hello.digests and context.digests,
         )
         self._make_room()
         self._links.add(link)
@@ -114,6 +115,7 @@ class DecodeRole:
             tp=info.tp,
             credits=config.transfer.num_slots,
             max_chunk_bytes=config.transfer.chunk_bytes,
+            digests=hello.digests and context.digests,
         )
         return welcome, link
 
@@ -213,7 +215,7 @@ class DecodeRole:
             case ReserveRefused():
                 link.on_reserve_refused(event.key, event.reason)
             case Scattered():
-                link.on_scattered(event.key, event.seq, event.ok)
+                link.on_scattered(event)
                 self._link_of.copied(event.key)
             case _:
                 """An event of the prefill role, which moves the attempt to another worker."""

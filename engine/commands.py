@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engine.plan import Buffer
+from disagg.engine.plan import Buffer, Copying
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
 
@@ -50,7 +50,7 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Prefill role: copy the KV of tokens [start, end) into `out`. Answer: `Gathered` (`ok` false if the sequence is
-    gone)."""
+    gone), or first `Gathering` where the copy was only begun."""
 
     key: AttemptKey
     seq: int
@@ -59,6 +59,18 @@ class Gather:
     out: Buffer
     peer_tp: int = 1
     """Ranks of the worker that it goes to."""
+    digests: bool = False
+    """Whether the checksum is the device's, see `digest.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherFailed:
+    """The device gave this error for a copy that was begun. Answer: `Gathered`, not ok, and `Ended` where the sequence
+    is there."""
+
+    key: AttemptKey
+    seq: int
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,8 @@ class Scatter:
     data: Buffer
     peer_tp: int = 1
     """Ranks of the worker that it came from."""
+    digest: int | None = None
+    """What the device must find of `data`; None where the transport has compared its checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,7 @@ class End:
     detail: str = ""
 
 
-Command = Add | Reserve | Join | Release | Gather | Scatter | Export | Hold | Unhold | Extend | End
+Command = Add | Reserve | Join | Release | Gather | GatherFailed | Scatter | Export | Hold | Unhold | Extend | End
 
 
 class TokenSampled(msgspec.Struct, frozen=True):
@@ -202,6 +216,16 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathering:
+    """The copy for chunk `seq` is under way: whoever has it waits for it, on another thread, and gives `Gathered`, or
+    the command `GatherFailed`. Nothing of the engine is needed for that, so neither waits for the other."""
+
+    key: AttemptKey
+    seq: int
+    copying: Copying
+
+
+@dataclass(frozen=True, slots=True)
 class Scattered:
     """Chunk `seq` is in the cache (`ok`), or its sequence was gone and the data was dropped; the buffer is free
     either way."""
@@ -209,6 +233,8 @@ class Scattered:
     key: AttemptKey
     seq: int
     ok: bool
+    intact: bool = True
+    """False: not ok, because the device found another digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +272,7 @@ Event = (
     | ReserveRefused
     | Joined
     | Gathered
+    | Gathering
     | Scattered
     | Exported
     | Held

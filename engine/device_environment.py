@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from disagg.proto.errors import ConfigError
+
 NCCL_SET_UP_TIMEOUT_S: Final = 20
 """How long a call on a communicator that is being made may wait for the peer's half of it."""
 
@@ -29,6 +31,41 @@ GPU_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+ONE_GPU_VARIABLE: Final = "DISAGG_NCCL_ONE_GPU"
+"""Set to 1, workers that share a GPU may use transport nccl, see `one_gpu_environment`."""
+
+
 def device_environment(device: str) -> dict[str, str]:
     """What a worker's process on this device (`cpu`, `cuda`, `cuda:1`) has besides; nothing on a CPU."""
     return dict(GPU_ENVIRONMENT) if device.partition(":")[0] == "cuda" else {}
+
+
+def nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether `ONE_GPU_VARIABLE` is set in this environment.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    value = environ.get(ONE_GPU_VARIABLE, "") or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{ONE_GPU_VARIABLE}: expected 0 or 1; got {value!r}")
+    return value == "1"
+
+
+def one_gpu_environment(worker_id: str) -> dict[str, str]:
+    """What the process of a worker has besides, where workers that share a GPU use NCCL. NCCL joins no two processes of
+    one host on one GPU, so each worker is a host to it, and bytes go through sockets of the loopback: right, not
+    fast."""
+    return {"NCCL_HOSTID": worker_id, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def worker_environment(worker_id: str, device: str, transport: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the process of a worker has besides `environ`, that of the process that starts it.
+
+    Raises:
+        ConfigError: as `nccl_shares_gpus`.
+    """
+    given = device_environment(device)
+    if given and transport == "nccl" and nccl_shares_gpus(environ):
+        given |= one_gpu_environment(worker_id)
+    return given

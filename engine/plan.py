@@ -157,6 +157,10 @@ class Copying(Protocol):
         """Until it is done."""
         ...
 
+    def checksum(self) -> int:
+        """Of what was copied, once it is done. Of a copy into the cache only where a digest of it was requested."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
@@ -185,6 +189,8 @@ class ModelRunner(Protocol):
     """See `WorkerInfo.arithmetic`."""
     tp: int
     """Ranks that compute together."""
+    digests: bool = False
+    """Whether the device computes digests of what goes through staging memory of the host, see `digest.py`."""
     warm_up: WarmUp = WarmUp()
 
     @property
@@ -212,14 +218,23 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def start_gather(
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, *, digests: bool = False
+    ) -> Copying | int:
+        """`gather`, perhaps without waiting for it: then what says when `out` is full, on any thread. All later work of
+        the runner is ordered behind the reads of the cache. With `digests` the checksum is the device's. An int: it is
+        done, and that is the checksum."""
+        return self.gather(block_table, start, end, out, peer_tp)
+
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """Copy the KV of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent, into the blocks."""
         ...
 
     def start_scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
     ) -> Copying | None:
         """`scatter`, perhaps behind steps that were queued and not computed: then what says when `data` was read. All
-        later work of the runner is ordered behind it. None: it is done."""
+        later work of the runner is ordered behind it. With `digests`, which needs `ModelRunner.digests`, the device
+        computes one of what arrives there. None: it is done."""
         self.scatter(block_table, start, end, data, peer_tp)
         return None

@@ -109,6 +109,8 @@ class DecodeLink(PairLink):
         self._send = context.parts.control_out(self._stream.send)
         self._take = context.parts.control_in(self._on_message)
         self._peer_tp = 1
+        self._digests = False
+        """See `PairWelcome.digests`."""
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
         self._is_retired = False
@@ -142,7 +144,7 @@ class DecodeLink(PairLink):
     async def _run(self) -> None:
         peer_id, cause = self.peer.worker_id, Cause(Failure.PAIR_CLOSED, "the link was closed")
         try:
-            welcome = await self._stream.open(self._context.info, CONNECT_TIMEOUT_S)
+            welcome = await self._stream.open(self._context.info, CONNECT_TIMEOUT_S, digests=self._context.digests)
             await self._open(welcome)
             async for message in self._stream.messages():
                 self._take(message)
@@ -178,6 +180,7 @@ class DecodeLink(PairLink):
             lambda: form_pair(end, lambda name: connect(name, end.store_address), self._context.followers)
         )
         self._peer_tp = welcome.tp
+        self._digests = welcome.digests
         self._slot_bytes = min(config.transfer.chunk_bytes, welcome.max_chunk_bytes)
         now = self._context.now()
         self._half = Sender(
@@ -336,7 +339,9 @@ class DecodeLink(PairLink):
     def _gather(self, chunk: GatherChunk) -> None:
         self._copies[chunk.key, chunk.seq] = chunk.nbytes
         buffer = self._buffer(chunk.slot)[: chunk.nbytes]
-        self._context.post(Gather(chunk.key, chunk.seq, chunk.start, chunk.end, buffer, self._peer_tp))
+        self._context.post(
+            Gather(chunk.key, chunk.seq, chunk.start, chunk.end, buffer, self._peer_tp, digests=self._digests)
+        )
 
     def _send_bytes(self, chunk: SendKv) -> None:
         assert self._transport is not None

@@ -40,8 +40,8 @@ class PairStream:
         self._abandoned = False
         self._decoder = frame_decoder(ReceiverToSender)
 
-    async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
-        """Connect, and exchange `PairHello` and `PairWelcome`.
+    async def open(self, info: WorkerInfo, timeout_s: float, *, digests: bool = False) -> PairWelcome:
+        """Connect, and exchange `PairHello` and `PairWelcome`; `digests` as there.
 
         Raises:
             PairError: if the peer cannot be reached, is another incarnation, or refuses the pair.
@@ -52,7 +52,7 @@ class PairStream:
         )
         # Not `read()`, which reads nothing after a write has failed; see `_read_out`.
         self._incoming = aiter(self._call)
-        self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation))
+        self.send(PairHello(info=info, receiver_incarnation=self._peer.incarnation, digests=digests))
         try:
             async with asyncio.timeout(timeout_s):
                 frame = await anext(self._incoming)

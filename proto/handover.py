@@ -61,6 +61,8 @@ class PairHello(Message, frozen=True, kw_only=True, tag=True):
     info: WorkerInfo
     receiver_incarnation: Incarnation
     """The incarnation of D that P means; another one refuses."""
+    digests: bool = False
+    """Whether P's device computes digests of KV that goes through memory of the host."""
 
 
 class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
@@ -77,6 +79,8 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     credits: int
     """Chunks that P may have announced and not seen `ChunkDone` for."""
     max_chunk_bytes: int
+    digests: bool = False
+    """Whether D's device does so too: then checksums are digests, which D compares behind the copy to its device."""
 
 
 class PairRefused(Message, frozen=True, kw_only=True, tag=True):
@@ -143,8 +147,8 @@ class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
     nbytes: int
     """Of all slices."""
     checksum: int | None
-    """xxh3-64 of the payload; of several slices, that of their checksums in the order of the plan. None where P still
-    computes these tokens: `ChunkSum` follows."""
+    """xxh3-64 of the payload, or its digest (`PairWelcome.digests`); of several slices, that of their checksums in the
+    order of the plan. None where P still computes these tokens: `ChunkSum` follows."""
 
 
 class ChunkSum(ReservationMessage, frozen=True, kw_only=True, tag=True):

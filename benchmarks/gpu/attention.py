@@ -1,7 +1,10 @@
-"""Attention over the paged cache on a GPU, against FlashAttention-3 and the measured matrix product.
+"""Attention over the paged cache on a GPU, against FlashAttention-3, the measured limits, and what torch has here.
 
 32 query heads on 8 KV heads of 128, as in Llama-3-8B; blocks of 64 tokens in random order, and prefill with blocks of
-16 besides.
+16 besides. Nothing is measured that a cache of the GPU holds: calls take turns on KV of four times its L2 in all.
+
+The peers of the same run are torch's attention by cuDNN and by its flash kernels, over KV that lies in a row, which
+takes no block tables (`torch_attention.py`).
 
 The figures of FlashAttention-3 were measured by others with vLLM 0.24 on an H200: ai-dynamo/aiconfigurator
 (Apache-2.0), `generation_attention_perf` and `context_attention_perf` of h200_sxm, kernel `vllm_flash_attn_fa3`, bf16,
@@ -12,14 +15,15 @@ as fast as an H100: where reading the KV here takes longer than their time, that
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import RowFile
-from benchmarks.gpu.timing import Ceilings, attempt, kernel_ms, parse, read_ceilings, row_file
+from benchmarks.gpu.timing import Ceilings, attempt, in_turns, kernel_ms, parse, read_ceilings, row_file
+from benchmarks.gpu.torch_attention import measure_torch_decode, measure_torch_prefill
 from disagg.kernels.attention import PROVIDERS, AttentionProvider, OwnKernels, prompts
 from disagg.kernels.attention_choice import probe
 from disagg.kernels.dispatch import paged_decode_attention
@@ -50,6 +54,12 @@ PREFILL_TARGET, PREFILL_RATE_TARGET = 0.75, 0.55
 SMALL_BATCH, SMALL_CONTEXT = 8, 4096
 READ_SHARE = 0.9
 """Of the measured read rate, by which FlashAttention-3 would read the KV of a decode on another device."""
+DECODE_READ_TARGET = 0.85
+"""Of the measured read rate, for a decode that reads much."""
+LARGE_DECODE = 64 * 4096
+"""Tokens."""
+MOST_CHUNKS = 32
+"""That take turns."""
 SHORT_CHUNK = 128
 """Tokens; shorter chunks behind a prefix wait for memory, and their rate has no target."""
 
@@ -65,7 +75,14 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
     """Whether the cache holds 8-bit floats."""
-    decode_cells: tuple[tuple[int, int], ...] = tuple((b, c) for b, row in FA3_DECODE_US.items() for c in row)
+    decode_cells: tuple[tuple[int, int], ...] = (
+        *((1, context_len) for context_len in (1024, 4096, 16384, 65536)),
+        *((8, context_len) for context_len in (1024, 4096, 16384)),
+        *((32, context_len) for context_len in (4096, 16384)),
+        *((64, context_len) for context_len in (1024, 4096)),
+        (256, 1024),
+    )
+    """(sequences, tokens of each)."""
     prefill_chunks: tuple[tuple[int, int], ...] = ((2048, 0), (8192, 0), (2048, 8192), (32, 32768))
     """(tokens, tokens before them)."""
 
@@ -78,6 +95,10 @@ class Shape:
     def scale(self) -> float:
         """Of the scores."""
         return float(self.head_dim**-0.5)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Of one layer."""
+        return 2 * num_tokens * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
 
 FP8_CELLS = ((1, 16384), (8, 16384), (32, 16384), (64, 4096))
@@ -93,13 +114,31 @@ TINY = Shape(
 )
 
 
+COLD = 4
+"""Times the L2 that calls which take turns read."""
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Of a GPU; a few blocks for a CPU, so that calls take turns there, too."""
+    if device.type != "cuda":
+        return 1 << 10
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def num_turns(nbytes: int, cache_bytes: int) -> int:
+    """Calls of `nbytes` each that read more than a cache keeps."""
+    return -(-COLD * cache_bytes // nbytes)
+
+
 class Cache:
     """Random KV of one layer, in the order in memory that `KvCache` has, and tables of its blocks."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+        self._shape, self.device = shape, device
+        self.l2_bytes = l2_bytes(device)
         most = max(max(b * c for b, c in shape.decode_cells), max(t + s for t, s in shape.prefill_chunks))
-        num_blocks = 2 * -(-most // shape.block_size)
+        cold = 2 * COLD * self.l2_bytes // shape.kv_bytes(1)
+        num_blocks = max(2 * -(-most // shape.block_size), -(-cold // shape.block_size))
         size = (2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.keys_NKBD, self.values_NKBD = (
             torch.empty(size, dtype=shape.dtype, device=device).normal_().to(shape.cache_dtype)
@@ -109,15 +148,23 @@ class Cache:
     def tables(self, num_seqs: int, context_len: int) -> Tensor:
         """int32 [num_seqs, blocks of a sequence]; no block is in two tables while there are enough."""
         width = -(-context_len // self._shape.block_size)
-        places = torch.arange(num_seqs * width, device=self._device) % len(self._order_N)
+        places = torch.arange(num_seqs * width, device=self.device) % len(self._order_N)
         return self._order_N[places].view(num_seqs, width)
+
+    def turns(self, num_seqs: int, context_len: int) -> list[Tensor]:
+        """As many tables as it takes that the KV of all is more than the GPU's L2 keeps; of one size each."""
+        width = -(-context_len // self._shape.block_size)
+        most = len(self._order_N) // (num_seqs * width)
+        count = max(1, min(num_turns(self._shape.kv_bytes(num_seqs * context_len), self.l2_bytes), most))
+        places = torch.arange(count * num_seqs * width, device=self.device) % len(self._order_N)
+        return list(self._order_N[places].view(count, num_seqs, width))
 
     @property
     def spec(self) -> AttentionSpec:
         """What providers of attention are made for."""
         shape = self._shape
         return AttentionSpec(
-            device=str(self._device),
+            device=str(self.device),
             dtype=str(shape.dtype).removeprefix("torch."),
             kv_dtype=str(shape.cache_dtype).removeprefix("torch."),
             num_heads=shape.num_heads,
@@ -129,7 +176,7 @@ class Cache:
     def queries(self, num_rows: int) -> Tensor:
         """Random queries [rows, heads, head dim]."""
         shape = self._shape
-        return torch.randn(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+        return torch.randn(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=self.device)
 
 
 def decode_share(batch: int, context_len: int, nbytes: int, us: float, ceilings: Ceilings) -> float | None:
@@ -140,15 +187,16 @@ def decode_share(batch: int, context_len: int, nbytes: int, us: float, ceilings:
 
 def measure_decode(rows: RowFile, shape: Shape, cache: Cache, batch: int, context_len: int, ceilings: Ceilings) -> None:
     """One query row of each of `batch` sequences."""
-    q_SND, tables_SM = cache.queries(batch), cache.tables(batch, context_len)
+    q_SND = cache.queries(batch)
     lens_S = torch.full((batch,), context_len, dtype=torch.int32, device=q_SND.device)
     keys, values = cache.keys_NKBD, cache.values_NKBD
 
-    def attend() -> Tensor:
+    def attend(tables_SM: Tensor) -> Tensor:
         return paged_decode_attention(q_SND, keys, values, tables_SM, lens_S, shape.scale)
 
-    us = kernel_ms(attend, q_SND.device) * 1e3
-    nbytes = 2 * batch * context_len * shape.num_kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+    turns = [functools.partial(attend, tables_SM) for tables_SM in cache.turns(batch, context_len)]
+    us = kernel_ms(in_turns(turns), q_SND.device, calls=max(10, len(turns))) * 1e3
+    nbytes = shape.kv_bytes(batch * context_len)
     peer = None if shape.fp8 else FA3_DECODE_US.get(batch, {}).get(context_len)
     is_small = batch <= SMALL_BATCH and context_len <= SMALL_CONTEXT
     rows.add(
@@ -159,6 +207,17 @@ def measure_decode(rows: RowFile, shape: Shape, cache: Cache, batch: int, contex
         target=SMALL_DECODE_TARGET if is_small else DECODE_TARGET,
         detail=f"{nbytes / us / 1e3:.0f} GB/s" + (f"; FlashAttention-3 {peer} us" if peer else ""),
     )
+    if shape.fp8:
+        return
+    rows.add(
+        f"decode by its bytes, batch {batch}, context {context_len}",
+        nbytes / us / 1e3,
+        "GB/s",
+        share=nbytes / us / 1e3 / ceilings.read_gb_s,
+        target=DECODE_READ_TARGET if batch * context_len >= LARGE_DECODE else None,
+        detail=f"KV alone; limit {ceilings.read_gb_s:.0f} GB/s",
+    )
+    measure_torch_decode(rows, shape, q_SND.device, batch, context_len, us, num_turns(nbytes, cache.l2_bytes))
 
 
 def measure_fp8(rows: RowFile, device: torch.device, ceilings: Ceilings) -> None:
@@ -189,12 +248,16 @@ def prefill_share(
 
 
 def prefill_us(cache: Cache, provider: AttentionProvider, num_tokens: int, start: int) -> float:
-    """Of a chunk that is alone in its step, without the plan."""
-    q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
+    """Of a chunk that is alone in its step, without the plan. Of our own kernels as many chunks take turns as it takes
+    to read more than the L2 keeps, each with a plan of its own."""
+    q_TND = cache.queries(num_tokens)
     out_TND = torch.empty_like(q_TND)
-    provider.plan(prompts(provider, (table_M, start, num_tokens)))
-    attend = functools.partial(provider.attend, q_TND, cache.keys_NKBD, cache.values_NKBD, out_TND)
-    return kernel_ms(attend, q_TND.device, calls=3) * 1e3
+    turns: list[Callable[[], object]] = []
+    for (table_M,) in cache.turns(1, start + num_tokens)[: MOST_CHUNKS if isinstance(provider, OwnKernels) else 1]:
+        each = OwnKernels.of(cache.spec) if isinstance(provider, OwnKernels) else provider
+        each.plan(prompts(each, (table_M, start, num_tokens)))
+        turns.append(functools.partial(each.attend, q_TND, cache.keys_NKBD, cache.values_NKBD, out_TND))
+    return kernel_ms(in_turns(turns), q_TND.device, calls=max(3, len(turns))) * 1e3
 
 
 def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings) -> None:
@@ -203,7 +266,7 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
     rate = prefill_rate(shape, num_tokens, start, us)
     share, target = prefill_share(shape, num_tokens, start, us, ceilings)
     peer = FA3_PREFILL_US.get(num_tokens) if start == 0 else None
-    small_blocks = shape.block_size < Shape.block_size
+    small_blocks = shape.block_size < Shape.block_size and cache.device.type == "cuda"
     rows.add(
         f"prefill{f', blocks of {shape.block_size}' if small_blocks else ''}, {num_tokens} tokens behind {start}",
         rate,
@@ -213,6 +276,9 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
         detail=f"{us:.0f} us; {rate / ceilings.gemm_tflop_s:.2f} of the measured matrix product"
         + (f"; FlashAttention-3 {peer} us" if peer else ""),
     )
+    if not small_blocks:
+        turns = min(MOST_CHUNKS, num_turns(shape.kv_bytes(start + num_tokens), cache.l2_bytes))
+        measure_torch_prefill(rows, shape, cache.device, num_tokens, start, us, turns)
 
 
 def measure_others(rows: RowFile, shape: Shape, cache: Cache, ceilings: Ceilings) -> None:
@@ -241,12 +307,12 @@ def main() -> None:
     ceilings = read_ceilings(arguments.ceilings)
     shape = Shape() if device.type == "cuda" else TINY
     cache = Cache(shape, device)
-    for num_tokens, start in shape.prefill_chunks:
-        name = f"prefill, {num_tokens} tokens behind {start}"
-        attempt(rows, name, functools.partial(measure_prefill, rows, shape, cache, num_tokens, start, ceilings))
     for batch, context_len in shape.decode_cells:
         name = f"decode, batch {batch}, context {context_len}"
         attempt(rows, name, functools.partial(measure_decode, rows, shape, cache, batch, context_len, ceilings))
+    for num_tokens, start in shape.prefill_chunks:
+        name = f"prefill, {num_tokens} tokens behind {start}"
+        attempt(rows, name, functools.partial(measure_prefill, rows, shape, cache, num_tokens, start, ceilings))
     attempt(rows, "other providers", functools.partial(measure_others, rows, shape, cache, ceilings))
     del cache
     if device.type == "cuda":

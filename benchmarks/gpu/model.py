@@ -4,12 +4,18 @@ Everything is real but the weights: plans, block tables, the model runner with i
 the device, token ids on the host a step later. The limit of a decode step is the time to read its bytes (weights
 without the embedding, KV of the contexts) at the measured bandwidth; that of a prefill the time of its operations at
 the measured rate of matrix products.
+
+Decode steps come first: they need no warm-up of prompts. Beside them a step in plain torch ops (`torch_step.py`), and
+at the end, in a process of its own that has a limited time, `transformers` compiled (`compiled_peer.py`).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import gc
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +29,7 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
+from benchmarks.gpu.torch_step import PlainStep, is_plain
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
@@ -31,7 +38,11 @@ from disagg.engine.runner import loaded_weights, model_runner
 from disagg.engine.runner.model.parameters import ModelParameters, allocate_parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
 
-DECODE_TARGET, PREFILL_TARGET = 0.80, 0.60
+DECODE_TARGET = 0.80
+PREFILL_TARGETS = {2048: 0.60, 8192: 0.65}
+"""By tokens of the prompt, of the measured matrix product."""
+PEER_LIMIT_S = 75.0
+"""Each batch is compiled anew."""
 BLOCK_SIZE = 64
 """Prefill reads such blocks by the GPU's copy engine."""
 
@@ -47,10 +58,10 @@ class Shape:
     num_kv_heads: int = 8
     vocab_size: int = 128256
     dtype: str = "bfloat16"
-    decode_batches: tuple[int, ...] = (1, 8, 32, 64)
+    decode_batches: tuple[int, ...] = (1, 8, 64, 256)
     context_len: int = 1024
     num_steps: int = 30
-    prefill_tokens: tuple[int, ...] = (2048, 8192)
+    prefill_tokens: tuple[int, ...] = (512, 2048, 8192)
 
     def write_config(self, folder: Path) -> None:
         """A checkpoint whose weights are not read: config.json, and one file to take a fingerprint of."""
@@ -241,7 +252,7 @@ def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_t
         rate,
         "TFLOP/s",
         share=rate / ceilings.gemm_tflop_s,
-        target=PREFILL_TARGET,
+        target=PREFILL_TARGETS.get(num_tokens),
         detail=f"{ms:.2f} ms, {num_tokens / ms * 1e3:.0f} tokens/s; limit {ceilings.gemm_tflop_s:.0f} TFLOP/s",
     )
 
@@ -258,6 +269,35 @@ def measure_fp8(rows: RowFile, shape: Shape, device: torch.device, ceilings: Cei
             measure_decode(rows, shape, runner, batch, ceilings, label=label, weight_share=0.5, target=None)
 
 
+def measure_plain(rows: RowFile, shape: Shape, runner: TorchModelRunner, batch: int) -> None:
+    """A step in plain torch ops; the share is its time over that of ours, which was measured just before."""
+    parameters = runner._parameters
+    if not is_plain(parameters):
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        parameters = random_parameters("", runner.model_config, dtype, parameters.embedding_VH.device)
+    plain = PlainStep(shape, parameters, runner, batch, shape.context_len)
+    ours = OneByOne(shape, runner, batch) if runner.step_queue is None else Ahead(shape, runner.step_queue, batch)
+    ms, our_ms = (wall_ms(step, repeats=10) for step in (plain.step, ours.step))
+    detail = f"without captures; ours {our_ms:.3f} ms"
+    rows.add(f"decode step in plain torch, batch {batch}", ms, "ms", share=ms / our_ms, detail=detail)
+
+
+def run_peer(arguments: argparse.Namespace) -> None:
+    """`compiled_peer.py`, which writes its rows itself.
+
+    Raises:
+        RuntimeError: it took too long, or ended with an error.
+    """
+    program = [sys.executable, "-m", "benchmarks.gpu.compiled_peer", "--device", arguments.device]
+    files = ["--rows", str(arguments.rows), "--ceilings", str(arguments.ceilings)]
+    try:
+        ended = subprocess.run([*program, *files], timeout=PEER_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"stopped after {PEER_LIMIT_S:.0f} s") from None
+    if ended.returncode:
+        raise RuntimeError(f"exit status {ended.returncode}")
+
+
 def main() -> None:
     """The section `model`."""
     arguments = parse(main.__doc__)
@@ -266,19 +306,25 @@ def main() -> None:
     shape = Shape() if device.type == "cuda" else TINY
     try:
         runner = make_runner(shape, device)
-        model_runner.warm_up(runner)
     except Exception as error:
         rows.failed("start", error)
         sys.exit(1)
+    attempt(rows, "capture", runner.capture_steps)
     for batch in shape.decode_batches:
         name = f"decode step, batch {batch}"
         attempt(rows, name, functools.partial(measure_decode, rows, shape, runner, batch, ceilings))
+    attempt(rows, "warm-up of prompts", functools.partial(model_runner.warm_up, runner))
     for num_tokens in shape.prefill_tokens:
         name = f"prefill, {num_tokens} tokens"
         attempt(rows, name, functools.partial(measure_prefill, rows, shape, runner, num_tokens, ceilings))
+    for batch in shape.decode_batches:
+        name = f"decode step in plain torch, batch {batch}"
+        attempt(rows, name, functools.partial(measure_plain, rows, shape, runner, batch))
     del runner
+    gc.collect()
     if device.type == "cuda":
         attempt(rows, "fp8", functools.partial(measure_fp8, rows, shape, device, ceilings))
+    attempt(rows, "transformers compiled", functools.partial(run_peer, arguments))
 
 
 if __name__ == "__main__":

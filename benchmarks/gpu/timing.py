@@ -3,16 +3,21 @@
 A kernel is timed inside a CUDA graph of several calls, so that the host's launches are not in the figure; what cannot
 be captured is timed call by call. On a CPU the same functions time the same calls with the host's clock, to test the
 programs that use them.
+
+A measurement that fails costs itself only. After an error that a device gives for every later call, too, the process
+replaces itself with one that leaves out what was tried (`--not`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from benchmarks.gpu.report import RowFile
 _cuda: Any = torch.cuda
 
 GIB = 1 << 30
+PINNED_BOTH = "both ways at once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,10 @@ class Ceilings:
     """bf16 matrix product of 8192 x 8192 x 8192, random numbers."""
     fp8_gemm_tflop_s: float = 0.0
     """0 where there is none."""
+    to_host_gb_s: float = 0.0
+    """From the device to pinned memory of the host."""
+    to_device_gb_s: float = 0.0
+    """And back."""
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -79,19 +89,24 @@ def write_ceilings(path: Path, ceilings: Ceilings) -> None:
     path.write_text(json.dumps(asdict(ceilings)), encoding="utf-8")
 
 
-def attempt(rows: RowFile, name: str, measure: Callable[[], object]) -> None:
-    """Make one measurement, unless it is left out; what it raises is a row, and its memory is given back, so that the
-    next one can try. After an error that the device gives for ever this process is replaced by one that goes on."""
+def attempt(rows: RowFile, name: str, measure: Callable[[], object]) -> bool:
+    """Make one measurement, unless it is left out; whether that went well. What it raises is a row, and its memory is
+    given back, so that the next one can try. After an error that the device gives for ever this process is replaced by
+    one that goes on."""
     if name in isolation.left_out():
-        return
+        return True
+    is_well = True
     try:
         measure()
     except Exception as error:
         rows.failed(name, error)
         isolation.go_on(name, error)
+        is_well = False
     isolation.tried(name)
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return is_well
 
 
 # ---------------------------------------------------------------- clocks
@@ -124,6 +139,12 @@ def call_ms(run: Callable[[], object], device: torch.device, *, calls: int = 4, 
             run()
 
     return _event_ms(run_all, device, repeats) / calls if device.type == "cuda" else _host_ms(run, repeats=3)
+
+
+def in_turns(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """A call of the next one each time, round and round."""
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
 
 
 def wall_ms(run: Callable[[], object], *, repeats: int) -> float:
@@ -161,21 +182,53 @@ def measure_ceilings(device: torch.device) -> tuple[Ceilings, dict[str, float]]:
     """The limits, and each bandwidth by the op that was timed (GB/s)."""
     on_gpu = device.type == "cuda"
     rates = _bandwidths(device, 4 * GIB if on_gpu else 1 << 22)
+    to_host, to_device, both = _pinned_rates(device, GIB if on_gpu else 1 << 20)
     size = 8192 if on_gpu else 256
     flop = 2.0 * size**3
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     gemm = flop / kernel_ms(lambda: a @ b.T, device) / 1e9
     ceilings = Ceilings(
         read_gb_s=max(rates.values()),
+        to_host_gb_s=to_host,
+        to_device_gb_s=to_device,
         gemm_tflop_s=gemm,
         fp8_gemm_tflop_s=_fp8_rate(a, b, flop, device) if on_gpu else 0.0,
     )
-    return ceilings, rates
+    return ceilings, {**rates, PINNED_BOTH: both}
+
+
+def _pinned_rates(device: torch.device, nbytes: int) -> tuple[float, float, float]:
+    """GB/s of copies of `nbytes` bytes: device to pinned memory, back, and both at the same time, added up."""
+    on_gpu = device.type == "cuda"
+    on_device = [torch.randint(256, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    other: Any = _cuda.Stream(device) if on_gpu else None
+
+    def out() -> None:
+        on_host[0].copy_(on_device[0], non_blocking=True)
+
+    def back() -> None:
+        on_device[1].copy_(on_host[1], non_blocking=True)
+
+    def both() -> None:
+        if not on_gpu:
+            out()
+            back()
+            return
+        current = _cuda.current_stream(device)
+        other.wait_stream(current)
+        with _cuda.stream(other):
+            out()
+        back()
+        current.wait_stream(other)
+
+    one_way = [nbytes / call_ms(each, device, repeats=5) / 1e6 for each in (out, back)]
+    return one_way[0], one_way[1], 2 * nbytes / call_ms(both, device, repeats=5) / 1e6
 
 
 def _bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
-    """GB/s by op, of `nbytes` bytes that no cache holds."""
-    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    """GB/s by op, of `nbytes` random bytes that no cache holds."""
+    source = torch.empty(nbytes // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
     return {
         "copy": 2 * nbytes / call_ms(lambda: target.copy_(source), device) / 1e6,
@@ -200,7 +253,10 @@ def main() -> None:
     ceilings, rates = measure_ceilings(device)
     write_ceilings(arguments.ceilings, ceilings)
     for op, rate in rates.items():
-        rows.add(f"bandwidth, {op}", rate, "GB/s", detail="read and written" if op == "copy" else "read")
+        detail = {"copy": "read and written", PINNED_BOTH: "pinned memory, added up"}.get(op, "read")
+        rows.add(f"bandwidth, {op}", rate, "GB/s", detail=detail)
+    rows.add("bandwidth, device to host", ceilings.to_host_gb_s, "GB/s", detail="pinned memory")
+    rows.add("bandwidth, host to device", ceilings.to_device_gb_s, "GB/s", detail="pinned memory")
     rows.add("bf16 matrix product", ceilings.gemm_tflop_s, "TFLOP/s", detail="8192 x 8192 x 8192")
     rows.add("fp8 matrix product", ceilings.fp8_gemm_tflop_s, "TFLOP/s", detail="8192 x 8192 x 8192; 0: not there")
 

@@ -67,8 +67,13 @@ def trace_all(rows: RowFile, shape: Shape, runner: TorchModelRunner, folder: Pat
     staged = runner.new_staging(num_tokens * runner.layout.bytes_per_token)
 
     def hand_over() -> None:
-        runner.gather(prompt.block_table, 0, num_tokens, staged)
-        runner.scatter(prompt.block_table, 0, num_tokens, staged)
+        """As workers do, but for the wait between the two."""
+        leaving = runner.start_gather(prompt.block_table, 0, num_tokens, staged, digests=runner.digests)
+        if not isinstance(leaving, int):
+            leaving.wait()
+        arriving = runner.start_scatter(prompt.block_table, 0, num_tokens, staged, digests=runner.digests)
+        if arriving is not None:
+            arriving.wait()
 
     runs = {"decode step": decode, "prefill step": lambda: runner.run(plan), "hand-over": hand_over}
     for name, run in runs.items():
@@ -83,7 +88,7 @@ def main() -> None:
     small = Shape(num_layers=LAYERS, decode_batches=(1, 64), prefill_tokens=(2048,))
     shape = small if device.type == "cuda" else TINY
     runner = make_runner(shape, device)
-    model_runner.warm_up(runner)
+    attempt(rows, "warm-up", functools.partial(model_runner.warm_up, runner))
     trace_all(rows, shape, runner, arguments.rows.parent)
     for label, sampling in SAMPLINGS.items():
         name = f"choosing tokens, {label}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, pool_path
 from disagg.cluster.config.model_pools import with_pool_fields
 from disagg.cluster.core.workers import worker_id
+from disagg.engine.device_environment import ONE_GPU_VARIABLE
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 
@@ -94,32 +95,39 @@ def worker_device(config: ClusterConfig, name: PoolName, index: int) -> str:
     return f"{kind}:{_first(counts, {other: p.size for other, p in pools}, name, index)}"
 
 
-def check_devices(config: ClusterConfig, num_devices: int | None) -> None:
-    """Find out before anything is started that workers would share a CUDA device by mistake, or where they cannot: NCCL
-    joins no two on one. Pools whose `device` names the same one (`cuda:0`) share it. `num_devices`: of the machine;
-    None where that is unknown.
+def check_devices(config: ClusterConfig, num_devices: int | None, *, nccl_shares: bool = False) -> None:
+    """Find out before anything is started that workers would share a CUDA device by mistake. One rule for all
+    transports: workers share a device where all pools name theirs (`cuda:0`), and with nccl only where that is asked
+    for besides (`nccl_shares`): it is slow there. `num_devices`: of the machine; None where that is unknown.
 
     Raises:
         ConfigError: naming the workers.
     """
     users: dict[int, str] = {}
-    shares = config.transfer.transport != "nccl" and all(":" in pool.device for _, pool in active_pools(config))
     for name, pool in active_pools(config):
         for index in range(pool.size):
             worker = str(worker_id(name, index))
             _, _, first = worker_device(config, name, index).partition(":")
             for device in range(int(first), int(first) + pool.tp) if first else ():
-                if device in users and not shares:
-                    raise ConfigError(
-                        f"{pool_path(name)}.device: {worker} would share CUDA device {device} with {users[device]}"
-                    )
                 if device in users:
+                    sharing = f"{worker} would share CUDA device {device} with {users[device]}"
+                    _check_sharing(config, f"{pool_path(name)}.device", sharing, nccl_shares=nccl_shares)
                     _check_shared_memory(config, device)
                 users[device] = worker
     if users and num_devices is not None and max(users) >= num_devices:
         raise ConfigError(
             f"pools: {users[max(users)]} needs CUDA device {max(users)}; this machine has {num_devices}, and each rank "
-            "of a worker takes one. Pools that name the same one, such as cuda:0, share it, but not with transport nccl"
+            "of a worker takes one. Pools that name the same one, such as cuda:0, share it"
+        )
+
+
+def _check_sharing(config: ClusterConfig, path: str, sharing: str, *, nccl_shares: bool) -> None:
+    if not all(":" in pool.device for _, pool in active_pools(config)):
+        raise ConfigError(f"{path}: {sharing}; name the device in every pool, such as cuda:0, where that is meant")
+    if config.transfer.transport == "nccl" and not nccl_shares:
+        raise ConfigError(
+            f"{path}: {sharing}, which NCCL refuses; use another transfer.transport, or set {ONE_GPU_VARIABLE}=1 in "
+            "the environment: KV then goes through sockets, right but slowly"
         )
 
 

@@ -47,7 +47,7 @@ from disagg.cluster.templates.template import IS_SUPPORTED
 from disagg.cluster.templates.templates import Templates
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import Dtype, WorkerConfig
-from disagg.engine.device_environment import device_environment
+from disagg.engine.device_environment import nccl_shares_gpus, worker_environment
 from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.ids import WorkerId
 
@@ -144,7 +144,8 @@ class ProcessLauncher(Launcher):
 
     @override
     def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
-        environment = thread_environment(config.num_threads) | device_environment(config.device)
+        own = worker_environment(config.worker_id, config.device, config.transport, os.environ)
+        environment = thread_environment(config.num_threads) | own
         self._start(config.worker_id, WORKER_MODULE, config, controller_address, environment)
 
     @override
@@ -273,7 +274,8 @@ class ProcessCluster(Cluster):
         return self._launcher.pid(name)
 
     def _open(self, check_stop: CheckStop) -> None:
-        check_devices(self._plan.config, num_cuda_devices(os.environ))
+        nccl_shares = nccl_shares_gpus(os.environ)
+        check_devices(self._plan.config, num_cuda_devices(os.environ), nccl_shares=nccl_shares)
         self._prepare_templates()
         from disagg.cluster.control.controller_thread import ControllerThread  # loads gRPC, while templates load
 

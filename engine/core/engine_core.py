@@ -10,7 +10,7 @@ is held here.
 
 A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
 command changes meanwhile, it changes behind that step. `Scattered` may be an event of a later call, too: the buffer was
-read then.
+read then (`blocks/landing.py`). A copy out of the cache that a device makes is only begun here: `Gathering`.
 
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.
@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.cached_blocks import CachedBlocks
+from disagg.engine.blocks.landing import Landing
 from disagg.engine.blocks.swap import SwapIn, SwapOut, Swapper, swap_pool
 from disagg.engine.commands import (
     Add,
@@ -43,6 +43,8 @@ from disagg.engine.commands import (
     Extend,
     Gather,
     Gathered,
+    GatherFailed,
+    Gathering,
     Hold,
     Join,
     Joined,
@@ -65,7 +67,7 @@ from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import Steps, failed, num_alike
-from disagg.engine.plan import Copying, ModelRunner, StepPlan, is_fatal
+from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -122,11 +124,7 @@ class EngineCore:
             limit=self._limit,
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
-        self._landed: dict[AttemptKey, list[tuple[int, int]]] = {}
-        """Token ranges that were scattered into RESERVED sequences."""
-        self._copying: deque[tuple[Copying, Scattered]] = deque()
-        """Copies that were queued behind a step under way, with their answers, after which the peer fills the buffer
-        again. None outlasts the call that finishes the last such step."""
+        self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
@@ -220,6 +218,8 @@ class EngineCore:
                 events = self._join(command, now)
             case Gather():
                 events = self._gather(command)
+            case GatherFailed():
+                events = self._gather_failed(command)
             case Release():
                 events = self._release(command)
             case Export(key):
@@ -264,7 +264,7 @@ class EngineCore:
         reason = self._scheduler.reserve(sequence)
         if reason is not None:
             return [ReserveRefused(key, reason)]
-        self._landed[key] = []
+        self._landing.reserved(key)
         self._watch_deadline(sequence)
         return [Reserved(key, sequence.cached_tokens)]
 
@@ -277,30 +277,20 @@ class EngineCore:
             return [Scattered(key, command.seq, ok=False)]
         self._scheduler.extend_reserved(sequence, end)
         try:
-            copying = self._runner.start_scatter(sequence.block_table, start, end, command.data, command.peer_tp)
-            if copying is not None and not self._steps.is_under_way:
-                copying.wait()  # there is nothing else to wait for
-                copying = None
+            copying = self._runner.start_scatter(
+                sequence.block_table, start, end, command.data, command.peer_tp, digests=command.digest is not None
+            )
+            return [*self._landing.begun(command, copying, waits=not self._steps.is_under_way)]
         except Exception as error:
             return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
-        self._landed[key].append((start, end))
-        scattered = Scattered(key, command.seq, ok=True)
-        if copying is None:
-            return [scattered]
-        self._copying.append((copying, scattered))
-        return []
 
     def _copied(self, *, wait: bool) -> list[Event]:
-        """The answers of copies that are done, in the order of the commands."""
+        """The answers of copies that are done, and what waited for them."""
         events: list[Event] = []
-        while self._copying:
-            copying, scattered = self._copying[0]
-            if wait:
-                copying.wait()
-            elif not copying.is_done():
-                break
+        for scattered in self._landing.answers(wait=wait):
             events.append(scattered)
-            self._copying.popleft()
+            if (kept := self._landing.take_join(scattered.key)) is not None:
+                events += self._join(*kept)
         return events
 
     def _join(self, command: Join, now: float) -> list[Event]:
@@ -316,11 +306,13 @@ class EngineCore:
             return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
         if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
             return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what was requested")]
-        num_landed = covered_until(sequence.cached_tokens, self._landed[key])
+        if self._landing.keeps_join(command, now):
+            return []
+        num_landed = covered_until(sequence.cached_tokens, self._landing.landed[key])
         if num_landed < sequence.num_tokens:
             detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
             return [self._scheduler.end(sequence, "failed", detail)]
-        del self._landed[key]
+        self._landing.forget(key)
         self._joined.append((sequence, now))
         return [Joined(key), *self._scheduler.join(sequence, command.token_id, command.logprobs)]
 
@@ -330,10 +322,24 @@ class EngineCore:
         if sequence is None or not 0 <= start < end <= sequence.num_computed_tokens:
             return [Gathered(key, command.seq, ok=False)]
         try:
-            digest = self._runner.gather(sequence.block_table, start, end, command.out, command.peer_tp)
+            begun = self._runner.start_gather(
+                sequence.block_table, start, end, command.out, command.peer_tp, digests=command.digests
+            )
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
-        return [Gathered(key, command.seq, ok=True, checksum=digest)]
+        if isinstance(begun, int):
+            return [Gathered(key, command.seq, ok=True, checksum=begun)]
+        return [Gathering(key, command.seq, begun)]
+
+    def _gather_failed(self, command: GatherFailed) -> list[Event]:
+        """The sequence may have ended meanwhile; a device that is lost ends the worker in any case."""
+        if is_fatal(command.error):
+            raise command.error
+        gathered = Gathered(command.key, command.seq, ok=False)
+        sequence = self._scheduler.sequences.get(command.key)
+        return (
+            [gathered] if sequence is None else [gathered, failed(self._scheduler, sequence, "gather", command.error)]
+        )
 
     def _release(self, command: Release) -> list[Event]:
         sequence = self._scheduler.sequences.get(command.key)
@@ -501,7 +507,7 @@ class EngineCore:
             "blocks_active": self._blocks.num_active,
             "blocks_reserved": self._blocks.num_reserved,
             "swap_bytes": self._scheduler.swap.num_bytes,
-            "copies": len(self._copying),
+            "copies": len(self._landing),
         }
         return counts, self.check_integrity()
 
@@ -512,8 +518,7 @@ class EngineCore:
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
         problems += self._moves.check_integrity()
-        if reserved != self._landed.keys():
-            problems.append("landed ranges are kept for other sequences than the reserved ones")
+        problems += self._landing.check_integrity(reserved)
         if with_deadline != len(self._deadlines):
             problems.append(f"{len(self._deadlines)} deadlines are watched, {with_deadline} sequences have one")
         return problems
@@ -541,5 +546,5 @@ class EngineCore:
 
     def _forget(self, key: AttemptKey) -> None:
         self._deadlines.discard(key)
-        self._landed.pop(key, None)
+        self._landing.forget(key)
         self._moves.forget(key)

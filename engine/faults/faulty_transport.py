@@ -71,6 +71,10 @@ class FaultyTransport(PairTransport):
                 self._inner.recv(buffer, nbytes, done, posted)
 
     @override
+    def skip_checksums(self) -> None:
+        self._inner.skip_checksums()
+
+    @override
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -124,6 +124,8 @@ class ScatterChunk:
     end: int
     slot: int
     nbytes: int
+    digest: int | None = None
+    """What D's device must find of it; None where that is not asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,13 +184,13 @@ class ReceivedChunk:
         assert self.slot is not None
         return ReceiveKv(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
 
-    @property
-    def scatter(self) -> ScatterChunk:
-        """What writes the slot to the cache."""
+    def scatter(self, *, digests: bool) -> ScatterChunk:
+        """What writes the slot to the cache; with `digests` the device compares what P announced."""
         assert self.slot is not None
         header = self.header
         start, end = header.start_token, header.end_token
-        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes)
+        digest = self.announced if digests else None
+        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes, digest)
 
     def done(self, *, ok: bool) -> ChunkDone:
         """Gives P its credit back."""

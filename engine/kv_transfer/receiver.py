@@ -5,6 +5,9 @@ its bytes arrive in a staging slot, are compared with the checksum that P sent, 
 `Commit` is here and all bytes are verified, the join is ordered behind the last scatter, so that the engine does both
 between the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
+With `digests` nothing is compared before the scatter: D's device computes the digest of what arrives there, and the
+engine joins only what has the announced one.
+
 A staging slot is held from `ReceiveKv` until the engine scattered it, or until the transport is done with it where
 the attempt ended meanwhile: ending an attempt never proves that the writer stopped. The states are in
 `receive_window.py`.
@@ -79,6 +82,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             are still to come.
         heartbeat_s: how often to send a heartbeat.
         transfer_timeout_s: how long cleared bytes may take before the pair is closed.
+        digests: whether P's checksums are digests, which the engine compares.
         tombstone_ttl_s: how long a cancel waits for its offer, and an ended attempt is remembered.
 
     Raises:
@@ -96,6 +100,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
+        digests: bool = False,
         lease_timeout_s: float = DEFAULTS.lease_timeout_s,
         heartbeat_s: float = DEFAULTS.heartbeat_s,
         transfer_timeout_s: float = DEFAULTS.timeout_s,
@@ -103,6 +108,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
         self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
+        self._digests = digests
         self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_moves: dict[AttemptKey, int] = {}
@@ -155,8 +161,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._pump(out)
         return out
 
-    def on_scattered(self, key: AttemptKey, seq: int, ok: bool) -> Commands:
-        """The engine is done with the slot; not `ok` if the sequence was gone.
+    def on_scattered(self, key: AttemptKey, seq: int, ok: bool, intact: bool = True) -> Commands:
+        """The engine is done with the slot; not `ok` if the sequence was gone, or what arrived was not `intact`.
 
         Raises:
             TransitionError: if this chunk was not being scattered.
@@ -170,8 +176,10 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             attempt.num_missing_tokens -= chunk.num_tokens
             attempt.kv_bytes += chunk.header.nbytes
             self._acknowledge_if_whole(attempt, out)
-        elif attempt.live:
+        elif attempt.live and intact:
             self._give_up(attempt, BLOCKS_GONE, out)
+        if not intact:
+            self._reject(chunk, out)
         self._pump(out)
         return out
 
@@ -293,19 +301,22 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
     def _verify(self, chunk: ReceivedChunk, out: Commands) -> None:
         """The bytes are here, and P's checksum is, too, or the attempt is over."""
         attempt = chunk.attempt
-        intact = chunk.announced in (None, chunk.arrived)
+        intact = self._digests or chunk.announced in (None, chunk.arrived)
         self._window.settle(chunk, keep=intact and attempt.live)
         if intact and attempt.live:
-            out.append(chunk.scatter)
+            out.append(chunk.scatter(digests=self._digests))
             attempt.num_unverified_tokens -= chunk.num_tokens
             self._join_if_verified(attempt, out)
         elif not self.closed:
             out.append(SendControl(chunk.done(ok=False)))
         if not intact:
-            self.counters["corrupt_chunks"] += 1
-            if attempt.live:
-                detail = f"chunk {chunk.header.seq} has another checksum than announced"
-                self._give_up(attempt, Cause(Failure.CHUNK_REJECTED, detail), out)
+            self._reject(chunk, out)
+
+    def _reject(self, chunk: ReceivedChunk, out: Commands) -> None:
+        self.counters["corrupt_chunks"] += 1
+        if chunk.attempt.live:
+            detail = f"chunk {chunk.header.seq} has another checksum than announced"
+            self._give_up(chunk.attempt, Cause(Failure.CHUNK_REJECTED, detail), out)
 
     def _join_if_verified(self, attempt: ReceiveAttempt, out: Commands) -> None:
         """Order the join; it does not wait for the answers of the scatters before it."""

@@ -42,6 +42,7 @@ from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
+from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model.sharding import rank_model
@@ -115,6 +116,7 @@ class TorchModelRunner(ShardRunner):
             loaded = load_weights(config.weights, model, self._device, shard)
         self.fingerprint, self._parameters = loaded.fingerprint, loaded.parameters
         self._host_staging = HostStaging.of(self._device, config.transport)
+        self.digests = self._host_staging is not None and shard.size == 1
         self._staging_stream: Any = None
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
@@ -313,6 +315,17 @@ class TorchModelRunner(ShardRunner):
         return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
 
     @override
+    def start_gather(
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, *, digests: bool = False
+    ) -> Copying | int:
+        """As `gather`. On a device without waiting for it."""
+        if self._device.type == "cpu" and self._host_staging is None:
+            return self.gather(block_table, start, end, out, peer_tp)
+        return self._cache.start_gather(
+            block_table, start, end, _as_tensor(out), peer_tp, self.checksum, digests=digests
+        )
+
+    @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """The reverse of `gather`.
 
@@ -323,10 +336,13 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def start_scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
     ) -> Copying | None:
-        self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp)
-        return None if self._device.type == "cpu" else _Reading(data)
+        checksum = self.checksum if digests else None
+        sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp, checksum)
+        if self._device.type == "cpu" and sums is None:
+            return None
+        return _Reading(data, sums, self.checksum, pinned=self._device.type == "cuda")
 
     @override
     def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
@@ -340,12 +356,20 @@ class TorchModelRunner(ShardRunner):
 
 
 class _Reading(Mark):
-    """Behind all that was queued to read a buffer, which is kept for so long: torch knows of one stream only."""
+    """Behind all that was queued to read a buffer, which is kept for so long: torch knows of one stream only. `sums`:
+    of the digests of its slices."""
 
-    def __init__(self, data: Buffer) -> None:
-        super().__init__(pinned=True)
+    def __init__(self, data: Buffer, sums: DigestSums | None, checksum: Checksum, *, pinned: bool) -> None:
+        super().__init__(pinned=pinned)
         self._data = data
+        self._sums = None if sums is None else sums.to_host()
+        self._checksum = checksum
         self.set()
+
+    def checksum(self) -> int:
+        """The digest of what arrived; only where that was asked for."""
+        assert self._sums is not None
+        return self._checksum.combined(self._sums.digests(self._checksum))
 
 
 def warm_up(runner: ModelRunner) -> None:
@@ -388,6 +412,13 @@ def _warm_up_copies(runner: ModelRunner) -> None:
     buffer = runner.new_staging(plan_pair(runner.layout, runner.tp, 1).bytes_per_token)
     runner.gather([0], 0, 1, buffer)
     runner.scatter([0], 0, 1, buffer)
+    if runner.digests:
+        for copying in (
+            runner.start_gather([0], 0, 1, buffer, digests=True),
+            runner.start_scatter([0], 0, 1, buffer, digests=True),
+        ):
+            assert not isinstance(copying, int | None), "copies with digests are a device's"
+            copying.wait()
 
 
 def _warm_up_choices(runner: ModelRunner) -> None:

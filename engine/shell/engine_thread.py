@@ -3,9 +3,10 @@
 Each turn of the loop takes the commands that arrived and runs one step. Events for the asyncio side go out as a `Batch`
 before the step and after it, or, where no stream waits for them, with those of the next steps (`TokenPacing`). With
 nothing to do it sleeps until a command arrives, the next deadline of a sequence, or a step is due that shows how quick
-the idle worker is. A step's plan is delivered when it
-begins, so that KV of it can be ordered meanwhile: it is copied as soon as it is computed. The thread ends by `stop` or
-by a crash; calls that it did not reach are answered with `EngineStoppedError`.
+the idle worker is. A step's plan is delivered when it begins, so that KV of it can be ordered meanwhile: it is copied
+as soon as it is computed. Copies of a device are waited for by another thread (`copy_watch.py`), which delivers their
+answers itself. The thread ends by `stop` or by a crash; calls that it did not reach are answered with
+`EngineStoppedError`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from disagg.engine.commands import Add, Command, Event, Gather, Held
+from disagg.engine.commands import Add, Command, Event, Gather, Gathered, Gathering, Held
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import TokenPacing
 from disagg.engine.core.reports import EngineTotals
+from disagg.engine.shell.copy_watch import CopyWatch
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvEvent, Load, StepSample
@@ -65,13 +67,15 @@ class Batch:
 
 class EngineThread:
     """Runs `core` until `stop`. `deliver` is called on the engine thread, a few times per turn or once for several, and
-    must neither block nor raise; `on_crash` too, at most once. `token_interval_s`: see `TokenPacing`."""
+    must neither block nor raise; `on_crash` too, at most once. `on_gathered` is called on another thread with the
+    answers of copies that were only begun. `token_interval_s`: see `TokenPacing`."""
 
     def __init__(
         self,
         core: EngineCore,
         deliver: Callable[[Batch], None],
         on_crash: Callable[[BaseException], None],
+        on_gathered: Callable[[Gathered], None],
         token_interval_s: float = 0.0,
     ) -> None:
         self._core = core
@@ -87,6 +91,7 @@ class EngineThread:
         """What steps resulted in and was not delivered yet; empty while the thread sleeps."""
         self._kept_added: list[AttemptKey] = []
         """Sequences that were added and not delivered yet."""
+        self._copies = CopyWatch(on_gathered, self.post)
         self._stopping = False
         self._step_ended = 0.0
         self._commands_done = 0.0
@@ -129,8 +134,13 @@ class EngineThread:
         """For how long the present turn was predicted to last; 0 where no turn lasts long. Any thread."""
         return self._expected_s
 
+    @property
+    def num_copies(self) -> int:
+        """Copies out of the cache that are not over. Any thread."""
+        return self._copies.num_open
+
     def stop(self, timeout_s: float) -> bool:
-        """End the loop after the running step; whether it ended in time."""
+        """End the loop after the running step, and the copies that it began; whether all ended in time."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -139,7 +149,7 @@ class EngineThread:
         if self._thread.is_alive():
             return False
         self._refuse_calls()  # Those of a thread that was never started.
-        return True
+        return self._copies.stop(timeout_s)
 
     def _run(self) -> None:
         try:
@@ -182,6 +192,7 @@ class EngineThread:
     def _check_idle(self) -> None:
         self._is_unchecked = False
         counts, problems = self._core.audit()
+        counts = {**counts, "copies": counts.get("copies", 0) + self.num_copies}
         problems += [f"{count} {name} are held without a sequence" for name, count in counts.items() if count]
         if problems:
             logger.error("the engine is idle and its audit fails: %s", "; ".join(problems))
@@ -218,7 +229,7 @@ class EngineThread:
             num_calls = len(self._calls)
         events: list[Event] = []
         for posted_at, command in commands:
-            events += self._core.handle(command, posted_at)
+            events += self._handle(command, posted_at)
             if isinstance(command, Add):
                 self._kept_added.append(command.spec.key)
         for _ in range(num_calls):  # one by one, so that none is lost where a turn crashes
@@ -262,8 +273,16 @@ class EngineThread:
         """Copy KV that was computed in the step and ordered during it, before any other command."""
         events: list[Event] = []
         while (posted := self._next_gather()) is not None:
-            events += self._core.handle(posted[1], posted[0])
+            events += self._handle(posted[1], posted[0])
         return events
+
+    def _handle(self, command: Command, posted_at: float) -> list[Event]:
+        """Without copies that were only begun: their answers come by themselves."""
+        events = self._core.handle(command, posted_at)
+        for event in events:
+            if isinstance(event, Gathering):
+                self._copies.watch(event)
+        return [event for event in events if not isinstance(event, Gathering)]
 
     def _next_gather(self) -> tuple[float, Command] | None:
         with self._wake:

@@ -48,6 +48,11 @@ class RoleContext(Protocol):
         """A staging buffer of the kind that the runner gathers into and scatters from."""
         ...
 
+    @property
+    def digests(self) -> bool:
+        """Whether the device computes digests of KV that goes through memory of the host, see `PairHello.digests`."""
+        ...
+
     def now(self) -> float:
         """This process's monotonic clock."""
         ...

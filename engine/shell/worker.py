@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.commands import Command, Event, TokenSampled
+from disagg.engine.commands import Command, Event, Gathered, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
@@ -156,7 +156,7 @@ class Worker:
         self.stages.end()
         core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
         self._runner = runner
-        self._engine = EngineThread(core, self._deliver, self._on_crash, config.token_interval_s)
+        self._engine = EngineThread(core, self._deliver, self._on_crash, self._on_gathered, config.token_interval_s)
         self._max_model_len, self._idle_load = core.max_model_len, core.load()
 
     def _measured(self, runner: ModelRunner, known: tuple[StepSample, ...]) -> tuple[StepSample, ...]:
@@ -309,6 +309,11 @@ class Worker:
         """A staging buffer of the runner's kind."""
         return self._runner.new_staging(nbytes)
 
+    @property
+    def digests(self) -> bool:
+        """Whether the runner's device computes digests of KV."""
+        return self._runner.digests
+
     def now(self) -> float:
         """The process's clock."""
         return self._now()
@@ -341,6 +346,9 @@ class Worker:
 
     def _deliver(self, batch: Batch) -> None:
         self.call_soon(self._on_batch, batch)
+
+    def _on_gathered(self, gathered: Gathered) -> None:
+        self.call_soon(self._route, gathered)
 
     def _on_crash(self, error: BaseException) -> None:
         """A bug, on any thread: end the worker."""
@@ -448,6 +456,7 @@ class Worker:
     async def audit(self) -> AuditReport:
         """Everything that this worker holds. Raises `EngineStoppedError`."""
         counts, problems = await asyncio.wrap_future(self._engine.call(lambda core: core.audit()))
+        counts["copies"] += self._engine.num_copies
         holdings: dict[str, int] = {}
         for role in self._roles:
             for name, count in role.holdings().items():

@@ -28,7 +28,7 @@ import torch
 from disagg.engine.config import STAGED_ON_DEVICE, TransportName
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.transport import PairTransport
-from disagg.engine.plan import Buffer
+from disagg.engine.plan import Buffer, Copying
 from disagg.engine.runner.model_runner import TorchModelRunner
 from tests.support.secret import SECRET, checksum
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
@@ -112,21 +112,33 @@ def send_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
     token_id = int(prefill(runner, sequence).argmax())
     nbytes = len(PROMPT) * runner.layout.bytes_per_token
     buffer = runner.new_staging(nbytes)
-    announced = runner.gather(sequence.block_table, 0, len(PROMPT), buffer)
+    begun = runner.start_gather(sequence.block_table, 0, len(PROMPT), buffer, digests=runner.digests)
+    announced = begun if isinstance(begun, int) else checksum_of(begun)
     ok = side.send(buffer, nbytes)[0]
     return {"ok": ok, "checksum": announced, "token_id": token_id, "transport": side.transport.name}
 
 
 def receive_kv(side: Side, runner: TorchModelRunner) -> dict[str, Any]:
-    """Decodes from the first token on, which is computed here too, from the KV that came."""
+    """Decodes from the first token on, which is computed here too, from the KV that came. Where devices compute digests
+    the checksum is that of what arrived on the device."""
     nbytes = len(PROMPT) * runner.layout.bytes_per_token
     buffer = runner.new_staging(nbytes)
+    if runner.digests:
+        side.transport.skip_checksums()
     ok, _, arrived = side.recv(buffer, nbytes)
     table = [3, 1, 4, 8, 5, 6]
-    runner.scatter(table, 0, len(PROMPT), buffer)
+    copying = runner.start_scatter(table, 0, len(PROMPT), buffer, digests=runner.digests)
+    if copying is not None and runner.digests:
+        arrived = checksum_of(copying)
     sequence = make_sequence(PROMPT, table)
     decode(runner, [sequence], NUM_TOKENS)
     return {"ok": ok, "checksum": arrived, "token_ids": sequence.token_ids[len(PROMPT) :]}
+
+
+def checksum_of(copying: Copying) -> int:
+    """Of a copy, when it is done."""
+    copying.wait()
+    return copying.checksum()
 
 
 def wait_in_vain(side: Side, close_after_s: float) -> dict[str, Any]:

@@ -3,31 +3,46 @@ what pins memory and waits for a stream is left out, all else is what a GPU work
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from disagg.engine.config import TransportName
+from disagg.decode_worker.role import DecodeRole
+from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
+from disagg.engine.faults.failpoints import parse
+from disagg.engine.faults.faulty import Failpoints
+from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transports.shm import ShmTransport
 from disagg.engine.kv_transfer.transports.transport import PairTransport
-from disagg.engine.runner.model.host_staging import HostStaging
+from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model.host_staging import HostStaging, Piece
 from disagg.engine.runner.model.kv_cache import KvCache
+from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.messages import KvLayout
+from disagg.engine.shell.worker import Worker
+from disagg.prefill_worker.role import PrefillRole
+from disagg.proto.messages import KvLayout, RoleName, WorkerInfo
 from tests.support.secret import SECRET
 from tests.support.secret import checksum as keyed
 from tests.support.stepping import assert_logits_close, decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint, reference_generate
 from tests.support.transport_peer import HOST, Answers
 from tests.support.transports import NIXL
+from tests.support.workers import open_gateway
 
 CPU = torch.device("cpu")
 PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
 CHUNK_ENDS = [16, 41, 75]
+TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 4 * 8 * 4)
 TABLE = [4, 0, 2]
 
@@ -39,9 +54,9 @@ class Played(HostStaging):
         super().__init__(CPU)
         self.went: list[tuple[str, int]] = []
 
-    def to_host(self, buffer: torch.Tensor) -> None:
+    def to_host(self, piece: Piece, buffer: torch.Tensor, sums: DigestSums | None) -> tuple[Mark, DigestSums | None]:
         self.went.append(("out", buffer.numel()))
-        super().to_host(buffer)
+        return super().to_host(piece, buffer, sums)
 
     def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
         self.went.append(("in", buffer.numel()))
@@ -130,6 +145,38 @@ def test_all_that_uses_staging_buffers_goes_through_it(folder: Path) -> None:
     warm_up(runner)
 
 
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("transport", ["gloo", "shm", NIXL])
+def test_both_devices_digest_what_goes_through_the_host(folder: Path, transport: TransportName) -> None:
+    """Then the transport computes nothing, and a bit that flips on the way is found behind the copy to the device."""
+    prefilled, decoding = make_runner(folder), make_runner(folder, block_size=32)
+    prefilled.checksum = decoding.checksum = keyed
+    assert prefilled.digests
+    sender = make_sequence(PROMPT, [9, 2, 31, 0, 17])
+    prefill(prefilled, sender)
+    nbytes = len(PROMPT) * prefilled.layout.bytes_per_token
+    source, target = prefilled.new_staging(nbytes), decoding.new_staging(nbytes)
+    copying = prefilled.start_gather(sender.block_table, 0, len(PROMPT), source, digests=True)
+    assert not isinstance(copying, int)
+    copying.wait()
+    assert copying.checksum() == digest(torch.from_numpy(source), keyed) != keyed(source)
+    p, d = ends_of(transport)
+    d.skip_checksums()
+    received, sent = Answers(), Answers()
+    d.recv(target, nbytes, received)
+    p.send(source, nbytes, sent)
+    assert (received.next(), sent.next()) == ((True, "", 0), (True, "", 0))
+    p.close()
+    d.close()
+    arrived = decoding.start_scatter([5, 4, 3], 0, len(PROMPT), target, digests=True)
+    assert arrived is not None
+    assert arrived.checksum() == copying.checksum()
+    target[nbytes // 2] ^= 1
+    torn = decoding.start_scatter([5, 4, 3], 0, len(PROMPT), target, digests=True)
+    assert torn is not None
+    assert torn.checksum() != copying.checksum()
+
+
 @pytest.mark.parametrize("peer_tp", [1, 2, 4])
 def test_slices_of_ranks_are_the_same_behind_host_staging(peer_tp: int) -> None:
     shard = Shard(1, 2)
@@ -167,7 +214,8 @@ def test_slices_of_ranks_are_the_same_behind_host_staging(peer_tp: int) -> None:
 def test_which_workers_stage_in_the_hosts_memory(
     device: str, transport: TransportName, is_staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # no such device is here
+    for owner, name in ((torch, "empty"), (torch.cuda, "Stream")):  # no such device is here
+        monkeypatch.setattr(owner, name, lambda *_, **__: None)
     assert (HostStaging.of(torch.device(device), transport) is not None) is is_staged
 
 
@@ -185,3 +233,78 @@ def test_buffers_of_a_gpu_worker_are_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "empty", empty)
     buffer = staging.new_buffer(7)
     assert (type(buffer), buffer.dtype, buffer.shape, asked) == (np.ndarray, np.uint8, (7,), [True])
+
+
+# ---------------------------------------------------------------- workers
+
+
+@contextmanager
+def workers(folder: Path, failpoints: str = "") -> Iterator[list[WorkerInfo]]:
+    """A prefill and a decode worker in this process, so that their devices can be played."""
+    roles: tuple[tuple[RoleName, Any], ...] = (("prefill", PrefillRole), ("decode", DecodeRole))
+    made = [
+        Worker(
+            WorkerConfig(
+                worker_id=f"{name}-0",
+                roles=(name,),
+                model_path=str(folder),
+                dtype="float32",
+                transport="shm",
+                num_blocks=64,
+                block_size=16,
+                token_budget=32,
+                transfer=TransferLimits(chunk_bytes=16 * TOKEN_BYTES, staging_bytes=64 * TOKEN_BYTES),
+            ),
+            [role],
+            SECRET,
+            parts=Failpoints.of_plan(parse(failpoints), f"{name}-0").parts(),
+        )
+        for name, role in roles
+    ]
+    try:
+        yield [worker.start() for worker in made]
+        assert not any(worker.crashed.is_set() for worker in made)
+    finally:
+        for worker in made:
+            worker.stop()
+
+
+@pytest.mark.usefixtures("played")
+async def test_workers_hand_over_by_digests_and_keep_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the workers of GPUs do: copies are begun, waited for by a thread of their own, and compared on D's device."""
+    expected_ids, _ = reference_generate(folder, PROMPT, 8)
+    skipping: list[ShmTransport] = []
+    monkeypatch.setattr(ShmTransport, "skip_checksums", lambda transport: skipping.append(transport))
+    with workers(folder) as infos:
+        async with open_gateway(infos) as gateway:
+            answers = await asyncio.gather(
+                *(gateway.run(PROMPT, worker="prefill-0", to="decode-0", max_tokens=8) for _ in range(3))
+            )
+    assert [answer.token_ids for answer in answers] == [expected_ids] * 3
+    assert [len(answer.handed_over) for answer in answers] == [1] * 3
+    assert len(skipping) == 1
+
+
+@pytest.mark.usefixtures("played")
+async def test_a_bit_that_flips_on_the_way_fails_one_hand_over_and_leaves_nothing(folder: Path) -> None:
+    expected_ids, _ = reference_generate(folder, PROMPT, 8)
+    with workers(folder, "transport.send=corrupt(after=2,times=1)") as infos:
+        async with open_gateway(infos) as gateway:
+            torn = await gateway.run(PROMPT, worker="prefill-0", to="decode-0", max_tokens=8)
+            whole = await gateway.run([7, *PROMPT[1:]], worker="prefill-0", to="decode-0", max_tokens=8)
+            again = await gateway.run(PROMPT, worker="prefill-0", to="decode-0", max_tokens=8)
+    assert (torn.reason, torn.handed_over) == ("failed", [])
+    assert torn.ends[0].detail == "the decode worker rejected chunk 2"
+    assert whole.reason == "length"
+    assert again.token_ids == expected_ids
+
+
+@pytest.mark.usefixtures("played")
+async def test_requests_that_are_cancelled_in_mid_copy_leave_nothing(folder: Path) -> None:
+    with workers(folder) as infos:
+        async with open_gateway(infos) as gateway:
+            for _ in range(5):
+                key, _ = gateway.submit(PROMPT, worker="prefill-0", to="decode-0", max_tokens=8)
+                await asyncio.sleep(0)
+                gateway.cancel(key)
+            await gateway.wait_until_idle()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.plan import (
     Buffer,
     Copying,
@@ -53,6 +54,12 @@ class HostQueuedStep:
 class HostCopying(Copying):
     wait_for_it: Callable[[], None]
     done: bool = False
+    data: Buffer = None
+    """As it was read."""
+
+    @override
+    def checksum(self) -> int:
+        return UNKEYED(self.data)
 
     @override
     def is_done(self) -> bool:
@@ -136,14 +143,14 @@ class QueueingRunner(FakeModelRunner):
 
     @override
     def start_scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
     ) -> Copying:
         """Queued, behind the steps before it; the buffer is read then."""
         table, copying = list(block_table), HostCopying(self._wait)
 
         def copy() -> None:
             super(QueueingRunner, self).scatter(table, start, end, data, peer_tp)
-            copying.done = True
+            copying.data, copying.done = data.copy() if digests else None, True
 
         self._queue.append(copy)
         return copying

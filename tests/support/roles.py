@@ -95,6 +95,7 @@ class PlayedContext:
         self.parts = DEFAULT_PARTS
         self.followers: Followers = NoFollowers()
         self.info = info_of(worker_id, role)
+        self.digests = False
         self.time = 100.0
         self.faults: list[Exception] = []
         self._commands: list[Command] = []
@@ -172,7 +173,8 @@ class PlayedStream:
         self._incoming: asyncio.Queue[ReceiverToSender | PairError | None] = asyncio.Queue()
         self.all.append(self)
 
-    async def open(self, info: WorkerInfo, timeout_s: float) -> PairWelcome:
+    async def open(self, info: WorkerInfo, timeout_s: float, *, digests: bool = False) -> PairWelcome:
+        self.digests = digests
         return await self.welcome
 
     def send(self, message: SenderToReceiver) -> None:

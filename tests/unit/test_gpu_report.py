@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu import attention, preflight
+from benchmarks.gpu import attention, isolation, preflight, timing
 from benchmarks.gpu.contact.runner import End, ending, exit_status, memcheck_rows, wrong_ops
 from benchmarks.gpu.report import CheckReport, Row, RowFile, as_json, as_markdown, failure, read_rows
 from benchmarks.gpu.timing import Ceilings
@@ -173,6 +175,51 @@ def test_few_tokens_behind_a_long_context_are_compared_with_the_time_to_read_it(
     share, target = attention.prefill_share(attention.Shape(), 32, 32768, 90.0, CEILINGS)
     assert share == pytest.approx(134.3e6 / 3e9 * 1e3 / 90e-3 / 1e3, rel=0.01)
     assert target is None
+
+
+def test_calls_take_turns_on_more_than_a_cache_keeps() -> None:
+    l2 = 50 << 20
+    shape = attention.Shape()
+    assert attention.num_turns(shape.kv_bytes(1024), l2) == 50  # 4 MiB each
+    assert attention.num_turns(shape.kv_bytes(64 * 4096), l2) == 1
+    seen: list[int] = []
+    run = timing.in_turns([lambda: seen.append(1), lambda: seen.append(2), lambda: seen.append(3)])
+    for _ in range(4):
+        run()
+    assert seen == [1, 2, 3, 1]
+
+
+def test_tables_that_take_turns_share_no_block() -> None:
+    shape = attention.TINY
+    cache = attention.Cache(shape, torch.device("cpu"))
+    turns = cache.turns(2, 40)
+    blocks = torch.cat([tables_SM.reshape(-1) for tables_SM in turns]).tolist()
+    assert len(turns) * shape.kv_bytes(2 * 40) >= attention.COLD * cache.l2_bytes
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_a_measurement_that_fails_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that the device fails for ever starts the program again."""
+    executed: list[list[str]] = []
+    monkeypatch.setattr(isolation, "_tried", [])
+    monkeypatch.setattr(isolation, "_execute", executed.append)
+    monkeypatch.setattr(sys, "argv", ["model.py", "--not", "c"])
+    rows = RowFile(tmp_path / "rows", "model", with_targets=True)
+    made: list[str] = []
+
+    def measure(name: str, error: Exception | None = None) -> bool:
+        def make() -> None:
+            made.append(name)
+            if error is not None:
+                raise error
+
+        return timing.attempt(rows, name, make)
+
+    assert [measure("a", ValueError("no")), measure("b"), measure("c")] == [False, True, True]
+    assert (made, executed) == (["a", "b"], [])
+    measure("d", RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert [command[-4:] for command in executed] == [["--not", "a", "b", "d"]]
+    assert [(found.name, found.status) for found in read_rows(tmp_path / "rows")] == [("a", "failed"), ("d", "failed")]
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, what: str) -> None:

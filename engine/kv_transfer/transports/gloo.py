@@ -28,7 +28,7 @@ import datetime
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ from disagg.engine.kv_transfer.transports.transport import (
     Rendezvous,
     TransportError,
     ignore_posted,
+    no_checksum,
     with_checksum,
 )
 from disagg.engine.plan import Buffer
@@ -295,7 +296,7 @@ class GlooTransport(PairTransport):
         self._group: Any = group
         self._store = store
         """The group's C++ side calls it, and does not keep it alive."""
-        self._checksum = checksum
+        self._checksum_of: Callable[[Buffer], int] = checksum
         self._peer = peer
         self._close_lock = threading.Lock()
         self._sends = _Sends(group, peer, "kv-send")
@@ -307,8 +308,12 @@ class GlooTransport(PairTransport):
 
     @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
-        received = with_checksum(done, buffer, nbytes, self._checksum)
+        received = with_checksum(done, buffer, nbytes, self._checksum_of)
         self._recvs.submit(_Operation(torch.from_numpy(buffer[:nbytes]), received, posted))
+
+    @override
+    def skip_checksums(self) -> None:
+        self._checksum_of = no_checksum
 
     @override
     def close(self) -> None:

@@ -71,10 +71,13 @@ class _HostPiece:
 
 
 class Mark:
-    """A place in the current stream that the host can wait for. Without pinned memory there is nothing to wait for."""
+    """A place in the current stream that the host can wait for. Without pinned memory there is nothing to wait for.
+    `blocking`: a thread that waits sleeps, instead of asking again and again."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._event: Any = _cuda.Event() if pinned else None
+    def __init__(self, *, pinned: bool, blocking: bool = False) -> None:
+        self._event: Any = None
+        if pinned:
+            self._event = _cuda.Event(blocking=True) if blocking else _cuda.Event()
 
     def set(self) -> None:
         """Behind all that is queued by now."""
@@ -84,6 +87,11 @@ class Mark:
     def is_done(self) -> bool:
         """Whether what was queued before it is done."""
         return self._event is None or bool(self._event.query())
+
+    def hold_up(self, stream: Any) -> None:
+        """Have what follows on `stream` wait for it; the host does not."""
+        if self._event is not None:
+            stream.wait_event(self._event)
 
     def wait(self) -> None:
         """Until what was queued before it is done; not at all before it was ever set."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
-from disagg.engine.kv_transfer.transports.digest import checksum_of
 from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
-from disagg.engine.runner.model.host_staging import HostStaging
+from disagg.engine.runner.model.device_inputs import Mark
+from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging
+from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages, populate
@@ -109,23 +110,60 @@ class KvCache:
     ) -> list[int]:
         """Copy the slices of tokens [start, end) for a worker of `peer_tp` ranks into `out`, a flat uint8 tensor; the
         checksum of each slice."""
+        part = self.start_gather(block_table, start, end, out, peer_tp, checksum)
+        part.wait()
+        return part.checksums()
+
+    def start_gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Tensor,
+        peer_tp: int,
+        checksum: Checksum = UNKEYED,
+        *,
+        digests: bool = False,
+    ) -> GatheredPart:
+        """As `gather_part`; on a GPU the copy is only queued. Checksums of a buffer in host memory are digests if
+        `digests`, which the device computes; those of a buffer on a GPU always are."""
         slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
         out = self._head_of(out, slices, start, end)
-        target = out if self._host_staging is None else self._host_staging.piece(out.numel())
-        for heads, staged in self._staged(target, slices, start, end):
+        staging = self._host_staging
+        piece = None if staging is None else staging.piece(out.numel())
+        filled = [staged for _, staged in self._staged(out if piece is None else piece.memory, slices, start, end)]
+        for heads, staged in zip(slices, filled, strict=True):
             gather_kv(self._heads(heads), block_table, start, end, staged)
-        if self._host_staging is not None:
-            self._host_staging.to_host(out)
-        return [checksum_of(staged, checksum) for _, staged in self._staged(out, slices, start, end)]
+        sums = DigestSums.of(filled, checksum) if digests or out.is_cuda else None
+        if staging is not None and piece is not None:
+            mark, sums = staging.to_host(piece, out, sums)
+        else:
+            sums = None if sums is None else sums.to_host()
+            mark = Mark(pinned=out.is_cuda, blocking=True)
+            mark.set()
+        arrived = [staged for _, staged in self._staged(out, slices, start, end)]
+        return GatheredPart(arrived, sums, mark, checksum, self.tensor_NL2KBD.device)
 
-    def scatter_part(self, block_table: Sequence[int], start: int, end: int, data: Tensor, peer_tp: int) -> None:
+    def scatter_part(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Tensor,
+        peer_tp: int,
+        checksum: Checksum | None = None,
+    ) -> DigestSums | None:
         """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
-        tensor. On a GPU the copy is only queued."""
+        tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what arrived on the
+        cache's device."""
         slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
         data = self._head_of(data, slices, start, end)
         source = data if self._host_staging is None else self._host_staging.to_device(data)
-        for heads, staged in self._staged(source, slices, start, end):
+        arrived = [staged for _, staged in self._staged(source, slices, start, end)]
+        sums = None if checksum is None else DigestSums.of(arrived, checksum)
+        for heads, staged in zip(slices, arrived, strict=True):
             scatter_kv(self._heads(heads), block_table, start, end, staged)
+        return sums
 
     @property
     def _head_bytes_per_token(self) -> int:

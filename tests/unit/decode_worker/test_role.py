@@ -67,9 +67,9 @@ PAYLOAD = np.arange(80, dtype=np.uint8)
 class Peer:
     """One pair, as its prefill worker sees it."""
 
-    def __init__(self, role: DecodeRole, info: WorkerInfo) -> None:
+    def __init__(self, role: DecodeRole, info: WorkerInfo, *, digests: bool = False) -> None:
         self.outgoing = Outgoing(100)
-        hello = PairHello(info=info, receiver_incarnation=Incarnation("d-life"))
+        hello = PairHello(info=info, receiver_incarnation=Incarnation("d-life"), digests=digests)
         answer = role._accept(hello, self.outgoing)
         assert not isinstance(answer, handover.PairRefused), answer
         self.welcome, pair = answer
@@ -180,6 +180,29 @@ async def test_idle_pairs_are_to_make_room_for_one_more() -> None:
 
 
 # ---------------------------------------------------------------- the whole way
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(False, False), (True, False), (False, True), (True, True)])
+async def test_digests_where_both_devices_compute_them(theirs: bool, ours: bool) -> None:
+    """Then the engine compares them, and the transport looks at nothing: here something else arrives."""
+    async with bench() as it:
+        it.context.digests = ours
+        peer = Peer(it.role, info_of("p", "prefill"), digests=theirs)
+        assert peer.welcome.digests is (theirs and ours)
+        await peer.connect()
+        it.reserved(peer)
+        peer.announce(0)
+        peer.message(ClearToSend)
+        peer.send(PAYLOAD ^ 1)
+        if theirs and ours:
+            await until(lambda: it.context._commands)
+            assert it.context.command(Scatter).digest == checksum(PAYLOAD)
+            it.role.on_event(Scattered(key_of("a"), 0, ok=False, intact=False))
+        else:
+            await until(lambda: peer.outgoing._items)
+        assert [type(message).__name__ for message in peer.said()] == ["ChunkDone", "Abort"]
+        assert it.context.command(Release) == Release(key_of("a"))
+        assert it.idle()
 
 
 async def test_a_sequence_is_taken_over() -> None:

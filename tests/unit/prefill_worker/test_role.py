@@ -86,9 +86,9 @@ class Bench:
         }
         return PairWelcome(**{**fields, **changes})
 
-    async def form(self, stream: PlayedStream) -> None:
+    async def form(self, stream: PlayedStream, **changes: Any) -> None:
         """Let the pair be formed."""
-        welcome = self.welcome()
+        welcome = self.welcome(**changes)
         stream.welcome.set_result(welcome)
         self.transports.append(await call_on_thread("accept", lambda: self.rendezvous.accept(welcome.pair_name)))
 
@@ -163,6 +163,22 @@ async def test_a_prompt_is_computed_moved_and_released(streams: list[PlayedStrea
         assert context.command(Release) == Release(key_of("a"))
         assert not role.owns(key_of("a"))
         assert context.ends == []
+
+
+@pytest.mark.parametrize(("offers", "takes"), [(False, False), (True, False), (True, True)])
+async def test_digests_are_the_pairs_where_d_takes_them(streams: list[PlayedStream], offers: bool, takes: bool) -> None:
+    async with bench() as it:
+        it.context.digests = offers
+        it.dispatch(spec_of("a"))
+        await it.form(streams[0], digests=takes)
+        await until(lambda: streams[0]._sent)
+        streams[0].sent()
+        assert streams[0].digests is offers
+        await it.reserve(streams[0])
+        it.context.command(Add)
+        it.role.on_event(ChunkPlanned(key_of("a"), 10))
+        assert it.context.command(Gather).digests is takes
+        it.role.on_event(Gathered(key_of("a"), 0, ok=False))
 
 
 async def test_what_is_dispatched_meanwhile_waits_for_the_one_pair(streams: list[PlayedStream]) -> None:

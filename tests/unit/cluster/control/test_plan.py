@@ -113,12 +113,13 @@ def test_workers_that_come_later_take_the_next_devices() -> None:
     [
         (
             {"prefill": {"device": "cuda", "tp": 2}, "decode": {"device": "cuda:1"}},
-            "pools.decode.device: decode-0 would share CUDA device 1 with prefill-0",
+            "pools.decode.device: decode-0 would share CUDA device 1 with prefill-0; "
+            "name the device in every pool, such as cuda:0, where that is meant",
         ),
         (
             {"prefill": {"device": "cuda", "size": 3}, "decode": {"device": "cuda", "tp": 2}},
             "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. "
-            "Pools that name the same one, such as cuda:0, share it, but not with transport nccl",
+            "Pools that name the same one, such as cuda:0, share it",
         ),
     ],
 )
@@ -151,11 +152,25 @@ def test_no_worker_measures_a_device_that_it_shares(measures: str) -> None:
     )
 
 
-def test_nccl_joins_no_two_workers_on_one_device() -> None:
-    pools = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:0"}}
+def test_nccl_joins_two_workers_on_one_device_only_where_that_is_asked_for() -> None:
+    pool = {"device": "cuda:0", "kv_cache_bytes": "2GiB"}
+    config = parse_config({"pools": {"prefill": pool, "decode": pool}, "transfer": {"transport": "nccl"}})
     with pytest.raises(ConfigError) as raised:
-        check_devices(parse_config({"pools": pools, "transfer": {"transport": "nccl"}}), 1)
-    assert str(raised.value) == "pools.decode.device: decode-0 would share CUDA device 0 with prefill-0"
+        check_devices(config, 1)
+    assert str(raised.value) == (
+        "pools.decode.device: decode-0 would share CUDA device 0 with prefill-0, which NCCL refuses; use another "
+        "transfer.transport, or set DISAGG_NCCL_ONE_GPU=1 in the environment: KV then goes through sockets, right but "
+        "slowly"
+    )
+    check_devices(config, 1, nccl_shares=True)
+
+
+def test_who_asks_for_it_still_names_the_device() -> None:
+    config = parse_config(
+        {"pools": {"prefill": {"device": "cuda"}, "decode": {"device": "cuda:0"}}, "transfer": {"transport": "nccl"}}
+    )
+    with pytest.raises(ConfigError, match="name the device in every pool, such as cuda:0, where that is meant"):
+        check_devices(config, 1, nccl_shares=True)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from disagg.cluster.hosts.processes import ProcessCluster, ProcessLauncher
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.launcher import RayLauncher
 from disagg.cluster.on_ray.store import ControllerSettings
-from disagg.engine.config import WorkerConfig
-from disagg.engine.device_environment import GPU_ENVIRONMENT
+from disagg.engine.config import TransportName, WorkerConfig
+from disagg.engine.device_environment import GPU_ENVIRONMENT, nccl_shares_gpus
 from disagg.proto.errors import ConfigError
 from tests.support.secret import SECRET
 
@@ -40,6 +40,33 @@ def test_a_worker_s_process_has_its_device_s_variables_from_its_start(
     launcher.start_worker(config, "", PoolConfig(device=device))
     (environment,) = given
     assert {name: value for name, value in environment.items() if name in GPU_ENVIRONMENT} == expected
+
+
+@pytest.mark.parametrize(("asked", "transport"), [("1", "nccl"), ("0", "nccl"), ("", "nccl"), ("1", "shm")])
+def test_workers_of_one_gpu_are_hosts_of_their_own_to_nccl_where_that_is_asked_for(
+    asked: str, transport: TransportName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Mapping[str, str]] = []
+    monkeypatch.setattr(processes, "start_child", lambda *arguments: given.append(arguments[6]))
+    monkeypatch.setenv("DISAGG_NCCL_ONE_GPU", asked)
+    launcher = ProcessLauncher(tmp_path, SECRET)
+    for name in ("prefill-0", "decode-0"):
+        config = WorkerConfig(
+            worker_id=name, roles=("decode",), model_path="fake", device="cuda:0", transport=transport
+        )
+        launcher.start_worker(config, "", PoolConfig(device="cuda:0"))
+    found = [{name: value for name, value in each.items() if name.startswith("NCCL")} for each in given]
+    if (asked, transport) == ("1", "nccl"):
+        common = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        assert found == [{"NCCL_HOSTID": name, **common} for name in ("prefill-0", "decode-0")]
+    else:
+        assert found == [{}, {}]
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        nccl_shares_gpus({"DISAGG_NCCL_ONE_GPU": "yes"})
+    assert str(raised.value) == "DISAGG_NCCL_ONE_GPU: expected 0 or 1; got 'yes'"
 
 
 def test_a_gateway_whose_process_waits_gets_its_specification_and_no_other_process(

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.engine.commands import Add, Ended, Event, Join, Release, Reserve, Scatter, Scattered, TokenSampled
+from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Reserve, Scatter, Scattered, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.steps import plan_ahead
+from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
 from tests.support.engine import (
+    GATEWAY,
     add_to,
     assert_idle,
     end_of,
@@ -383,11 +385,59 @@ class TestCopies:
         assert events == [Scattered(key_of("b"), 0, ok=True)]
         assert_idle(core)
 
+    def scatter_with_digest(self, core: EngineCore, seq: int, *, is_corrupt: bool = False) -> list[Event]:
+        start, end = self.RANGES[seq]
+        data = kv_of(self.PROMPT, start, end)
+        return handle_all(core, Scatter(key_of("b"), seq, start, end, data, digest=UNKEYED(data) ^ int(is_corrupt)))
+
+    def test_a_join_waits_for_the_digests_of_the_copies_before_it_and_for_nothing_else(self) -> None:
+        """In the call that finishes the step under way; the next step has it."""
+        runner = QueueingRunner()
+        core = decoding(runner, 2, max_tokens=12)
+        output = expected_output(self.PROMPT, 5)
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        events = self.scatter_with_digest(core, 0) + self.scatter_with_digest(core, 1)
+        assert events + handle_all(core, Join(key_of("b"), output[0])) == []
+        assert (core.audit()[0]["copies"], core.audit()[1]) == (2, [])
+        found = [event for event in core.step(0.0) if event.key == key_of("b")]
+        scattered = [Scattered(key_of("b"), 0, ok=True), Scattered(key_of("b"), 1, ok=True)]
+        assert found[:3] == [*scattered, Joined(key_of("b"))]
+        assert token_ids_of(found + run_until_idle(core), "b") == output
+        assert_idle(core)
+
+    @pytest.mark.parametrize("is_queued", [True, False])
+    def test_what_does_not_have_its_digest_is_not_joined(self, is_queued: bool) -> None:
+        core = decoding(QueueingRunner(), 2, max_tokens=12) if is_queued else make_core(runner=QueueingRunner())
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        events = self.scatter_with_digest(core, 0) + self.scatter_with_digest(core, 1, is_corrupt=True)
+        events += handle_all(core, Join(key_of("b"), 7)) + run_until_idle(core)
+        assert [event for event in events if event.key == key_of("b")] == [
+            Scattered(key_of("b"), 0, ok=True),
+            Scattered(key_of("b"), 1, ok=False, intact=False),
+            Ended(key_of("b"), GATEWAY, "failed", "joined with the KV of 8 of 20 tokens"),
+        ]
+        assert_idle(core)
+
+    def test_a_join_that_waits_goes_with_its_sequence(self) -> None:
+        """And another reservation of the same attempt gets nothing of the old one's copies."""
+        core = decoding(QueueingRunner(), 2, max_tokens=12)
+        handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        self.scatter_with_digest(core, 0)
+        self.scatter_with_digest(core, 1)
+        handle_all(core, Join(key_of("b"), 7), Release(key_of("b")), Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
+        assert core.audit()[1] == []
+        found = [event for event in run_until_idle(core) if event.key == key_of("b")]
+        assert found == [Scattered(key_of("b"), 0, ok=True), Scattered(key_of("b"), 1, ok=True)]
+        assert handle_all(core, Join(key_of("b"), 7)) == [
+            Ended(key_of("b"), GATEWAY, "failed", "joined with the KV of 0 of 20 tokens")
+        ]
+        assert_idle(core)
+
     def test_an_error_of_the_device_ends_the_worker(self) -> None:
         core = decoding(QueueingRunner(), 2, max_tokens=12)
         handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
         self.scatter(core, 0, [])
-        (copying, _) = core._copying[0]
+        copying = core._landing._under_way[0].copying
 
         def lost() -> bool:
             raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")

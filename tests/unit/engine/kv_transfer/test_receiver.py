@@ -97,6 +97,53 @@ def test_a_whole_hand_over() -> None:
     assert machine.counters == {"chunks_received": 2, "kv_bytes_received": 128}
 
 
+class TestDigests:
+    """What comes is compared behind its copy to the device, by the engine."""
+
+    SCATTER = ScatterChunk(KEY, 0, 4, 20, slot=0, nbytes=128, digest=5)
+
+    def arrived(self) -> Receiver:
+        machine = reserved(digests=True, max_chunk_bytes=128)
+        machine.on_message(header(0, 4, 20), 0.0)
+        machine.on_message(Commit(**NAMED, token_id=99, num_chunks=1), 0.0)
+        assert machine.on_received(KEY, 0, True, 0) == [self.SCATTER, JoinSequence(KEY, 99)]
+        return machine
+
+    def test_the_engine_is_told_what_must_arrive_and_the_join_follows_at_once(self) -> None:
+        machine = self.arrived()
+        assert machine.on_scattered(KEY, 0, True) == [
+            done(0),
+            SendControl(CommitAck(**NAMED)),
+            ReceiveOver(KEY, "committed", kv_bytes=128, cached_tokens=4),
+        ]
+        assert machine.holdings() == NOTHING
+
+    def test_another_digest_fails_the_attempt(self) -> None:
+        machine = self.arrived()
+        cause = Cause(Failure.CHUNK_REJECTED, "chunk 0 has another checksum than announced")
+        assert machine.on_scattered(KEY, 0, False, intact=False) == [
+            done(0, ok=False),
+            ReleaseSequence(KEY),
+            ReceiveOver(KEY, "aborted", cause, 0, 4),
+            abort(KEY, cause),
+        ]
+        assert machine.counters["corrupt_chunks"] == 1
+        assert machine.holdings() == NOTHING
+
+    def test_another_digest_of_an_attempt_that_is_over_is_counted(self) -> None:
+        machine = self.arrived()
+        machine.cancel(KEY)
+        assert machine.on_scattered(KEY, 0, False, intact=False) == [done(0, ok=False)]
+        assert machine.counters["corrupt_chunks"] == 1
+        assert machine.holdings() == NOTHING
+
+    def test_bytes_that_came_before_their_digest_wait_for_it(self) -> None:
+        machine = reserved(digests=True, max_chunk_bytes=128)
+        machine.on_message(header(0, 4, 20, None), 0.0)
+        assert machine.on_received(KEY, 0, True, 0) == []
+        assert machine.on_message(ChunkSum(**NAMED, seq=0, checksum=5), 0.0) == [self.SCATTER]
+
+
 def promised() -> Receiver:
     """All but the last chunk is there; that one was announced without a checksum and is cleared."""
     machine = receiver()

@@ -31,7 +31,8 @@ class Harness:
     def __init__(self, core: EngineCore, token_interval_s: float = 0.0) -> None:
         self.batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.thread = EngineThread(core, self.batches.put, self.crashes.put, token_interval_s)
+        self.gathered: queue.SimpleQueue[Gathered] = queue.SimpleQueue()
+        self.thread = EngineThread(core, self.batches.put, self.crashes.put, self.gathered.put, token_interval_s)
 
     def events_until_ended(self) -> list[Any]:
         """All events up to the first `Ended`."""

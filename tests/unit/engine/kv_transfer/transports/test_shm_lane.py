@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +72,12 @@ def content(seed: int, size: int) -> Bytes:
 def ends(ring: Bytes) -> tuple[RingSender, RingReceiver, Link, Link]:
     sender_link, receiver_link = linked()
     links: tuple[Any, Any] = (sender_link, receiver_link)
-    return RingSender(links[0], ring), RingReceiver(links[1], ring, UNKEYED), sender_link, receiver_link
+    return (
+        RingSender(links[0], ring),
+        RingReceiver(links[1], ring, UNKEYED, threading.Event()),
+        sender_link,
+        receiver_link,
+    )
 
 
 SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 7]
