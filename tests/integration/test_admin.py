@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def elastic() -> FakeRouter:
 
 
 async def test_where_answers_decode_is_set_logged_and_shown(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     router = elastic()
     async with running(folder, router) as server, AsyncClient(server.address) as client:
         compared = ShapeComparison(cause="first", requests=40, present="spread", chosen="spread", reason="no better")

@@ -91,6 +91,7 @@ def test_a_process_that_is_killed_is_started_again_and_none_outlives_its_owner(c
     children = children_of(first)
     assert len(children) == 2
     os.kill(children[0], signal.SIGKILL)
+    until(lambda: children[0] not in children_of(first), "the process does not notice that its child was killed")
     assert compiler.verdict(schema({**GOOD, "title": "again"})) == ""
     children = children_of(first)
     os.kill(first, signal.SIGKILL)

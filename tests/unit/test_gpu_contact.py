@@ -111,8 +111,12 @@ def test_ops_that_are_off_already_are_known(given: dict[str, str], found: tuple[
 
 
 def test_every_test_of_the_folder_is_in_the_first_plan_once() -> None:
-    taken = [path for section in plans()["first"] for path in section.tests]
-    assert sorted(taken) == sorted(
+    """But for those of which each section chooses some."""
+    taken = [path for section in plans()["first"] if not section.choice for path in section.tests]
+    assert len(set(taken)) == len(taken)
+    chosen = {(path, section.choice) for section in plans()["first"] if section.choice for path in section.tests}
+    assert chosen == {(f"{TEST_FOLDER}/test_serving.py", transport) for transport in ("shm", "nixl", "nccl")}
+    assert sorted({*taken, *(path for path, _ in chosen)}) == sorted(
         f"{TEST_FOLDER}/{path.name}" for path in (REPOSITORY / TEST_FOLDER).glob("test_*.py")
     )
 

@@ -72,7 +72,8 @@ def command(section: Section, mode: Mode, place: Place, tests: History) -> list[
             processes += [f"--deselect={name}" for name in (*tests.ended, *tests.open)]
         elif mode != "plain" and (culprits := [*tests.failed, *tests.open]):
             chosen = [f"{TEST_FOLDER}/{name}" for name in culprits]
-        found = [sys.executable, "-m", "pytest", *options, *processes, *chosen]
+        choice = ["-k", section.choice] if section.choice else []
+        found = [sys.executable, "-m", "pytest", *options, *choice, *processes, *chosen]
     return ["compute-sanitizer", "--tool", "memcheck", *found] if mode == "memcheck" else found
 
 

@@ -26,6 +26,8 @@ class Section:
     """Behind those that every program has."""
     tests: tuple[str, ...] = ()
     """Paths from the repository."""
+    choice: str = ""
+    """Of these, what `pytest -k` chooses; empty for all."""
     workers: int = 1
     """Processes of tests, where pytest-xdist is."""
     needs: tuple[str, ...] = ()
@@ -48,10 +50,15 @@ OWN_TESTS = {
     "poisoned": ("poisoned",),
     "transports": ("transports",),
     "serving": ("serving",),
+    "serving-nixl": ("serving",),
+    "serving-nccl": ("serving",),
+    "switches": ("switches",),
     "pairs": ("nccl",),
     "ranks": ("ranks",),
 }
 """Section -> its test files; all others are tests of kernels."""
+CHOICES = {"serving": "shm", "serving-nixl": "nixl", "serving-nccl": "nccl"}
+"""A cluster for each transport, side by side."""
 
 
 def plans() -> dict[str, tuple[Section, ...]]:
@@ -65,7 +72,7 @@ def _first() -> tuple[Section, ...]:
 
 def _second() -> tuple[Section, ...]:
     """Fewer tests, and a model under load before the other figures."""
-    tests = tuple(section for section in _tests() if section.name in ("kernels", "engine", "graphs", "serving"))
+    tests = tuple(section for section in _tests() if section.name in ("kernels", "engine", "graphs", *CHOICES))
     limits, *figures = _figures()
     load = Section(
         name="load",
@@ -111,6 +118,7 @@ def _tests() -> tuple[Section, ...]:
             limit_s=limit_s,
             least_s=least_s,
             tests=kernels if name == "kernels" else own[name],
+            choice=CHOICES.get(name, ""),
             workers=workers,
             rerun=True,
             reference=engine,
@@ -124,12 +132,17 @@ def _tests() -> tuple[Section, ...]:
         section("transports", 4, 100, 20, 2, engine=False),
         section("pairs", 5, 100, 20, 2, engine=False),
         section("ranks", 6, 90, 20, 1, engine=False),
-        section("poisoned", 7, 60, 15, 1, engine=False),
+        section("serving-nixl", 7, 110, 30, 1, engine=False),
+        section("serving-nccl", 8, 110, 30, 1, engine=False),
+        section("switches", 9, 110, 30, 2, engine=False),
+        section("poisoned", 10, 60, 15, 1, engine=False),
     )
 
 
 def _figures() -> tuple[Section, ...]:
-    def section(name: str, priority: int, limit_s: float, least_s: float, program: str, *needs: str) -> Section:
+    def section(
+        name: str, priority: int, limit_s: float, least_s: float, program: str, *needs: str, left_out: str = ""
+    ) -> Section:
         return Section(
             name=name,
             phase=3,
@@ -137,6 +150,7 @@ def _figures() -> tuple[Section, ...]:
             limit_s=limit_s,
             least_s=least_s,
             program=f"benchmarks.gpu.{program}",
+            arguments=("--not", left_out) if left_out else (),
             needs=needs,
             alone=True,
             rerun=True,
@@ -144,11 +158,12 @@ def _figures() -> tuple[Section, ...]:
 
     return (
         section("limits", 0, 20, 6, "timing"),
-        section("model", 1, 75, 15, "model", "limits"),
+        section("model", 1, 75, 15, "model", "limits", left_out="transformers compiled"),
         section("attention", 2, 60, 12, "attention", "limits"),
         section("handover", 3, 45, 10, "handover", "limits"),
         section("sweep", 4, 45, 10, "sweep", "limits"),
         section("traces", 5, 30, 10, "traces"),
+        section("compiled-peer", 6, 80, 40, "compiled_peer", "limits"),
     )
 
 
