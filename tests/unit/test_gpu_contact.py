@@ -111,8 +111,9 @@ def test_ops_that_are_off_already_are_known(given: dict[str, str], found: tuple[
 
 
 def test_every_test_of_the_folder_is_in_the_first_plan_once() -> None:
-    """But for those of which each section chooses some."""
-    taken = [path for section in plans()["first"] if not section.choice for path in section.tests]
+    """But for those of which each section chooses some, and the switches, which are in the second one."""
+    switches = [section for section in plans()["second"] if section.name == "switches"]
+    taken = [path for section in (*plans()["first"], *switches) if not section.choice for path in section.tests]
     assert len(set(taken)) == len(taken)
     chosen = {(path, section.choice) for section in plans()["first"] if section.choice for path in section.tests}
     assert chosen == {(f"{TEST_FOLDER}/test_serving.py", transport) for transport in ("shm", "nixl", "nccl")}

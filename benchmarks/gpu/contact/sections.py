@@ -66,13 +66,19 @@ def plans() -> dict[str, tuple[Section, ...]]:
     return {"first": _first(), "second": _second()}
 
 
+LATER = ("switches", "compiled-peer")
+"""What answers no question of the first contact."""
+
+
 def _first() -> tuple[Section, ...]:
-    return (*_begin(), *_tests(), *_figures())
+    return tuple(section for section in (*_begin(), *_tests(), *_figures()) if section.name not in LATER)
 
 
 def _second() -> tuple[Section, ...]:
     """Fewer tests, and a model under load before the other figures."""
-    tests = tuple(section for section in _tests() if section.name in ("kernels", "engine", "graphs", *CHOICES))
+    tests = tuple(
+        section for section in _tests() if section.name in ("kernels", "engine", "graphs", "switches", *CHOICES)
+    )
     limits, *figures = _figures()
     load = Section(
         name="load",
