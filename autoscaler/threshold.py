@@ -17,7 +17,7 @@ from disagg.proto.autoscaling import Decision, PoolDecision
 
 
 class ThresholdPolicy:
-    """Looks at each pool by itself; keeps what was wanted within the window."""
+    """Sizes each pool by itself. Keeps the wanted sizes of the stabilization window."""
 
     def __init__(self, options: AutoscalerOptions, limits: Mapping[str, PoolLimits]) -> None:
         self._options = options
@@ -25,7 +25,7 @@ class ThresholdPolicy:
         self._wanted: dict[str, deque[tuple[float, int]]] = {pool: deque() for pool in limits}
 
     def decide(self, observation: Observation, now: float) -> Decision:
-        """What each pool should be."""
+        """Return the size that each pool should have."""
         return Decision(pools=tuple(self._decide(pool, observation, now) for pool in self._limits))
 
     def _decide(self, pool: str, observation: Observation, now: float) -> PoolDecision:

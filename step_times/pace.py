@@ -38,15 +38,15 @@ def tokens_left(num_done: int, num_most: int, expected: float) -> float:
 
 
 def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float, paced_ms: float) -> float | None:
-    """The slack of a sequence whose last token is due in `left_ms`, with `rest` tokens to come, and whose target allows
-    `paced_ms` for all tokens after the first; None where it would be late even alone on the worker, with steps of
-    `alone_ms`."""
+    """The slack of a sequence, in milliseconds. Its last token is due in `left_ms`, `rest` tokens are to come, and its
+    target allows `paced_ms` for all tokens after the first. None where it would be late even alone on the worker, with
+    steps of `alone_ms`."""
     return None if left_ms < rest * alone_ms else left_ms - RESERVE * paced_ms - MARGIN * rest * step_ms
 
 
 def note_of_target(tpot_ms: float | None, steps: Mapping[WorkerId, StepCoefficients]) -> str:
-    """What an operator should know of a configured TPOT target that no worker can meet; empty where one can, or nothing
-    was measured. `steps`: of the workers that decode."""
+    """A note for operators on a configured TPOT target that no worker can meet; empty where one can, or nothing was
+    measured. `steps`: the coefficients of the workers that decode."""
     if tpot_ms is None or not steps:
         return ""
     alone_ms = {worker_id: each.base_ms + each.decode_ms for worker_id, each in steps.items()}
