@@ -12,7 +12,7 @@ from disagg.engine.core.policy import chunk_length
 from disagg.step_times.interface import StepTimes, StepWork
 
 MAX_RUN_S = 0.1
-"""The router is told after so long how far the prompt is."""
+"""Seconds after which the router is told how far the prompt is."""
 
 
 class ChunkStep(NamedTuple):
@@ -80,8 +80,8 @@ class ChunkRun:
         return self.steps[-1].ended
 
     def cut(self, now: float) -> None:
-        """It ends with the step that is under way, or with the one before, where that is over and the next one has not
-        begun."""
+        """End the run with the step that is under way, or with the one before it if that has ended and the next one has
+        not begun."""
         steps, passed = self.steps, now - self.gap_s
         number = next((n for n, step in enumerate(steps, start=1) if step.ended >= passed), len(steps))
         del steps[number:]
