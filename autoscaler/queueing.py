@@ -256,7 +256,7 @@ class Sharing:
 
 class _State(NamedTuple):
     number: int
-    """Number of sequences."""
+    """Number of sequences in the pool."""
     log_weight: float
     """Logarithm of the state's relative probability."""
     width: int

@@ -34,7 +34,7 @@ class Moments(msgspec.Struct, gc=False):
     """
 
     size: int
-    """Number of unknowns."""
+    """Number of unknown coefficients."""
     window: float | None = None
     """About how many of the latest observations count; each new one takes 1/window of the weight of all the earlier
     ones. None never forgets."""

@@ -35,7 +35,7 @@ class FastSlack:
     # ------------------------------------------------------------ what happens
 
     def observe(self, step: StepSample) -> None:
-        """Observe one step."""
+        """Observe the time of one step."""
         kind = 2 * (step.prefill_tokens > 0) + (step.num_decodes > 0)
         if self._num_seen[kind] % _EVERY == 0:
             self.slack.observe(step)

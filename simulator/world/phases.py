@@ -25,7 +25,7 @@ MAX_PHASES = 1000
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One scenario for so long."""
+    """One scenario, for a duration."""
 
     name: str
     duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)]
@@ -34,11 +34,11 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """What users ask, and over which time."""
+    """The requests of the users, and the time that they take."""
 
     requests: list[UserRequest]
     window_s: float
-    """What goodput divides by."""
+    """Duration in seconds by which goodput is divided."""
 
 
 def make_phases(raw: object) -> list[Phase]:

@@ -27,7 +27,7 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class LinearSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step takes the sum of these times; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
+    """A step time that is linear in the work; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
 
     base_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     prefill_token_ms: Milliseconds
@@ -62,7 +62,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Timing(NamedTuple):
-    """What such a file holds."""
+    """The contents of such a file."""
 
     step: StepTimes
     pools: dict[str, LinearSteps]
@@ -71,7 +71,7 @@ class Timing(NamedTuple):
     overheads: Overheads
     cold_start_s: float
     sharing: Sharing | None = None
-    """Of workers on one machine; None where each has its own."""
+    """How much workers on one machine slow each other down; None if each has its own machine."""
 
     def of_pool(self, name: str) -> StepTimes:
         """The step times of a pool's workers."""
@@ -79,7 +79,7 @@ class Timing(NamedTuple):
 
 
 def read_timing(raw: Any) -> Timing:
-    """From plain values; raises `ValueError` naming the field."""
+    """The timing by plain values; raises `ValueError` naming the field."""
     if not isinstance(raw, dict):
         raise ValueError("expected the keys step and kv_bytes_per_token, or a recording of steps")
     try:
