@@ -32,7 +32,7 @@ SPLIT: Final = "split"
 PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
 MAX_QUEUED: Final = 1024
-"""Requests that wait for a worker."""
+"""Most requests that wait for a worker."""
 
 
 class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class RecordingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     folder: Name
     """Each gateway process makes a file there, for its owner only. A path in the YAML is relative to its folder."""
     max_bytes: Bytes = 256 << 20
-    """Of all recordings in the folder together. The one that reaches it ends there."""
+    """Most bytes of all recordings in the folder together. The recording that reaches it ends there."""
 
 
 class TracingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +97,7 @@ class TracingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_waiting: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 2048
     """Ended requests that wait to be sent; further ones are dropped and counted."""
     timeout_s: Seconds = 5.0
-    """Of one export."""
+    """Most seconds of one export."""
 
 
 _TIMEOUTS = FailureTimeouts()
