@@ -151,11 +151,11 @@ class Sizing:
     """Estimates for one kind of load on workers of one speed; keeps them.
 
     Args:
-        service: of the workers of all pools.
-        kinds: of requests.
-        limits: of the pools.
+        service: the models of the workers of all pools.
+        kinds: the kinds of requests.
+        limits: the limits of the pools.
         goal: share of requests that are to meet their targets.
-        max_utilization: of every pool.
+        max_utilization: the largest utilization of each pool.
     """
 
     def __init__(

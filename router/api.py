@@ -306,7 +306,7 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive output tokens."""
+    """Consecutive output tokens of one answer."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []

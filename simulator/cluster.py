@@ -83,8 +83,8 @@ class SimulatedCluster(Surroundings):
 
     Args:
         spec: the cluster.
-        requests: in the order of their due times.
-        habits: of the users.
+        requests: the requests, in the order of their due times.
+        habits: the habits of the users.
         on_record: called for each record when its request ends. Then none is kept: a million of them, with the time of
             each token, would be many gigabytes.
     """

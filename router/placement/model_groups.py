@@ -286,7 +286,7 @@ class WorkerBucket:
     """Workers of one model group, role and shape.
 
     Args:
-        info: of the first worker; gives the shape.
+        info: the info of the first worker; gives the shape.
         policy: gives the rank.
         watermark: share of the blocks that is left free.
         num_blocks: KV blocks that a request has in use on a worker of this shape, those of cached tokens included.

@@ -118,7 +118,7 @@ class RequestQueue:
 
     Args:
         quantum: tokens of a tenant in one round.
-        may_run: whether a tenant may have one more running; requests of others are skipped.
+        may_run: whether a tenant may have one more request running; requests of other tenants are skipped.
     """
 
     def __init__(self, quantum: int = DEFAULT_QUANTUM, may_run: Callable[[str], bool] = lambda tenant: True) -> None:
@@ -212,11 +212,11 @@ class RequestQueue:
         """Add a request that is not in the queue.
 
         Args:
-            request_id: of it.
-            urgency: of it.
-            work_ms: prefill time of its prompt.
-            share: of its tenant; optional where there is only one.
-            cost: upper limit of its tokens; 0 where its tenant was charged for it.
+            request_id: the id of the request.
+            urgency: its sort key.
+            work_ms: milliseconds of prefill of its prompt.
+            share: the share of its tenant; optional if there is only one.
+            cost: upper limit of its tokens; 0 if its tenant was charged for it.
         """
         assert request_id not in self._lane_of, f"{request_id} is queued already"
         lane = self._lane_for(share)

@@ -30,8 +30,8 @@ class Part:
     """The part of one tenant in one resource. Owner: the `SharedResource`.
 
     Args:
-        weight: its share while others ask too, relative to theirs.
-        most: it never has more than that; None is no limit.
+        weight: the tenant's share while others ask too, relative to their weights.
+        most: the most that the tenant may have; None is no limit.
     """
 
     __slots__ = ("asked", "earlier_peak", "guaranteed", "is_asking", "most", "peak", "used", "weight")
@@ -59,8 +59,8 @@ class SharedResource:
     """The parts of all tenants of one resource.
 
     Args:
-        total: how much of it there is.
-        most_share: the share of all that one of several tenants may have.
+        total: the amount of the whole resource.
+        most_share: the largest share of it that one of several tenants may have.
     """
 
     def __init__(self, total: Callable[[], int], most_share: float) -> None:

@@ -80,7 +80,7 @@ class Tenant:
         self.places, self.kv = Part(), Part()
         """The tenant's parts of the places to decode and of the KV tokens."""
         self.is_over_share = False
-        """Whether the tenant's next request lacked its share of KV in the present pass of the queue."""
+        """Whether its next request would exceed its share of the KV tokens, as of the present pass of the queue."""
         self.called_at = now
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -337,7 +337,7 @@ class Tenants:
         self._kv.set_limits(tenant.kv, limits.weight, None)
 
     def _forget_old(self, now: float) -> None:
-        """Forget tenants without a call for `FORGET_S`. One that still has something is checked again after that time."""
+        """Forget tenants without a call for `FORGET_S`. One that is not idle is checked again after that time."""
         for _ in range(_LOOKS):
             name, tenant = next(iter(self._tenants.items()))
             if now < tenant.called_at + FORGET_S:

@@ -11,7 +11,7 @@ class TokenBucket:
     """A token bucket: full at first, refilled at an even rate; time is an argument.
 
     Args:
-        per_minute: its size, and what is refilled in a minute.
+        per_minute: the size of the bucket, which is refilled in a minute.
         now: the time.
     """
 

@@ -15,7 +15,8 @@ from disagg.router.telemetry.telemetry import ANSWERED
 
 
 def load_report(view: ClusterView, traces: Iterable[RequestTrace], now: float, model: str = "") -> LoadReport:
-    """From a router's own views; `traces` are the latest requests, the latest arrival first. `model`: its key."""
+    """The load report by a router's own views; `traces` are the latest requests, the latest arrival first. `model`: its
+    key."""
     met, judged = view.slos.get("both", (0, 0))
     samples = [_request(trace, now) for trace in traces if not trace.is_probe]
     return LoadReport(

@@ -68,9 +68,9 @@ class BlockSet:
         piece is cached only with all pieces before it.
 
         Args:
-            keys: of the pieces.
-            ends: up to which unit each goes.
-            most: units.
+            keys: the keys of the pieces.
+            ends: for each piece, the number of units up to its end.
+            most: the most units.
         """
         held, cached = self._held, self._cached
         first, last = 0, min(len(keys), bisect_right(ends, most) + 1)

@@ -28,14 +28,14 @@ class ChunkRun:
     """The steps from `began` on, each `gap_s` after the end of the one before.
 
     Args:
-        times: of steps.
-        start: the prompt's tokens that are computed.
-        num_tokens: of its first chunk.
-        num_known: of the prompt.
+        times: the step times.
+        start: number of the prompt's tokens that are computed already.
+        num_tokens: number of tokens in the first chunk.
+        num_known: number of tokens in the prompt.
         budget: tokens of a step beside its decodes.
-        num_decodes: in each step.
-        attends: tokens to which they attend in the first one.
-        most: steps at most.
+        num_decodes: number of decodes in each step.
+        attends: number of tokens to which the decodes attend in the first step.
+        most: the most steps.
         others_need: tokens of the budget that must be left for another prompt to get some.
         until: no step begins then or later.
     """

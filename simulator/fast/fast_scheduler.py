@@ -46,11 +46,11 @@ class FastScheduler:
     """Keeps the state of each sequence, and plans the next step.
 
     Args:
-        room: their blocks.
-        slack: for scheduling `slack`.
-        note: something changed that the worker reports.
-        tell_tokens: send what a sequence made so far, which does not decode any more.
-        end: drop a sequence and tell the gateway.
+        room: the blocks of the sequences.
+        slack: decides about prompts with scheduling `slack`; else None.
+        note: called after a change that the worker reports.
+        tell_tokens: sends the tokens so far of a sequence that no longer decodes.
+        end: releases a sequence and tells the gateway that it ended.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ class FastSlack:
         sequence with the least slack decides it.
 
         Args:
-            growth_ms: by what each step is predicted to take longer than the one before.
-            until: when so many steps are over, and the next one is planned.
+            growth_ms: predicted milliseconds by which each step is longer than the one before.
+            until: when a number of steps is over, and the next one is planned.
         """
         if self._blocked is None or (least := self._room.least) is None:
             return most
