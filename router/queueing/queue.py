@@ -228,7 +228,7 @@ class RequestQueue:
         self._changed(lane)
 
     def remove(self, request_id: RequestId) -> None:
-        """Remove a request that is in the queue."""
+        """Take a queued request out of the lane of its tenant."""
         lane, urgency = self._lane_of.pop(request_id)
         position = lane.find(urgency)
         assert lane.order[position][1] == request_id, "the order and the map of urgencies differ"
