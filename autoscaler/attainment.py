@@ -1,14 +1,14 @@
-"""The policy that solves for attainment: as few workers as meet the targets of what arrives.
+"""The policy `attainment`: as few workers as meet the targets of the arriving requests.
 
-    rate = (what arrives, or will when a new worker serves; + what waits, within DRAIN_S) x correction
+    rate = (arrivals, now or when a new worker would serve; + waiting requests / DRAIN_S) x correction
     more workers    at once, where the present ones are not enough for `rate` (`Sizing.grown`)
     fewer workers   where fewer would have been enough for `rate` x margin at each look of the last `down_after_s`, and
                     no size was changed in that time (`Sizing.shrunk`)
     none            when nothing has come for `zero_after_s`; one of each at the first request
 
-So a worker is removed only where the rate is a margin below the one that adds it, and none is for `down_after_s` after
-any change. `correction` grows where requests miss targets that the estimate has them meet: where step times or the
-arrivals are not what the estimate assumes.
+So a worker is removed only if the rate is a margin below the one that adds it, and never within `down_after_s` after a
+change. `correction` grows if requests miss targets that they meet by the estimate: if the step times or the arrivals
+differ from the assumptions of the estimate.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Demand as it arrives: how many requests a second, of which lengths, and how many soon.
+"""The arriving demand: requests per second, now and soon, and their lengths.
 
-    arrivals in buckets, one a look ──> jump: the last 15 s, or 60 s, differ from before by more than chance ──> what
-                                   │    was before is dropped
-                                   └──> a line through what is left, five minutes at most: level now, and forecast;
-                                        without a slope where that may be chance
+    arrivals in buckets, one a look ──> jump: the last 15 s, or 60 s, differ from before by more than chance ──> the
+                                   │    earlier buckets are dropped
+                                   └──> a line through the other buckets, five minutes at most: level now, and
+                                        forecast; without a slope if that may be chance
 
-Chance is that of arrivals whose count in a bucket varies by `dispersion` times its mean (1 for a Poisson process).
+Chance is measured by arrivals whose count in a bucket has a variance of `dispersion` times its mean (1 for a Poisson
+process).
 """
 
 from __future__ import annotations

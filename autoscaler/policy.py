@@ -1,8 +1,8 @@
-"""The interface of policies, and what they are given.
+"""The interface of policies, and their input.
 
     Observation(reports of gateways, pools), now ──Policy.decide──> Decision: sizes, and why
 
-A policy keeps what it needs of the past. It has no clock: `now` is in seconds of one that never goes back.
+A policy keeps the history that it needs. It has no clock: `now` is in seconds of a clock that never goes back.
 """
 
 from __future__ import annotations

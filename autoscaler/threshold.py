@@ -1,8 +1,9 @@
-"""A threshold scaler, as Kubernetes users have it: KV use and queue length, by the formula of the horizontal pod
-autoscaler. There to be compared with.
+"""A threshold scaler as in Kubernetes, for comparison: KV use and queue length, by the formula of the horizontal pod
+autoscaler.
 
     wanted = ceil(ready * measured / target) for each metric; the largest counts. A ratio within the tolerance of 1
-    changes nothing. Fewer are wanted only when that has been so for `down_after_s` (its stabilization window).
+    changes nothing. A pool shrinks only to the largest size wanted in the last `down_after_s` (its stabilization
+    window).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long a prompt's KV takes over a link, and what of that a request sees.
+"""The transfer time of a prompt's KV over a link, and the part of it that delays the request.
 
-KV goes out chunk by chunk while the next chunk is computed (docs/architecture.md), so that only what is not yet over
-when the prompt ends delays the second token. The first one does not wait for it: the prefill worker sends it.
+KV goes out chunk by chunk while the next chunk is computed (docs/architecture.md), so that only the part that is
+left when the prompt ends delays the second token. The first token does not wait for it: the prefill worker sends it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: loop, gateway, workers, links and users, put together; and what comes of a run.
+"""A cluster in virtual time: loop, gateway, workers, links and users, put together; and the result of a run.
 
     spec + requests ──SimulatedCluster──> run ──> Result: records as of a load test, samples over time, counts
 

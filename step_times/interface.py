@@ -1,4 +1,4 @@
-"""What the simulator and the planner need to know of time: how long a step takes, and what a link carries."""
+"""The time models of the simulator and the planner: step times and link times."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StepCoefficients
 
 MARGIN = 1.2
-"""Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
-expected."""
+"""Expected over present time of steps: other sequences will join, and answers may be longer than expected."""
 LEAST_REST = 0.15
 """Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
 SHORT = 0.1

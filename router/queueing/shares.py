@@ -1,17 +1,18 @@
-"""What each of several tenants may have of a resource that runs out: places to decode, KV tokens. Pure.
+"""The parts of several tenants in a scarce resource: places to decode, KV tokens. Pure.
 
-    asks ──> its peak rises ──> guaranteed: as much as it asked for lately, up to its part by weight
-    takes, gives back ──> what it has, and what of its guarantee is unused
+    asks ──> its peak rises ──> guaranteed: its recent demand, up to its part by weight
+    takes, gives back ──> the amount that it has, and the unused part of its guarantee
 
-A tenant is guaranteed as much as it had and waited for at a time in the last `DEMAND_S` to twice that, up to its part
-by weight. Others leave that free, so that long answers of one do not take what another needs from one second to the
-next. Beyond its guarantee a tenant may have a multiple of what is free: alone at most `most_share` of all, several less
-each. So there is room for one that comes later, without anything being set apart for each.
+The demand of a tenant is the amount that it has and waits for. A tenant is guaranteed the peak of its demand in the
+last `DEMAND_S` to 2 `DEMAND_S` seconds, up to its part by weight. Others leave that free, so that long answers of one
+tenant do not take the room that another suddenly needs. Beyond its guarantee a tenant may have a multiple of the free
+amount: alone at most `most_share` of all, several less each. So there is room for tenants that come later, without a
+reserve for each.
 
-What an event costs does not depend on how many tenants are known. Guarantees are kept up to date one by one; a tenant
-that begins to ask, or ceases to, changes the parts of the others. Parts are the same for all of one weight, and
-multiples of a grain of which there are about a thousand: all of a weight are looked at only when their part changes,
-and where there are more of them than grains it stays 0.
+The cost of an event does not depend on the number of known tenants. Guarantees are updated one by one; a tenant that
+begins to ask, or ceases to, changes the parts of the others. Parts are the same for all tenants of one weight, and
+multiples of a grain of about a thousandth: all tenants of a weight are updated only when their part changes. With more
+tenants than grains it stays 0.
 """
 
 from __future__ import annotations

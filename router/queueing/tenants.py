@@ -2,25 +2,25 @@
 the queue.
 
     a call ──admit──> its answers and their least tokens are charged, or all of it is refused
-    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not use is refunded
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> the unused part is refunded
 
 An admitted answer counts as waiting until its request is submitted or refunded, while its prompt is tokenized. So the
 requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
 
-Beside its own limits a tenant that is not the only one gets a share of the queue, of the decode places and of the KV
-tokens, that shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each.
-So there is room for one that comes later, without anything being set apart for each.
+Besides its own limits, a tenant that is not the only one gets a share of the queue, of the decode places and of the KV
+tokens. The share shrinks with the free amount: alone at most `tenant_queue_share` and `tenant_place_share`, several
+less each. So there is room for tenants that come later, without a reserve for each.
 
-Places to decode and KV tokens are shared out in the same way (`shares.py`): each tenant is guaranteed what it asked for
-lately, up to its part by weight, and others leave that free. Where the next place becomes free within `SOON_S` on
+Places to decode and KV tokens are shared out in the same way (`shares.py`): each tenant is guaranteed its recent
+demand, up to its part by weight, and others leave that free. Where the next place becomes free within `SOON_S` on
 average, turns in the queue are enough, and nothing is left free for guarantees.
 
-A tenant of which nothing is under way is forgotten `FORGET_S` after its last call, once its limits for a minute are
-whole again. What an event costs does not depend on how many tenants are known.
+An idle tenant is forgotten `FORGET_S` after its last call, once its limits per minute are fully available again. The
+cost of an event does not depend on the number of known tenants.
 
-The limits for a minute are of all models of a gateway: the routers are replicas of what was taken. Each notes what it
-charged (`charges`), and takes what the others did (`charged_elsewhere`), before anything else happens to any of them.
-What waits and runs is counted by each router for its own model.
+The limits per minute hold for all models of a gateway together, so each router has a replica of the used part. Each
+records its charges (`charges`), and takes those of the others (`charged_elsewhere`) before any other event. Waiting and
+running requests are counted by each router for its own model.
 
 Owner: the router core.
 """

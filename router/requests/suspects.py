@@ -1,13 +1,13 @@
-"""Requests that may be what ends workers. Pure.
+"""Requests that may be the cause of the end of workers. Pure.
 
-A worker that ends, or never ends its step, may have been brought to that by one of the requests that it computed: by a
-prompt that a kernel cannot compute, or one for which there is no memory. It must not get worker after worker, and those
-that were computed beside it must be answered all the same.
+The cause of a worker that ends, or never ends its step, may be one of the requests that it computed: a prompt that a
+kernel cannot compute, or one for which the memory is too small. That request must not end worker after worker, and the
+requests that were computed beside it must be answered nevertheless.
 
-    first loss     all that the worker computed may be the cause, and all of it is tried again at once: most losses
-                   have another one
-    second loss    of a request that was computed alone: it ends. Of one in company: it is isolated, that is, of all
-                   such requests one is tried at a time, and only it is suspected of what happens to its worker then
+    first loss     all requests that the worker computed may be the cause, and all are tried again at once: most
+                   losses have another cause
+    second loss    of a request that was computed alone: it ends. Of one beside others: it is isolated, that is, of all
+                   such requests one is tried at a time, and only it is suspected if its worker is lost
     third loss     it ends
     `PASSED_TOKENS` more of the answer, or its end: it was another one, and the next isolated one is tried
 

@@ -1,11 +1,11 @@
-"""Trials: requests that are let in although they are predicted to miss their TTFT target on any worker, idle or not.
+"""Trials: requests that are admitted although they are predicted to miss their TTFT target even on an idle worker.
 
-    predicted miss ──no prompt was computed lately, no trial runs, the pause is over──> let in ──> met or missed
-                                                                                           pause anew <─┴─> doubled
+    predicted miss ──no prompt was computed recently, no trial runs, the pause is over──> admitted ──> met or missed
+                                                                                           first pause <─┴─> doubled
 
-Such a prediction would confirm itself: what it refuses is never computed, so no worker shows that it is quicker than
-its router believes, for example because its machine was busy when it calibrated. A request that is let in loses nothing
-that a refusal would have given it, but for the time until it knows.
+Such a prediction would never be corrected: refused requests are not computed, so no step shows that a worker is faster
+than predicted, for example because its machine was busy when it calibrated. Compared with a refusal, an admitted
+request loses only the time until its end.
 
 Owner: the router core.
 """

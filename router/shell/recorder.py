@@ -1,7 +1,7 @@
 """Writes a recording of the router's events: a queue of encoded entries, and a thread that writes them to a file.
 
 The event loop only appends to the queue. Where the disk is too slow, or the file would become too large, the recording
-ends there, with its reason as the last entry: a gap would make the rest worthless. Serving goes on in any case.
+ends there, with its reason as the last entry: a gap would make the rest worthless. The router continues to serve.
 """
 
 from __future__ import annotations

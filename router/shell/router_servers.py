@@ -1,4 +1,4 @@
-"""The routers of one gateway, one for each model: what comes of a worker goes to the router of its model, by the key in
+"""The routers of one gateway, one for each model. All messages of a worker go to the router of its model, by the key in
 its name."""
 
 from __future__ import annotations

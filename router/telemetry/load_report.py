@@ -1,8 +1,7 @@
-"""What a gateway tells the autoscaler: demand as it came in at the door, refused requests included, and how busy the
-workers are.
+"""The report of a gateway to the autoscaler: the arriving demand, including refused requests, and the load of the
+workers.
 
-Output tokens lag behind demand when it grows, and stay below it while workers are overloaded. So what is counted are
-arrivals.
+Output tokens lag behind demand when it grows, and stay below it while workers are overloaded. So arrivals are counted.
 """
 
 from __future__ import annotations

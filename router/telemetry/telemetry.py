@@ -1,4 +1,4 @@
-"""What is recorded of requests: a trace each, and the sums over all of them.
+"""The records of requests: a trace of each, and the sums over all of them.
 
     arrived ──> token* ──> ended          refused: recorded without having begun
 

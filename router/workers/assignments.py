@@ -1,4 +1,4 @@
-"""What the router has assigned to each worker and not got back: prompt tokens to compute, sequences, KV blocks.
+"""The open assignments of the router to each worker: prompt tokens to compute, sequences, KV blocks.
 
 One assignment per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
 Closing one that is not open is a bug and raises. When nothing runs, every sum is zero.

@@ -1,8 +1,8 @@
 """The exposed part of KV transfers, predicted: fitted online, as step times are (`step_times/step_model.py`).
 
-A link that was slow for a while is avoided, and nothing would show that it is as fast as before. So one that has become
-much slower, and that no request used for `STALE_S`, counts as at its best for the next request: its trial. If that
-shows another pace, all that was seen before counts at that pace.
+A link that was slow for a while is avoided, so no transfer would show that it has recovered. So a link that has become
+much slower, and that no request used for `STALE_S`, is predicted at its best for the next request: its trial. If the
+trial is much faster than the fit, all earlier observations count at its pace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Workers that are coming, as the controller has said: requests wait for them where no other one could take them. Pure.
+"""Workers that will come, by the controller's messages: requests wait for them if no present worker could take them.
+Pure.
 
 Owner: the fleet.
 """

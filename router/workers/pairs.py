@@ -3,11 +3,11 @@
     a worker comes ──> the few pairs that are formed right away and kept ("warm"), at most `warm_pairs` for each worker
     a placement    ──> forms the pair, which stays formed until it was not used for `pair_idle_s`
 
-A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So the others are formed
-by the first request that is placed there, and the expected time of that is a part of what such a placement costs.
+A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So other pairs are
+formed by the first request that is placed on them, and the expected time of that is a part of its placement's cost.
 
 The workers own their pairs, and may have closed one that is assumed to be formed here. Then the next request waits
-until it is formed again; nothing else happens.
+until it is formed again, without another effect.
 
 Owner: the fleet.
 """

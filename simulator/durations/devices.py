@@ -1,12 +1,12 @@
-"""What devices can do, as data: dense peak rates, memory, links, power. Each number has its source in a comment.
+"""Device specifications as data: dense peak rates, memory, links, power. Each number has its source in a comment.
 
 Prices are no property of a device: `example_price_per_hour` is only what `disagg plan` assumes where `--price` is not
 given, and its output says so.
 
 How close kernels come to the peaks is in `Kernels`. Those of Hopper and Blackwell are fitted to measured kernel times
 (the tables that `aiconfigurator` publishes, made with vLLM 0.24, bf16, heads of 128) by least mean absolute log
-error; what such a fit is worth shows on a device that it was not made from: Hopper's, made on an H100, is off by 6 %
-on its own GEMMs and 7 % on an H200's, 12 % and 11 % for the attention of prompts, 7 % and 8 % for that of decodes.
+error. Another device shows how general a fit is: that of Hopper, made on an H100, is off by 6 % for the GEMMs of the
+H100 itself and 7 % for those of an H200, 12 % and 11 % for the attention of prompts, 7 % and 8 % for that of decodes.
 """
 
 from __future__ import annotations

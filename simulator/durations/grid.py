@@ -1,8 +1,8 @@
-"""Which steps `disagg calibrate` measures: prompts of several lengths, alone and behind a context; batches of decodes
-over contexts; and both in one step.
+"""The steps that `disagg calibrate` measures: prompts of several lengths, alone and behind a context; batches of
+decodes over contexts; and both in one step.
 
 Ordered so that every fifth one of a kind is spread over the sizes (`fitted.held_out_error` holds those out), and the
-longest come last: what does not fit into the time is left out.
+longest come last: steps for which the time is too short are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the time and memory of a model depend on: its sizes. Some well-known models come as data, any other from its
+"""The sizes of a model, on which its time and memory depend. Some well-known models come as data, any other from its
 `config.json`."""
 
 from __future__ import annotations

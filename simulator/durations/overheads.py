@@ -1,4 +1,4 @@
-"""What takes time besides steps and links, and what processes of one machine take from each other."""
+"""Times other than those of steps and links, and how much processes on one machine slow each other down."""
 
 from __future__ import annotations
 

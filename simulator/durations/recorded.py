@@ -1,13 +1,12 @@
-"""Step times, sharing and overheads from recordings of a router's events (`router/recording`): what a serving cluster
-measured of itself.
+"""Step times, sharing and overheads of a serving cluster, from recordings of a router's events (`router/recording`).
 
     trace(events)      -> WorkerTrace of each worker: its steps with their times, its messages
     calibrate(traces)  -> samples of steps as they are without neighbours, Sharing, Overheads
 
-A measured step is what it takes alone, plus shares of the time in which other workers of the machine computed, plus
-what the gateway took of its core. All of this is linear in its unknowns, which come from one least-squares fit of
-relative errors, none negative. The gateway's part is found before that, from the time between two steps: it is longer
-on the worker whose core the gateway has.
+The measured time of a step is its time alone, plus shares of the time in which other workers of the machine computed,
+plus the time that the gateway took of its core. All of this is linear in its unknowns, which come from one
+least-squares fit of relative errors, none negative. The gateway's part is found before that, from the time between two
+steps: it is longer on the worker whose core the gateway has.
 
 A report of steps comes up to an interval after they ended (20 ms), which blurs which neighbour computed meanwhile, so
 that shares come out too low. So a step ended when the message with its tokens came, where there is one.

@@ -6,8 +6,9 @@
 Steps are planned by the real scheduler, on real blocks (`engine/shell/engine_thread.py` has the turn that serves). What
 a step samples is sent only after it has ended.
 
-Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, for up to `jump_s`; what comes
-meanwhile ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
+Decode steps that are alike (`engine/core/steps.py: num_alike`) are applied together, for up to `jump_s`; a command that
+comes meanwhile ends the jump with the step under way. They are reported together, and before the router places a
+request: `catch_up`.
 
 Left out: several ranks (their time is in the step model), steps launched ahead.
 """

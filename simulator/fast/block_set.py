@@ -1,12 +1,12 @@
 """A worker's KV blocks as numbers and one set: which prefixes are cached, who holds how many, what is promised.
 
-What `engine/blocks/` decides, without naming blocks: what was computed of a chain of hashes is found by it; what is
-held stays; the rest leaves in the order in which it was given back, the end of a chain first, and copies of what other
-workers have before all else. Room is counted in units
-of 16 tokens, as many as all blocks hold; sequences take whole blocks of them. Hashes that stand for several units
-(`world.prompts.HashRuns`) come and go as a whole.
+The rules are those of `engine/blocks/`, without ids of blocks: computed blocks are found by the hashes of their chain.
+Held blocks stay. The others are evicted in the order in which they were released, the end of a chain first, and copies
+of other workers' blocks before all others. Room is counted in units of 16 tokens, as many as all blocks hold; sequences
+take whole blocks of them. Hashes that stand for several units (`world.prompts.HashRuns`) are stored and evicted as a
+whole.
 
-Not here: extents, for which the real block manager gives cached blocks up a little ahead of need, and tenants.
+Left out: extents, for which the real block manager evicts cached blocks a little ahead of need, and tenants.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ sums: order, budget, chunks, tails, admission, reserves, preemption, suspension.
       ^                                                                   │ │
       └──────────── preempted: recomputed, or copied back (resumed) ──────┘ └─> over, where another worker goes on
 
-A sequence that decodes is a place in the count of steps at which it ends; contexts are one sum.
+A decoding sequence is represented by the count of steps at which it ends, and all contexts by one sum.
 """
 
 from __future__ import annotations

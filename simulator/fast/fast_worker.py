@@ -1,8 +1,8 @@
 """A worker as a few numbers: its messages, over the steps of `fast_engine.py`.
 
-Tokens of an answer go to the router with its first token, at its end, and once a second between; when each was made is
-kept beside. The hand-over moves the same bytes at the same times, without messages for each chunk. Reports go out when
-sequences come, end or are computed.
+Tokens of an answer are sent to the router with its first token, at its end, and once a second between; the time of each
+token is kept separately. The hand-over moves the same bytes at the same times, without messages for each chunk. Reports
+are sent when sequences come, end or are computed.
 """
 
 from __future__ import annotations

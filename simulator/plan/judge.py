@@ -1,7 +1,7 @@
-"""The simulator as a judge of candidates: the real router over workers in virtual time, for as long as it takes to
-settle and to be counted.
+"""The simulator as a judge of candidates: the real router over workers in virtual time, until the queues have
+settled and enough requests have ended.
 
-    settled(load) -> requests of a plan: those that come while the queues fill do not count, nor do those behind them
+    steady_requests(load) -> requests of a plan, and from when on they count: not while the queues fill
     SimulatedJudge(planner, outline)(candidate) -> Judgement
 """
 

@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory, and how many sequences fit into the rest."""
+"""The memory that a model takes on a device, and the number of sequences that fit into the rest."""
 
 from __future__ import annotations
 

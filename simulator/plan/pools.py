@@ -1,5 +1,5 @@
-"""Which pools serve a load within its limits at the least cost: how many workers of which width, in pools of their
-own or doing both.
+"""The pools that serve a load within its limits at the least cost: how many workers of which width, disaggregated or
+colocated.
 
     Planner.shortlist()      every shape with as few workers as the estimate (queueing.py) takes to be enough
     Planner.best(judge)      the cheapest that a judge confirms, and what else it judged

@@ -1,4 +1,4 @@
-"""What `disagg plan` reports, as data: what the model needs and can do on the device, and the pools for the load."""
+"""The report of `disagg plan` as data: needs and performance of the model on the device, and the pools for the load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Settings compared under the same requests: the share of them whose targets each meets, and the difference's error.
 
 Both settings replay the same arrivals (common random numbers), so what counts is the difference of each request. These
-are not independent: a queue that one setting has and the other has not goes on for many requests. So the error is that
-of the means of ten blocks of consecutive requests (batch means: A. Law and W. Kelton, Simulation Modeling and Analysis,
+are not independent: a queue that only one setting has delays many requests. So the error is that of the means of ten
+blocks of consecutive requests (batch means: A. Law and W. Kelton, Simulation Modeling and Analysis,
 chapter on output data).
 """
 

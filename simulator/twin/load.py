@@ -1,4 +1,4 @@
-"""What a twin sees of a cluster: the latest requests, the workers, and how requests are placed.
+"""The input of a twin: the latest requests of a cluster, its workers, and how requests are placed.
 
 It comes from a gateway (`AdminService.GetLoad`), or a simulated router (`load_of`). Times are seconds of its clock.
 """

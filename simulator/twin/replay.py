@@ -1,4 +1,4 @@
-"""What came lately, replayed on the simulator under one setting.
+"""A replay of the latest requests on the simulator under one setting.
 
 The workers are those that the cluster has, with the step times that its router fitted; every message between processes
 takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not know: a stop

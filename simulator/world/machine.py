@@ -3,7 +3,7 @@ gateway.
 
 A step falls behind by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is
 a prefill), and by the time that the gateway takes of its worker's core. Linear, so that the shares can be found from
-recorded steps by least squares (`step_times/recorded.py`).
+recorded steps by least squares (`simulator/durations/recorded.py`).
 
     begin ... behind_s ... end    one step, whose end is looked at again until nothing is missing (exact engine)
     stretch, occupy               many decode steps at once, at the pace of what neighbours do now (fast engine)

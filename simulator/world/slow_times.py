@@ -1,6 +1,6 @@
 """Times in which a machine, or a link, is slower than its model says: a core that is taken away, a backup, swapping.
 
-Work that is under way when such a time begins or ends goes on at the other pace.
+Work that is under way when such a time begins or ends continues at the other pace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulated worker needs of the world around it."""
+"""The interface between a simulated worker and the other parts of the cluster."""
 
 from __future__ import annotations
 

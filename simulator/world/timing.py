@@ -1,14 +1,15 @@
-"""How long things take in a simulation, as a file says it.
+"""The durations of a simulation, as a file gives them.
 
     kv_bytes_per_token: 46080
     step: {base_ms: 5.0, prefill_token_ms: 0.4, attended_ms: 1.0e-4, decode_ms: 0.5, context_ms: 1.0e-3}
     pools: {decode: {base_ms: ...}}                       where they differ
     link: {bandwidth_bytes_per_s: 1.0e+10, latency_s: 1.0e-4}
-    overheads: {message_s: 5.0e-4, ...}                   see `step_times/overheads.py`
+    overheads: {message_s: 5.0e-4, ...}                   see `simulator/durations/overheads.py`
     sharing: {decode_by_decode: 0.2, ...}                 where all workers run on one machine
     cold_start_s: 30
 
-A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted, see `step_times/fitted.py`.
+A recording of steps (`format: disagg-step-times`) can be used, too: its steps are fitted, see
+`simulator/durations/fitted.py`.
 """
 
 from __future__ import annotations

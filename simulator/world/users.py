@@ -1,6 +1,6 @@
-"""Who sends the requests of an outline, and what they saw: one record each, as in a load test.
+"""The users that send the requests of an outline, and a record of each request, as in a load test.
 
-A request is sent when it is due, whatever became of the others. A later turn of a conversation is due at its time or
+A request is sent when it is due, independent of the others. A later turn of a conversation is due at its time or
 when the answer before it has ended, if that is later; where the turn before it failed, so does it. A user may leave: he
 cancels what has no first token before its timeout (`patience_s`).
 """

@@ -1,9 +1,9 @@
 """The policies to compare `joint` with. They predict no times, do not wait for a slot, and use pairs if possible.
 
-least_loaded   P by the prompt tokens in front, the request's own uncached ones included; D by KV utilization.
-               Cached prefixes count on the workers that are looked at, but none is looked at because of them
-prefix         the worker of each role with the longest prefix; among equals the least loaded. A hot prefix stays
-               where it is, however long the queue there
+least_loaded   P by the outstanding prompt tokens, including the request's own uncached ones; D by KV utilization.
+               Cached prefixes count on the candidates, but no worker becomes a candidate because of them
+prefix         the worker of each role with the longest prefix; among equals the least loaded. A hot prefix
+               does not spread to other workers, however long the queue of its holder
 round_robin    of each role the worker whose latest placement is the longest ago
 random         any worker that has room, each equally likely
 """
