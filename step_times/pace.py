@@ -1,4 +1,4 @@
-"""How much time a sequence that decodes has saved by its TPOT target. Pure; for workers and routers.
+"""The time that a decoding sequence has saved by its TPOT target. Pure; for workers and routers.
 
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time, which its worker may spend
 on prompts. With the first token at f, target l, k tokens out, R still to come, and s the time of a step without

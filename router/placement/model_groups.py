@@ -1,8 +1,8 @@
-"""The present workers, grouped so that a placement looks at a few of them only.
+"""The present workers, grouped so that a placement compares only a few of them.
 
     ModelGroup     workers with one model fingerprint and KV layout: each can use the KV of any other
-    WorkerBucket   those of them that have one role and one shape. The one with the most free blocks shows whether any
-                   member has room, and the least rank which ones are worth a look
+    WorkerBucket   the workers of a group that have one role and one shape. The one with the most free blocks shows
+                   whether any member has room, and those of least rank are compared
 
 Owner: the fleet.
 """

@@ -1,4 +1,4 @@
-"""Which workers run a request: a pure function of the request and of the few workers that are worth a look.
+"""The choice of the workers that run a request: a pure function of the request and of a few candidates.
 
     fleet.shortlists(...) -> one Shortlist per model group: candidates with room for the request
     choose(policy, demand, shortlists) -> Choice | None          None: no worker has room now
@@ -8,7 +8,7 @@ roles, or a decode worker that computes the prompt itself (local prefill). Only 
 fingerprint and KV layout) form a pair; an elastic worker can be either side of one.
 
 The best choice may be one that has no slot just now. Then the request waits for it, if by the policy's cost waiting
-is cheaper than what is free: see `Choice.has_slot`.
+is cheaper than the free workers: see `Choice.has_slot`.
 """
 
 from __future__ import annotations

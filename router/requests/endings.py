@@ -1,4 +1,4 @@
-"""What follows the end of an attempt: the answer is complete, the request fails, or it goes back to the queue.
+"""The handling of the end of an attempt: the answer is complete, the request fails, or it goes back to the queue.
 
     stop, length            ──> finish ─────────────────────────────> Finish
     refused, preempted      ──> refused ──┐           ┌─ all tokens are there ──> Finish
@@ -6,7 +6,7 @@
                                 fault     │  attempt  └─ else ──────────────────> the queue
     cancel, a deadline      ──> fail ───────────────────────────────> Fail
 
-Owner: the router core. Whatever a request held is given back here, once.
+Owner: the router core. All that a request held is released here, once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A placement as an operator reads it: the option that was taken, and all that were compared.
+"""A placement for operators: the option that was chosen, and all that were compared.
 
 A placement keeps the weights in one flat tuple, and the options are put together from it on demand: as many placements
 are kept as traces. The garbage collector stops tracking such a tuple at its first pass, because nothing in it is
-tracked. The predicted time of a link is kept for the option that was taken only; for the others it is the present one.
+tracked. The predicted time of a link is kept only for the option that was chosen; for the others it is the present one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Views of the router core, made on demand: the cluster for operators, and whether all parts are consistent.
 
-The cost grows with the number of requests in flight; between two views the core does nothing for them.
+The cost grows with the number of requests in flight; between two views they cost nothing.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
                itself may have caused; and no more retries than `retry_share` of all requests, so that a fault of every
                attempt does not multiply the load that may have caused it. An attempt that brought `PROGRESS_TOKENS`
                resets the count, but there are never more than twice `max_losses` losses
-    suspect    what was computed twice on a worker that ended then, the second time alone, is not tried again
-               (`suspects.py`)
+    suspect    a request that was computed twice on workers that ended then, the second time as the only suspect, is not
+               tried again (`suspects.py`)
     moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
     free       a fault of a worker while others are healthy: it counts for none of these, but there are at most
                `max_attempts` of them
-    refusal    not a fault; without a limit where the worker has other sequences, whose room comes back; by workers that
-               have nothing else at most `max_refusals` in a row
+    refusal    not a fault; without a limit if the worker has other sequences, whose blocks become free; by workers
+               without other sequences at most `max_refusals` in a row
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
                furthest on a worker is not preempted, so that all of them come to an end
 

@@ -8,12 +8,12 @@ could even if empty.
          unschedulable ──the grace is over──> the core fails it
 
 A pass goes through the queue from its head. A request that is not placed lets others pass: it avoids a worker, or the
-best worker for it has no free slot just now and waiting is cheaper than what is free, or its tenant has its share of
-the KV blocks (then those of other tenants), or it needs more KV blocks than are free. In the last case only smaller
+best worker for it has no free slot just now and waiting is cheaper than the free workers, or its tenant has its share
+of the KV blocks (then those of other tenants), or it needs more KV blocks than are free. In the last case only smaller
 ones are tried, and after a while a worker is held for it: else large requests would starve, see `WorkerHold`. At most
-`MAX_LOOKS` requests are tried for one event, and none when nothing happened that could have freed capacity, so an event
-costs the same however long the queue. The request for which a worker is
-held is tried in every pass, however far back it is: those before it may not use that worker, and could take all tries.
+`MAX_LOOKS` requests are tried for one event, and none if no event could have freed capacity, so the cost of an event
+does not depend on the length of the queue. The request for which a worker is held is tried in every pass, at any
+position: those before it may not use that worker, and could take all tries.
 
 Owner: the router core.
 """

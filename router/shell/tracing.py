@@ -1,8 +1,8 @@
 """Sends ended requests as spans by OTLP: a queue that the event loop appends to, and a thread that exports.
 
-Whether a request is sent is known at its end only (`exported_spans.is_sent`), so nothing is sampled before. Where the
-collector is slow or down, what does not fit the queue is dropped and counted; serving does not notice. The exporter is
-OpenTelemetry's, with its retries.
+Whether a request is sent is known at its end only (`exported_spans.is_sent`), so nothing is sampled before. If the
+collector is slow or down, traces that do not fit into the queue are dropped and counted, without effect on serving. The
+exporter is OpenTelemetry's, with its retries.
 """
 
 from __future__ import annotations

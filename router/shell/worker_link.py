@@ -1,5 +1,5 @@
-"""The gateway's streams to one worker: its session, and its reports. A worker's death is noticed here, by its session
-that breaks; of a worker that hangs the session stands (`connections/failure_detector.py`).
+"""The gateway's streams to one worker: its session, and its reports. The death of a worker is detected here, by the
+break of its session; the session of a worker that hangs does not break (`connections/failure_detector.py`).
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 

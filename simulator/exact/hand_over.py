@@ -3,10 +3,9 @@
     P's engine ──events──> Sender ──messages──> Receiver ──commands──> D's engine
                              └──bytes, in order, over the shared links──┘
 
-What `prefill_worker/link.py` and `decode_worker/link.py` do around the two is written again here without sockets and
-threads: chunks of a pair travel one after the other, each message takes `Overheads.message_s`. Nothing is lost on the
-way, so heartbeats and leases are left out; a worker that dies closes its pairs, and what it offered or was offered
-fails.
+The parts of `prefill_worker/link.py` and `decode_worker/link.py` are written again here without sockets and threads:
+chunks of a pair travel one after the other, each message takes `Overheads.message_s`. No message is lost, so heartbeats
+and leases are left out; a worker that dies closes its pairs, and the attempts that it offered or was offered fail.
 """
 
 from __future__ import annotations

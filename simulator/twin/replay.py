@@ -2,7 +2,8 @@
 
 The workers are those that the cluster has, with the step times that its router fitted; every message between processes
 takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not know: a stop
-token ends them. Where an answer is not complete, it has the mean length of those that are, or what it has already.
+token ends them. An answer that is not complete has the mean length of the complete ones, or its present length if that
+is more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The settings that are worth a comparison: `spread`, `gather`, and the splits near the one that the load asks for.
+"""The settings to compare: `spread`, `gather`, and the splits near the one that the load asks for.
 
-A split of n workers has 1 to n - 1 that take no prompts, and each setting that is compared costs as much as the present
-one. So of many workers three splits are compared: those next to the share of the work that decoding has, where prompts
-count without what was cached, and answers at the batch that their TPOT target allows.
+A split of n workers has 1 to n - 1 workers that take no prompts, and the replay of each setting costs as much. So with
+many workers only the splits near decoding's share of the work, and near the present split, are compared. For that share
+prompts count without their cached tokens, and answers at the batch size that their TPOT target allows.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     look(load) ── nothing due ──> None
               └── due ──> every setting replays the same requests at both rates ──> Comparison: what is chosen, and why
 
-Compared is what came since the load changed last (`changes.py`), 40 to 600 requests; after a change again as soon as
-half as many more have come, until there were 200, and then each minute. The setting changes only where another one is
-better by more than the error of the difference and one per cent, and not within a minute of the last change unless the
-load has changed since.
+The 40 to 600 latest requests since the last change of the load (`changes.py`) are compared. After such a change the
+comparison is repeated whenever their number has grown by half, until it is 200, and then each minute. The setting
+changes only if another one is better by more than the error of the difference and one per cent, and not within a minute
+of its last change unless the load has changed since.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Virtual time: what is due next happens next, and takes no time itself.
+"""Virtual time: the event that is due next happens next, and takes no time itself.
 
-Events that are due at the same time happen in the order in which they were planned, so a run is a function of what was
-planned at its start.
+Events that are due at the same time happen in the order in which they were planned, so a run is a function of the
+events planned at its start.
 """
 
 from __future__ import annotations

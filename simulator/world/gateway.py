@@ -1,7 +1,7 @@
-"""The gateway: the real router core, and around it what its shell does, in virtual time.
+"""The gateway in virtual time: the real router core, with a replacement for its shell.
 
-Clients hand requests in by `submit` and hear of them by the `Client` protocol. The router's commands go to the workers
-as messages, whose answers come back as events. A request is charged to its tenant as by the real gateway.
+Clients submit requests by `submit` and get their tokens by the `Client` protocol. The router's commands are sent to the
+workers as messages, whose answers come back as events. A request is charged to its tenant as by the real gateway.
 """
 
 from __future__ import annotations

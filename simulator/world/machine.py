@@ -1,11 +1,11 @@
 """Workers of one machine slow each other down: they share the memory's bandwidth, and one of them its core with the
 gateway.
 
-A step falls behind by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is
-a prefill), and by the time that the gateway takes of its worker's core. Linear, so that the shares can be found from
-recorded steps by least squares (`simulator/durations/recorded.py`).
+A step is delayed by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is a
+prefill), and by the time that the gateway takes of its worker's core. This is linear, so that the shares can be fitted
+to recorded steps by least squares (`simulator/durations/recorded.py`).
 
-    begin ... behind_s ... end    one step, whose end is looked at again until nothing is missing (exact engine)
+    begin ... behind_s ... end    one step, whose end is postponed until it has caught up (exact engine)
     stretch, occupy               many decode steps at once, at the pace of what neighbours do now (fast engine)
 
 Owner: the simulated cluster.

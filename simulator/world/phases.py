@@ -5,7 +5,7 @@
       - ...
 
 A phase's requests are those of its scenario within its time, later turns included; they bring the phase's limits, and
-its name is their group. Phases of one workload draw different requests: their seeds are the phase's number on top.
+its name is their group. Phases of one workload draw different requests: the phase's number is added to their seeds.
 """
 
 from __future__ import annotations

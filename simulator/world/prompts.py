@@ -1,4 +1,4 @@
-"""What prompts have in common, without their tokens: block hashes that are equal where the tokens would be.
+"""The common prefixes of prompts, without their tokens: block hashes that are equal where the tokens would be.
 
     parts of an outlined request ──extend──> PromptText ──answered──> the conversation so far ──extend──> ...
 

@@ -1,8 +1,8 @@
-"""When a worker reports its load to the router, and which steps it tells: the cadence of `engine/shell/service.py`.
+"""The load reports of a worker to the router: their times and their steps, as in `engine/shell/service.py`.
 
     changed ──> report, at least `report_interval_s` after the last one       unchanged for `report_idle_s` ──> report
 
-A load is taken when its report goes out; a real worker sends the one of its latest news, up to a step older.
+A load is read when its report is sent; that of a real worker may be up to a step older.
 """
 
 from __future__ import annotations

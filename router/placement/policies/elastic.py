@@ -1,18 +1,18 @@
 """`elastic`: placement by the TPOT targets of all requests, for workers that compute prompts and answers.
 
-What sequences have saved by their targets is time for prompts (`step_times/pace.py`), and engines with scheduling
-`slack` spend it. So a prompt delays nobody as long as the sequences there can spare its time, and what a placement
-costs is the capacity that it takes from later prompts. In milliseconds:
+The time that sequences have saved by their targets is available for prompts (`step_times/pace.py`), and engines with
+scheduling `slack` spend it. So a prompt delays no sequence as long as those on its worker can spare its time, and the
+cost of a placement is the capacity that it takes from later prompts. In milliseconds:
 
-    prompt    when it would be finished: at once as long as the sequences that decode there can spare the time; what is
-              left then goes on at the share of the worker that their steps leave, 1 - MARGIN * step / target
+    prompt    the time until it is computed: with the whole worker as long as the sequences that decode there can spare
+              the time; the rest with the share of the worker that their steps leave, 1 - MARGIN * step / target
     answer    the time by which all its steps on D would be later than 1.1 times the target, for each sequence there;
               with `gather` also the time of its steps, which prompts cannot have any more: a first sequence costs a
               worker the whole fixed part of its steps, a further one little
     link      the exposed time of the transfer
 
-With `gather`, workers without decodes are spared for prompts: while an option leaves a tenth of the time to the TTFT
-target, its finish counts a tenth, and a prompt beside decodes counts its computation once more.
+With `gather`, workers without decodes are spared for prompts: if an option leaves a tenth of the time to the TTFT
+target, its time counts a tenth, and a prompt beside decodes counts its computation once more.
 
 With `split:2` the first two workers by name take no prompts (`Fleet.split`), so that no long prompt delays what decodes
 there, and cached prefixes stay where prompts are computed. Answers go there by what they add to the steps of all; the

@@ -1,11 +1,11 @@
 """`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
 all requests.
 
-    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; where
-                the pair is not formed yet, the time of that
-    of others   the added time of each step on D, for all its steps, times the sequences there; where D computes the
-                prompt, the time of that times the sequences there; and the time to compute again what is evicted from
-                a full cache, times the probability of reuse
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; also
+                the time to form the pair, if it is not formed yet
+    of others   the added time of each step on D, for all its steps, times the sequences there; if D computes the
+                prompt, also the time of the prefill times the sequences there; and the time to compute again the
+                tokens evicted from a full cache, times the probability of reuse
     barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
 
 The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
