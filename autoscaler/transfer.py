@@ -20,7 +20,7 @@ def transfer_s(num_bytes: float, link: LinkTimes) -> float:
 
 
 def exposed_s(num_bytes: float, prefill_s: float, num_chunks: int, link: LinkTimes) -> float:
-    """What is left of the transfer when the prompt ends, with `num_chunks` equal chunks of which each can go when it is
+    """Seconds of the transfer after the end of the prompt, with `num_chunks` equal chunks of which each can go when it is
     computed: the last chunk, or, where the link is slower than the prefill, all of it but what went before."""
     last = transfer_s(num_bytes / num_chunks, link)
     first_ready = prefill_s / num_chunks

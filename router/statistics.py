@@ -104,7 +104,7 @@ class SlidingWindowCounter:
         self._counts[name] += times
 
     def totals(self, now: float, within_s: int | None = None) -> Counter[str]:
-        """How often each event happened in the last `within_s` seconds (default: in all that are kept), including the
+        """The number of each event in the last `within_s` seconds (default: in all that are kept), including the
         present one, which is not over."""
         self._forget(int(now))
         first = int(now) - (within_s or self._span_s)

@@ -17,7 +17,7 @@ import msgspec
 Row = Sequence[tuple[int, float]]
 """(index of the unknown, its factor) of all factors that are not zero, indices rising."""
 FiveFactors = tuple[float, float, float, float, float]
-"""One of each of five unknowns."""
+"""The factors of five unknowns, in their order."""
 
 _LARGEST_UNIT = 1e12
 """The weight of the newest observation at which the sums are scaled down again."""

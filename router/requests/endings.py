@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Endings:
-    """How requests end, or go on. Each method returns the commands to execute, in order.
+    """Ends or requeues requests. Each method returns the commands to execute, in order.
 
     Args:
         config: pauses after failures.

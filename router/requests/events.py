@@ -35,7 +35,7 @@ class CancelRequest(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     request_id: RequestId
     num_answered: int | None = None
-    """Tokens of a complete answer, where the gateway ended it; None where the client gave up."""
+    """Number of tokens of an answer that the gateway ended as complete; None if the client gave up."""
 
 
 class WorkerUp(msgspec.Struct, frozen=True, gc=False, tag=True):

@@ -301,7 +301,7 @@ def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
 
 
 class PrefixMatch:
-    """How far along one chain each worker has the blocks. Made by `PrefixIndex.find`."""
+    """The number of leading blocks of one chain that each worker has. Made by `PrefixIndex.find`."""
 
     __slots__ = ("_slots", "ends", "hashes")
 

@@ -61,7 +61,7 @@ def encode_recording(recording: StepRecording) -> bytes:
 
 
 def decode_recording(content: bytes, name: str) -> StepRecording:
-    """What a file holds; `name` is what errors call it.
+    """The recording in a file; `name` stands for the file in errors.
 
     Raises:
         ConfigError: it is no such file, or something in it cannot be; names the field or the step.

@@ -60,7 +60,7 @@ def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
 
 
 def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Precision = BF16) -> WorkerMemory:
-    """How the memory of each of a worker's `tp` devices is used.
+    """The use of the memory of each of a worker's `tp` devices.
 
     Raises:
         ConfigError: the model cannot be divided so.

@@ -39,7 +39,7 @@ class WidthFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What follows from shapes and data sheets, before any load."""
+    """Facts that follow from shapes and data sheets, and from the mean lengths of the load."""
 
     parameters: int
     weight_bytes: float

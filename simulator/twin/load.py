@@ -32,9 +32,9 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether `output_tokens` is the whole answer: not while it runs, nor if it failed or was refused."""
     most_output_tokens: int
     ttft_s: float | None = None
-    """Its target for the first token."""
+    """Target for the first token."""
     tpot_s: float | None = None
-    """Its target for the mean time between tokens."""
+    """Target for the mean time between tokens."""
     is_met: bool | None = None
     """Whether the request met all of its targets; None if unknown."""
     marks: tuple[int, ...] = ()
