@@ -20,8 +20,8 @@ def transfer_s(num_bytes: float, link: LinkTimes) -> float:
 
 
 def exposed_s(num_bytes: float, prefill_s: float, num_chunks: int, link: LinkTimes) -> float:
-    """Seconds of the transfer after the end of the prompt, with `num_chunks` equal chunks of which each can go when it is
-    computed: the last chunk, or, where the link is slower than the prefill, all of it but what went before."""
+    """Seconds of the transfer after the end of the prompt, with `num_chunks` equal chunks, each sent once computed:
+    those of the last chunk, or, if the link is slower than the prefill, those of all that was not sent before."""
     last = transfer_s(num_bytes / num_chunks, link)
     first_ready = prefill_s / num_chunks
     return max(last, first_ready + transfer_s(num_bytes, link) - prefill_s)
