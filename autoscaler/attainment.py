@@ -1,14 +1,14 @@
-"""The policy that solves for attainment: as few workers as meet the targets of what arrives.
+"""The policy `attainment`: as few workers as meet the targets of the arriving requests.
 
-    rate = (what arrives, or will when a new worker serves; + what waits, within DRAIN_S) x correction
+    rate = (arrivals, now or when a new worker would serve; + waiting requests / DRAIN_S) x correction
     more workers    at once, where the present ones are not enough for `rate` (`Sizing.grown`)
     fewer workers   where fewer would have been enough for `rate` x margin at each look of the last `down_after_s`, and
                     no size was changed in that time (`Sizing.shrunk`)
     none            when nothing has come for `zero_after_s`; one of each at the first request
 
-So a worker is removed only where the rate is a margin below the one that adds it, and none is for `down_after_s` after
-any change. `correction` grows where requests miss targets that the estimate has them meet: where step times or the
-arrivals are not what the estimate assumes.
+So a worker is removed only if the rate is a margin below the one that adds it, and never within `down_after_s` after a
+change. `correction` grows if requests miss targets that they meet by the estimate: if the step times or the arrivals
+differ from the assumptions of the estimate.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from disagg.autoscaler.sizing import RATE_STEP, Service, Sizing
 from disagg.proto.autoscaling import Decision, PoolDecision
 
 MARGIN, ERRORS, MOST_MARGIN = 1.1, 2.0, 1.5
-"""Of the rate for which fewer workers must be enough: at least so much, or so many standard errors of it, if that is
-more."""
+"""Fewer workers must be enough for the rate times a margin before one is removed. The margin is `MARGIN`, or 1 plus
+`ERRORS` relative standard errors of the rate if that is more, and at most `MOST_MARGIN`."""
 LEAST_PER_S = 1e-3
-"""Where nothing comes, pools that are not emptied are as large as for this rate."""
+"""Requests per second that pools are sized for, at least, while nothing arrives and they are not emptied."""
 DRAIN_S = 30.0
-"""Within which a queue is to be worked off."""
+"""Seconds within which the waiting requests are to be worked off."""
 JUDGED_AFTER_S = 75.0
-"""How long pools must have been of one size for what their requests met to be theirs: it is counted over a minute."""
+"""Seconds for which all pools must have had their wanted sizes before measured attainment is compared with the
+estimate: it is counted over a minute."""
 LEAST_JUDGED = 20
 CORRECT_EVERY_S = 30.0
 _CORRECTION, _MOST_CORRECTION, _RELAXATION = 1.1, 2.0, 0.98
 _TOLERANCE = 0.03
-"""Of measured attainment below the goal."""
+"""Shortfall of the measured attainment below goal and estimate, as a share of requests, that corrects nothing."""
 
 
 class AttainmentPolicy:
-    """Owner of the history of one cluster: arrivals, step times, rates, the correction."""
+    """Sizes the pools of one cluster for attainment. Owner of the history: arrivals, step times, rates, the
+    correction."""
 
     def __init__(self, options: AutoscalerOptions, limits: Mapping[str, PoolLimits]) -> None:
         self._options = options
@@ -49,19 +51,19 @@ class AttainmentPolicy:
         self._service = Service(options.warm_after_s)
         self._sizing: Sizing | None = None
         self._rates: deque[tuple[float, float]] = deque()
-        """For which fewer workers must have been enough, at each look."""
+        """Pairs (time of a decision, requests per second that fewer workers must have been enough for)."""
         self._sizes: dict[str, int] = {}
-        """At the latest look."""
+        """The size of each pool at the latest decision."""
         self._changed_s = -math.inf
         self._began_s: float | None = None
         self._unsettled_s = -math.inf
-        """When pools last were not what they should be."""
+        """When the ready workers of a pool last differed in number from those wanted."""
         self.correction = 1.0
         self._corrected_s = -math.inf
         self._edges: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
 
     def decide(self, observation: Observation, now: float) -> Decision:
-        """What each pool should be."""
+        """Return the size that each pool should have."""
         if self._began_s is None:
             self._began_s = now
         reports = observation.reports
@@ -110,7 +112,7 @@ class AttainmentPolicy:
         return sizing.shrunk(max(per_s for _, per_s in self._rates), sizes)
 
     def _horizon_s(self, observation: Observation) -> float:
-        """From now until a worker that is started serves."""
+        """Seconds from now until a worker that is started serves requests."""
         starts = (pool.cold_start_s for pool in observation.pools.values())
         cold = [self._options.cold_start_s if seconds is None else seconds for seconds in starts]
         return max(cold, default=0.0) + self._options.interval_s
@@ -193,7 +195,7 @@ class AttainmentPolicy:
         return f"{', '.join(parts)}: {found.share:.0%} are estimated to meet their targets"
 
     def _change(self, sizing: Sizing, pool: str, sizes: Mapping[str, int]) -> str:
-        """At which rates the pool would be resized."""
+        """The rates at which the pool would be resized, in words."""
         key = (pool, tuple(sorted(sizes.items())))
         if key not in self._edges:
             self._edges[key] = self._found_edges(sizing, pool, {name: max(1, size) for name, size in sizes.items()})
@@ -217,7 +219,7 @@ class AttainmentPolicy:
 
 
 def _edge(is_above: Callable[[float], bool]) -> float | None:
-    """The rate from which on something is so; None where it never is."""
+    """The rate from which on a condition holds; None where it never does."""
     low, high = 1e-3, 1e6
     if not is_above(high):
         return None

@@ -16,11 +16,11 @@ class ThresholdOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`autoscaler.threshold`: for policy `threshold`."""
 
     kv_use: Share = 0.7
-    """Share of a pool's KV blocks in use that it is sized for."""
+    """Share of a pool's KV blocks in use at which the pool has the right size."""
     waiting: Count = 2
-    """Requests that wait, in the router and on the workers, for each worker of a pool, that it is sized for."""
+    """Waiting requests (in the router and on the workers) for each worker of a pool at which it has the right size."""
     tolerance: Share = 0.1
-    """Ratios of measured to wanted that are as near to 1 change nothing."""
+    """A ratio of measured to wanted that differs from 1 by no more than this changes nothing."""
 
 
 class AutoscalerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,21 +29,21 @@ class AutoscalerOptions(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool = False
     policy: PolicyName = "attainment"
     """`attainment`: as few workers as meet the targets of requests, by arrivals, step times and a queueing estimate.
-    `threshold`: by KV use and queue; there to be compared with."""
+    `threshold`: by KV use and queue length, for comparison."""
     dry_run: bool = False
-    """Only say what would be done: in `disagg status`, the log and metrics."""
+    """Resize nothing. Decisions are only shown in `disagg status`, the log and metrics."""
     interval_s: Annotated[float, msgspec.Meta(ge=0.1, le=3600)] = 5.0
-    """Between two decisions."""
+    """Seconds between two decisions."""
     attainment: Annotated[float, msgspec.Meta(gt=0, le=0.999)] = 0.95
     """Policy `attainment`: the share of requests that are to meet their targets."""
     max_utilization: Annotated[float, msgspec.Meta(gt=0, le=0.99)] = 0.85
-    """Policy `attainment`: pools are no busier than that, whatever the targets."""
+    """Policy `attainment`: the largest utilization of a pool, whatever the targets."""
     down_after_s: Seconds = 120.0
-    """How long fewer workers must have been enough before one is removed."""
+    """Seconds for which fewer workers must have been enough before one is removed."""
     zero_after_s: Seconds = 300.0
-    """How long nothing may have come before pools with `min_size: 0` are emptied."""
+    """Seconds without a request after which pools with `min_size: 0` are emptied."""
     cold_start_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_COLD_START_S)] = 30.0
-    """From the start of a worker until it serves, until one has been measured."""
+    """Seconds from the start of a worker until it serves, assumed until one start has been measured."""
     warm_after_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 20.0
-    """Step times of a worker are ignored so long after its start."""
+    """Seconds after a worker's start during which its step times are ignored."""
     threshold: ThresholdOptions = ThresholdOptions()

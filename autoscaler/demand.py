@@ -1,11 +1,12 @@
-"""Demand as it arrives: how many requests a second, of which lengths, and how many soon.
+"""The arriving demand: requests per second, now and soon, and their lengths.
 
-    arrivals in buckets, one a look ──> jump: the last 15 s, or 60 s, differ from before by more than chance ──> what
-                                   │    was before is dropped
-                                   └──> a line through what is left, five minutes at most: level now, and forecast;
-                                        without a slope where that may be chance
+    arrivals in buckets, one a look ──> jump: the last 15 s, or 60 s, differ from before by more than chance ──> the
+                                   │    earlier buckets are dropped
+                                   └──> a line through the other buckets, five minutes at most: level now, and
+                                        forecast; without a slope if that may be chance
 
-Chance is that of arrivals whose count in a bucket varies by `dispersion` times its mean (1 for a Poisson process).
+Chance is measured by arrivals whose count in a bucket has a variance of `dispersion` times its mean (1 for a Poisson
+process).
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from disagg.proto.autoscaling import LoadReport, RequestSample
 
 HISTORY_S = 300.0
 JUMPS_S = (15.0, 60.0)
-"""The last seconds that are compared with those before, to find a jump."""
+"""Lengths in seconds of the latest interval that is compared with the time before, to find a jump."""
 BEFORE_S = 4.0
-"""How long before that, in as many times."""
+"""Length of the time before that is compared, as a multiple of the interval."""
 TREND_AFTER_S = 60.0
-"""So much history has to be there for a trend."""
+"""Seconds of history that a trend needs."""
 _JUMP_DEVIATIONS = 3.5
 _TREND_DEVIATIONS = 2.5
 _MOST_GROWTH = 1.5
-"""Of a forecast over the level."""
+"""Largest ratio of a forecast to the level."""
 RECENT_S = 60.0
-"""Requests whose lengths count."""
+"""Seconds for which a request's lengths count."""
 NUM_KINDS = 24
 MIN_SAMPLES = 16
-"""So many of the latest requests count, however old they are."""
+"""Number of latest requests that count even if they are older than `RECENT_S`."""
 KINDS_EVERY_S = 30.0
 _MOST_CV = 0.25
-"""How much of a mean length must have changed for the kinds to be taken anew before that time."""
+"""Relative change of a mean length with which the kinds are replaced before `KINDS_EVERY_S` is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Arrivals between two looks."""
+    """Number of arrivals between two decisions."""
 
     end_s: float
     seconds: float
@@ -51,27 +52,27 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Requests per second."""
+    """A rate of arrivals in requests per second, with its error and forecast."""
 
     level: float
     error: float
     """Standard deviation of the level."""
     forecast: float
-    """At the horizon; the level, where there is no trend upwards."""
+    """The rate at the horizon; the level where there is no upward trend."""
 
 
 class Arrivals:
-    """Counts what came, at all gateways together. Owner of the history."""
+    """Counts the arrivals at all gateways together. Owner of the history."""
 
     def __init__(self) -> None:
         self._buckets: deque[Bucket] = deque()
         self._seen: dict[str, int] = {}
         self._at_s: float | None = None
         self.last_s = -math.inf
-        """When something came last."""
+        """When a request last arrived."""
 
     def take(self, reports: Mapping[str, LoadReport], now: float) -> None:
-        """The counts of all gateways. A gateway that was not there before tells only what comes from now on."""
+        """Add the counts of all gateways. The first report of a new gateway counts nothing."""
         count = 0
         for name, report in reports.items():
             if (before := self._seen.get(name)) is not None:
@@ -88,7 +89,7 @@ class Arrivals:
         self._drop_before_jump(now)
 
     def rate(self, now: float, horizon_s: float) -> Rate:
-        """Now, and in `horizon_s`."""
+        """The present rate, and the forecast for `horizon_s` seconds from now."""
         seconds, count = _sums(self._buckets)
         if seconds <= 0.0:
             return Rate(level=0.0, error=0.0, forecast=0.0)
@@ -131,7 +132,7 @@ class Arrivals:
         return max(1.0, usual * len(counts) / sum(counts))
 
     def _slope(self, now: float) -> float:
-        """Requests per second, each second; 0 where it may be chance."""
+        """Change of the rate per second, in requests per second; 0 where it may be chance."""
         points = [(bucket.end_s - bucket.seconds / 2.0 - now, bucket.seconds, bucket.count) for bucket in self._buckets]
         span_s = sum(seconds for _, seconds, _ in points)
         if span_s < TREND_AFTER_S or len(points) < 4:
@@ -145,13 +146,13 @@ class Arrivals:
 
 
 def _sums(buckets: Iterable[Bucket]) -> tuple[float, int]:
-    """(seconds, arrivals)."""
+    """The total duration in seconds of some buckets, and the arrivals in them."""
     chosen = list(buckets)
     return sum(bucket.seconds for bucket in chosen), sum(bucket.count for bucket in chosen)
 
 
 class Kinds:
-    """Lengths and targets of what came lately. They are replaced only now and then, so that estimates can be kept."""
+    """Lengths and targets of the latest requests. They are replaced rarely, so that estimates can be kept."""
 
     def __init__(self) -> None:
         self.kinds: tuple[Lengths, ...] = ()
@@ -159,7 +160,7 @@ class Kinds:
         self._means = (0.0, 0.0)
 
     def take(self, reports: Mapping[str, LoadReport], now: float) -> bool:
-        """The latest requests of all gateways; whether the kinds are others now."""
+        """Take the latest requests of all gateways. Returns whether the kinds have changed."""
         samples = sorted((sample for report in reports.values() for sample in report.requests), key=_age_s)
         samples = [sample for at, sample in enumerate(samples) if at < MIN_SAMPLES or sample.age_s <= RECENT_S]
         if not samples:
@@ -188,7 +189,7 @@ def mean_output(samples: Iterable[RequestSample]) -> float | None:
 
 
 def lengths_of(sample: RequestSample, usual: float | None) -> Lengths:
-    """One request. An answer whose length is not known has the usual one, or all that it may have."""
+    """The lengths of one request. An answer of unknown length has the length `usual`, or the most that it may have."""
     output = sample.output_tokens
     if output is None:
         output = sample.max_tokens if usual is None else min(round(usual), sample.max_tokens)

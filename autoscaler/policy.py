@@ -1,8 +1,8 @@
-"""The interface of policies, and what they are given.
+"""The interface of policies, and their input.
 
     Observation(reports of gateways, pools), now ──Policy.decide──> Decision: sizes, and why
 
-A policy keeps what it needs of the past. It has no clock: `now` is in seconds of one that never goes back.
+A policy keeps the history that it needs. It has no clock: `now` is in seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from disagg.proto.autoscaling import Decision, LoadReport
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """What a pool may be."""
+    """The smallest and the largest size of a pool, and the cost of a worker."""
 
     min_size: int
     max_size: int
     weight: int = 1
-    """What one of its workers costs: devices."""
+    """Cost of one worker of the pool, in devices."""
 
     def clamp(self, size: int) -> int:
         """The nearest allowed size."""
@@ -30,25 +30,25 @@ class PoolLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolObservation:
-    """A pool as the controller has it."""
+    """The wanted and the actual size of a pool."""
 
     desired: int
     ready: int
     cold_start_s: float | None = None
-    """Of the latest start of one of its workers; None where none was measured."""
+    """Seconds that the latest measured start of a worker of the pool took; None if none was measured."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is what it should be."""
+        """Whether all wanted workers are ready and no other ones are."""
         return self.ready == self.desired
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The cluster now."""
+    """What a policy decides by: the reports of the gateways and the state of the pools."""
 
     reports: Mapping[str, LoadReport]
-    """The latest of each gateway."""
+    """The latest report of each gateway, by its name."""
     pools: Mapping[str, PoolObservation]
 
     @property
@@ -63,10 +63,10 @@ class Observation:
 
 
 class Policy(Protocol):
-    """Decides about the sizes of all pools."""
+    """Decides the sizes of all pools."""
 
     def decide(self, observation: Observation, now: float) -> Decision:
-        """What the pools should be; within their limits."""
+        """Return the wanted sizes of the pools, within their limits."""
         ...
 
 

@@ -33,18 +33,18 @@ _MAX_POISSON = 400
 _STATES_PER_ROOT = 16
 
 MAX_KINDS = 64
-"""Kinds of requests that an estimate goes through."""
+"""Largest number of kinds of requests in an estimate."""
 
 
 class Lengths(NamedTuple):
-    """Of one request, in tokens."""
+    """The lengths of one request in tokens, and its limits in seconds."""
 
     prompt: int
     output: int
     cached: int = 0
-    """Of the prompt, what a cache is expected to have."""
+    """Prompt tokens that are expected to be cached."""
     ttft_s: float = math.inf
-    """Its own limits, beside those of the load."""
+    """The request's own limit, besides that of the load."""
     tpot_s: float = math.inf
 
     @property
@@ -54,16 +54,16 @@ class Lengths(NamedTuple):
 
 
 class Limits(Protocol):
-    """Those of every request; None for none."""
+    """The limits of every request, in seconds; None for no limit."""
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
+        """Limit of the time from arrival to the first token."""
         ...
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first."""
+        """Limit of the mean time per token after the first."""
         ...
 
 
@@ -72,23 +72,23 @@ class Load(Protocol):
 
     @property
     def rate_per_s(self) -> float:
-        """Above 0."""
+        """Requests per second; above 0."""
         ...
 
     @property
     def kinds(self) -> tuple[Lengths, ...]:
-        """At least one."""
+        """The kinds of requests; at least one."""
         ...
 
     @property
     def slo(self) -> Limits:
-        """Beside those that a kind has of its own."""
+        """Limits of all requests, besides those of a kind."""
         ...
 
 
 def representative(kinds: Iterable[Lengths], count: int = MAX_KINDS) -> tuple[Lengths, ...]:
-    """At most `count` of many requests: evenly spread over them in the order of their work, so that each stands for
-    as many."""
+    """At most `count` of many requests, evenly spread in the order of their work, so that each stands for equally
+    many."""
     ordered = sorted(kinds, key=lambda kind: (kind.computed, kind.output, kind))
     if len(ordered) <= count:
         return tuple(ordered)
@@ -97,25 +97,25 @@ def representative(kinds: Iterable[Lengths], count: int = MAX_KINDS) -> tuple[Le
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerModel:
-    """What the estimate needs of one worker."""
+    """The step times and the capacity of one worker."""
 
     times: StepTimes
     token_budget: int
-    """Tokens of one step, decodes among them."""
+    """Tokens of one step, including those of decodes."""
     max_num_seqs: int
     kv_tokens: int
     _seen: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False, repr=False)
-    """Times that were computed."""
+    """Computed times in seconds, kept for further calls."""
 
     def prompt_s(self, kind: Lengths) -> float:
-        """Seconds of a prompt on the idle worker."""
+        """Seconds to compute a prompt on an idle worker."""
         key = (kind.computed, kind.cached, -1)
         if key not in self._seen:
             self._seen[key] = prefill_s(self.times, kind.computed, self.token_budget, kind.cached)
         return self._seen[key]
 
     def token_s(self, batch: float, context: float) -> float:
-        """Seconds of a decode step; between two whole numbers of sequences as between their times."""
+        """Seconds of a decode step, interpolated between whole numbers of sequences."""
         low = max(1, int(batch))
         share = batch - low
         below = self._whole_s(low, context)
@@ -130,14 +130,14 @@ class WorkerModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one candidate. Shares are 0 where it cannot serve the rate."""
+    """The estimate for one candidate. Shares are 0 where it cannot serve the rate."""
 
     ttft_attainment: float
     tpot_attainment: float
     utilization: float
-    """Of the pool that is busier; 1 and more cannot be served."""
+    """Utilization of the busier pool; from 1 on the rate cannot be served."""
     mean_batch: float
-    """Sequences on a decode worker."""
+    """Mean number of sequences on a decode worker."""
     mean_ttft_s: float
     mean_tpot_s: float
 
@@ -148,7 +148,7 @@ class Estimate:
 
 
 def overloaded(utilization: float) -> Estimate:
-    """Of a candidate that cannot keep up."""
+    """The estimate for a candidate that cannot serve the rate."""
     return Estimate(
         ttft_attainment=0.0,
         tpot_attainment=0.0,
@@ -183,7 +183,7 @@ class Wait:
     mean_s: float
 
     def within(self, limit_s: float) -> float:
-        """The probability that it is no longer than that."""
+        """The probability that the wait is at most `limit_s`."""
         if limit_s < 0.0:
             return 0.0
         if self.chance == 0.0 or self.mean_s == 0.0:
@@ -192,7 +192,7 @@ class Wait:
 
 
 def wait_of(num_servers: int, rate_per_s: float, services_s: Sequence[float]) -> Wait | None:
-    """The wait in a queue M/G/c; None where it grows without end."""
+    """The wait in an M/G/c queue; None where it grows without limit."""
     mean = sum(services_s) / len(services_s)
     offered = rate_per_s * mean
     if offered >= num_servers:
@@ -243,24 +243,24 @@ def _batched(kinds: Sequence[Lengths], worker: WorkerModel, alone: Sequence[floa
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How many sequences a pool decodes, and how fast."""
+    """Number and speed of the sequences that a pool decodes."""
 
     mean_batch: float
-    """Of one worker."""
+    """Mean number of sequences on one worker."""
     mean_tpot_s: float
     tpot_deviation_s: float
-    """Of t as requests meet it."""
+    """Standard deviation, in seconds, of the time per token t as requests experience it."""
     full: float
-    """The probability that there is no place for one more."""
+    """The probability that no place is free for one more sequence."""
 
 
 class _State(NamedTuple):
     number: int
-    """Of sequences."""
+    """Number of sequences in the pool."""
     log_weight: float
-    """Of its probability."""
+    """Logarithm of the state's relative probability."""
     width: int
-    """Of states that it stands for: those behind the one before it."""
+    """Number of states that this one stands for: itself and those skipped since the one before it."""
 
 
 def sharing(
@@ -313,7 +313,8 @@ def decode_context(kinds: Sequence[Lengths]) -> float:
 
 
 def _most(load: Load, worker: WorkerModel) -> int:
-    """Sequences that a worker holds, by its places and by memory: half of the answer is there on average."""
+    """The most sequences that a worker holds, by its places and by its memory; answers count with half of their
+    lengths."""
     steps = [max(1, kind.output - 1) for kind in load.kinds]
     tokens = sum(step * (kind.prompt + kind.output / 2.0) for step, kind in zip(steps, load.kinds, strict=True))
     return min(worker.max_num_seqs, int(worker.kv_tokens / (tokens / sum(steps))))
@@ -321,14 +322,14 @@ def _most(load: Load, worker: WorkerModel) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What a pool of decode workers makes of a load."""
+    """What a pool of decode workers attains under a load."""
 
     tpot_share: float
-    """Of requests within the TPOT limit."""
+    """Share of requests within the TPOT limit."""
     full: float
-    """The probability that there is no place for one more."""
+    """The probability that no place is free for one more sequence."""
     mean_batch: float
-    """Of one worker."""
+    """Mean number of sequences on one worker."""
     utilization: float
     """Share of its places that are taken."""
     mean_tpot_s: float
@@ -337,7 +338,8 @@ class Decoding:
 def decode_estimate(
     load: Load, prefill: WorkerModel, decode: WorkerModel, num_decode: int, kv_bytes_per_token: float, link: LinkTimes
 ) -> Decoding | None:
-    """Of a pool to which workers such as `prefill` hand over; None where it cannot keep up."""
+    """The estimate for a decode pool that gets its sequences from workers like `prefill`; None where it cannot serve
+    the rate."""
     context = decode_context(load.kinds)
     work = _mean([kind.output - 1 for kind in load.kinds])
     most = _most(load, decode)
@@ -363,7 +365,7 @@ def disaggregated(
     kv_bytes_per_token: float,
     link: LinkTimes,
 ) -> Estimate:
-    """Of pools of their own."""
+    """The estimate for a prefill pool and a decode pool."""
     computed = prefill_estimate(load, prefill, num_prefill)
     decoding = decode_estimate(load, prefill, decode, num_decode, kv_bytes_per_token, link)
     if computed is None or decoding is None:
@@ -438,7 +440,8 @@ def _normal(room: float, deviation: float) -> float:
 
 
 def colocated(load: Load, worker: WorkerModel, num_workers: int) -> Estimate:
-    """Of workers that do both, by chunked prefill: decodes first, prompts with the rest of the budget."""
+    """The estimate for workers that do both by chunked prefill: decodes first, prompts with the rest of the token
+    budget."""
     context = decode_context(load.kinds)
     work = _mean([kind.output - 1 for kind in load.kinds])
     most = min(_most(load, worker), worker.token_budget - 1)
@@ -491,7 +494,7 @@ def colocated(load: Load, worker: WorkerModel, num_workers: int) -> Estimate:
 
 
 def _mixed(kind: Lengths, worker: WorkerModel, batch: float, context: float) -> tuple[float, int]:
-    """(seconds, steps) that a prompt takes beside a batch of decodes."""
+    """The seconds and the number of steps that a prompt takes beside a batch of decodes."""
     decodes = round(batch)
     room = max(1, worker.token_budget - decodes)
     seconds = chunks_s(worker.times, kind.computed, room, kind.cached, decodes, round(decodes * context))

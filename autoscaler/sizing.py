@@ -25,13 +25,13 @@ from disagg.step_times.step_model import LEAST_MS
 
 LARGEST = 32
 RATE_STEP = 1.02
-"""Rates are rounded up to powers of it, so that estimates can be kept."""
+"""Rates are rounded up to powers of this factor, so that estimates can be reused."""
 MOST_KEPT = 20_000
-"""Estimates."""
+"""Number of kept estimates above which all are dropped."""
 _SLACK = 0.99
-"""Of what the largest pools attain, where that is less than what is wanted."""
+"""Share of the attainment of the largest pools that is enough where even those do not attain the goal."""
 _REFERENCE = StepWork(256, 256 * 128, 16, 16 * 512, 1)
-"""Work by which workers of a pool are compared."""
+"""Work by whose predicted time the workers of a pool are ordered by speed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CoefficientTimes:
 
 @dataclass(frozen=True)
 class Limits:
-    """None of all requests: each brings its own."""
+    """Limits of a load whose requests all have their own."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Offered:
-    """Some requests per second; see `queueing.Load`."""
+    """A load of `rate_per_s` requests per second; see `queueing.Load`."""
 
     rate_per_s: float
     kinds: tuple[Lengths, ...]
@@ -84,7 +84,7 @@ class Service:
         self._is_warm: dict[str, bool] = {}
 
     def take(self, reports: Mapping[str, LoadReport], now: float) -> bool:
-        """The workers that gateways see; whether a model is another now."""
+        """Take the workers of the gateways' reports. Returns whether the model of a pool has changed."""
         samples = [worker for report in reports.values() for worker in report.workers]
         present = {(sample.worker_id, sample.incarnation) for sample in samples}
         self._since_s = {key: self._since_s.get(key, now) for key in present}
@@ -137,12 +137,12 @@ def _speed(worker: WorkerSample) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Attained:
-    """Of pools of one size."""
+    """What pools of certain sizes attain."""
 
     share: float
-    """Of requests that meet their targets."""
+    """Share of requests that meet their targets."""
     utilization: float
-    """Of the busiest pool."""
+    """Utilization of the busiest pool."""
     blamed: str
     """The pool that one more worker helps most."""
 
@@ -151,11 +151,11 @@ class Sizing:
     """Estimates for one kind of load on workers of one speed; keeps them.
 
     Args:
-        service: of the workers of all pools.
-        kinds: of requests.
-        limits: of the pools.
+        service: the models of the workers of all pools.
+        kinds: the kinds of requests.
+        limits: the limits of the pools.
         goal: share of requests that are to meet their targets.
-        max_utilization: of every pool.
+        max_utilization: the largest utilization of each pool.
     """
 
     def __init__(
@@ -177,13 +177,13 @@ class Sizing:
         self._both: dict[tuple[int, int], Estimate] = {}
 
     def attained(self, rate_per_s: float, sizes: Mapping[str, int]) -> Attained:
-        """What pools of these sizes, of at least 1, make of so many requests a second."""
+        """What pools of these sizes (each at least 1) attain at `rate_per_s` requests per second."""
         if len(self._decode) + len(self._both) + len(self._prefill) > MOST_KEPT:
             self._prefill, self._decode, self._both = {}, {}, {}
         return self._attained(_level(rate_per_s), sizes)
 
     def grown(self, rate_per_s: float, sizes: Mapping[str, int]) -> dict[str, int]:
-        """These sizes, and as many more workers as are needed, within the limits; all, where that is not enough."""
+        """The sizes that are enough, none of them below `sizes`; the largest sizes where nothing is enough."""
         level, grown = _level(rate_per_s), {pool: max(1, size) for pool, size in sizes.items()}
         if self._is_enough(level, grown):
             return grown
@@ -199,7 +199,7 @@ class Sizing:
         return self._reduced(level, grown, sizes)
 
     def shrunk(self, rate_per_s: float, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The least of these sizes that are enough; these where they are not."""
+        """The least sizes that are enough, none of them above `sizes`; `sizes` themselves where they are not enough."""
         level = _level(rate_per_s)
         if any(size < 1 for size in sizes.values()) or not self._is_enough(level, sizes):
             return dict(sizes)
@@ -217,7 +217,8 @@ class Sizing:
         return found.share >= self._goal or found.share >= _SLACK * self._attained(level, self._largest()).share
 
     def _reduced(self, level: int, sizes: Mapping[str, int], least: Mapping[str, int]) -> dict[str, int]:
-        """Sizes that are enough, made smaller pool by pool, the costliest workers first."""
+        """Reduce sizes that are enough as far as they stay enough: pool by pool, the one with the costliest workers
+        first."""
         reduced = dict(sizes)
         for pool in sorted(reduced, key=lambda name: -self._limits[name].weight):
             low, high = max(1, least[pool]) - 1, reduced[pool]  # `high` is enough
@@ -255,7 +256,7 @@ class Sizing:
         return Attained(share=found.attainment, utilization=found.utilization, blamed=pool)
 
     def _elastic(self, level: int, size: int) -> Attained:
-        """The better of both settings of `placement.decodes`: all workers do both, or some compute prompts only."""
+        """The better of two settings of `placement.decodes`: all workers do both, or some compute only prompts."""
         found = [self._colocated(level, "workers", size)]
         for num_prefill in _splits(size):
             ttft_share, prompts = self._prefill_share(level, num_prefill, "workers")
@@ -267,7 +268,7 @@ class Sizing:
         return max(fit or found, key=lambda each: each.share)
 
     def _prefill_share(self, level: int, size: int, pool: str) -> tuple[float, float]:
-        """(requests within the TTFT limit, utilization)."""
+        """The share of requests within the TTFT limit, and the utilization."""
         key = (level, size)
         if key not in self._prefill:
             count, rate = _within(size, _rate(level))
@@ -299,12 +300,13 @@ def _rate(level: int) -> float:
 
 
 def _within(size: int, rate_per_s: float) -> tuple[int, float]:
-    """A pool that is not too large to be estimated, and its part of the load."""
+    """The pool size and the rate to estimate: both reduced by one factor where the pool is too large."""
     return (size, rate_per_s) if size <= LARGEST else (LARGEST, rate_per_s * LARGEST / size)
 
 
 def _splits(size: int) -> list[int]:
-    """How many of so many workers may compute prompts only: all numbers of a few, eight of many."""
+    """The numbers of workers that may compute only prompts, of `size` workers: all numbers in a small pool, eight in a
+    large one."""
     if size <= 9:
         return list(range(1, size))
     return sorted({max(1, round(size * part / 9)) for part in range(1, 9)})

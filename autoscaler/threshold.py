@@ -1,8 +1,9 @@
-"""A threshold scaler, as Kubernetes users have it: KV use and queue length, by the formula of the horizontal pod
-autoscaler. There to be compared with.
+"""A threshold scaler as in Kubernetes, for comparison: KV use and queue length, by the formula of the horizontal pod
+autoscaler.
 
     wanted = ceil(ready * measured / target) for each metric; the largest counts. A ratio within the tolerance of 1
-    changes nothing. Fewer are wanted only when that has been so for `down_after_s` (its stabilization window).
+    changes nothing. A pool shrinks only to the largest size wanted in the last `down_after_s` (its stabilization
+    window).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from disagg.proto.autoscaling import Decision, PoolDecision
 
 
 class ThresholdPolicy:
-    """Looks at each pool by itself; keeps what was wanted within the window."""
+    """Sizes each pool by itself. Keeps the wanted sizes of the stabilization window."""
 
     def __init__(self, options: AutoscalerOptions, limits: Mapping[str, PoolLimits]) -> None:
         self._options = options
@@ -25,7 +26,7 @@ class ThresholdPolicy:
         self._wanted: dict[str, deque[tuple[float, int]]] = {pool: deque() for pool in limits}
 
     def decide(self, observation: Observation, now: float) -> Decision:
-        """What each pool should be."""
+        """Return the size that each pool should have."""
         return Decision(pools=tuple(self._decide(pool, observation, now) for pool in self._limits))
 
     def _decide(self, pool: str, observation: Observation, now: float) -> PoolDecision:

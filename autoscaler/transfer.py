@@ -1,7 +1,7 @@
-"""How long a prompt's KV takes over a link, and what of that a request sees.
+"""The transfer time of a prompt's KV over a link, and the part of it that delays the request.
 
-KV goes out chunk by chunk while the next chunk is computed (docs/architecture.md), so that only what is not yet over
-when the prompt ends delays the second token. The first one does not wait for it: the prefill worker sends it.
+KV goes out chunk by chunk while the next chunk is computed (docs/architecture.md), so that only the part that is
+left when the prompt ends delays the second token. The first token does not wait for it: the prefill worker sends it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from disagg.step_times.interface import LinkTimes
 
 PrefillTimes = Callable[[int], float]
-"""Seconds to compute a prompt of so many tokens."""
+"""Seconds to compute a prompt, by its number of tokens."""
 
 
 def transfer_s(num_bytes: float, link: LinkTimes) -> float:
-    """All of it, without any overlap."""
+    """Seconds of the whole transfer, without any overlap."""
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
 
 
 def exposed_s(num_bytes: float, prefill_s: float, num_chunks: int, link: LinkTimes) -> float:
-    """What is left of the transfer when the prompt ends, with `num_chunks` equal chunks of which each can go when it is
-    computed: the last chunk, or, where the link is slower than the prefill, all of it but what went before."""
+    """Seconds of the transfer after the end of the prompt, with `num_chunks` equal chunks, each sent once computed:
+    those of the last chunk, or, if the link is slower than the prefill, those of all that was not sent before."""
     last = transfer_s(num_bytes / num_chunks, link)
     first_ready = prefill_s / num_chunks
     return max(last, first_ready + transfer_s(num_bytes, link) - prefill_s)
@@ -33,8 +33,8 @@ def bandwidth_to_hide(num_bytes: float, prefill_s: float) -> float:
 
 
 def hidden_from(kv_bytes_per_token: float, prefill_s: PrefillTimes, link: LinkTimes, max_tokens: int) -> int | None:
-    """The least prompt from which on, up to `max_tokens`, the transfer takes no longer than the prefill; None where the
-    longest one still sticks out."""
+    """The shortest prompt, in tokens, from which on up to `max_tokens` the transfer takes no longer than the prefill;
+    None where the transfer of the longest prompt takes longer."""
 
     def hidden(tokens: int) -> bool:
         return transfer_s(kv_bytes_per_token * tokens, link) <= prefill_s(tokens)
@@ -57,6 +57,6 @@ def hidden_from(kv_bytes_per_token: float, prefill_s: PrefillTimes, link: LinkTi
 
 
 def bandwidth_to_reuse(num_bytes: float, recompute_flops: float, flops_per_s: float) -> float:
-    """Bytes per second from which on it is quicker to fetch a prefix's KV than to compute it again at `flops_per_s`
-    (R. Qin et al., Mooncake, FAST 2025, section 3)."""
+    """Bytes per second from which on fetching a prefix's KV is faster than computing it again at `flops_per_s` (R. Qin
+    et al., Mooncake, FAST 2025, section 3)."""
     return num_bytes * flops_per_s / recompute_flops

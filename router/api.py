@@ -21,28 +21,28 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `gateway/auth/api_keys.py`."""
 
     requests_per_minute: int | None = None
-    """Answers a minute: each of the `n` of each prompt is one."""
+    """Answers per minute. Each of the `n` answers to each prompt counts."""
     tokens_per_minute: int | None = None
-    """Prompt and output tokens a minute. An answer is charged `max_tokens`; what it did not use is given back."""
+    """Prompt and output tokens per minute. An answer is charged `max_tokens`; unused tokens are refunded."""
     running: int | None = None
-    """Answers that run on workers; further ones wait."""
+    """Most answers that run on workers; further ones wait."""
     queued: int | None = None
-    """Answers that wait for a worker."""
+    """Most answers that wait for a worker."""
     weight: float = 1.0
-    """Its share of tokens while others wait, relative to theirs."""
+    """Share of the tokens while other tenants wait, relative to their weights."""
     max_priority: int | None = None
-    """Requests of a higher priority get this one."""
+    """Highest priority of a request; a higher one is reduced to it."""
     min_ttft_s: float = 0.0
-    """Requests with a tighter target for the first token are queued as if they had this one."""
+    """Least TTFT target in seconds by which requests are queued."""
     boosted: int | None = None
-    """Requests at a time that are queued by a target of their own; further ones are queued as if they had none."""
+    """Most requests at a time that are queued by a target of their own; further ones are queued as if they had none."""
     is_sole: bool = True
-    """Whether there is no other tenant. Else it gets at most a share of the queue and of the decode places, so that
-    there is always room for others."""
+    """Whether there is no other tenant. Else the tenant gets at most a share of the queue and of the decode places, so
+    that there is always room for others."""
 
 
 NO_LIMITS = TenantLimits()
-"""Where there are no keys."""
+"""The limits if no keys are configured."""
 
 
 class CallDemand(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -51,13 +51,13 @@ class CallDemand(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant: str
     limits: TenantLimits
     num_answers: int
-    """Of all its prompts together."""
+    """Number of answers to all prompts of the call together."""
     num_tokens: int
-    """Lower limit of their tokens, charged to the tenant."""
+    """Lower limit of the tokens of these answers, charged to the tenant."""
 
 
 class RateCharge(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one router charged to a tenant's limits for a minute. Negative where it was given back."""
+    """What one router charged to a tenant's limits per minute. Negative for a refund."""
 
     tenant: str
     limits: TenantLimits
@@ -66,24 +66,24 @@ class RateCharge(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RateView(NamedTuple):
-    """One limit of a minute, as its tenant sees it."""
+    """One limit per minute, as its tenant sees it."""
 
     limit: int
     remaining: int
-    """That may be taken now."""
+    """Number of answers or tokens that may be taken now."""
     reset_s: float
-    """Until nothing is missing, where nothing is taken meanwhile."""
+    """Seconds until the limit is fully available again, if nothing more is taken."""
 
 
 class Quota(NamedTuple):
-    """The limits of a tenant for a minute; None for those that it has not."""
+    """The limits per minute of a tenant; None where there is no limit."""
 
     requests: RateView | None = None
     tokens: RateView | None = None
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A validated, tokenized request. It and what is made of it are in no reference cycle, so the garbage collector
+    """A validated, tokenized request. It and the objects made of it are in no reference cycle, so the garbage collector
     does not track them: a router has thousands."""
 
     request_id: RequestId
@@ -92,32 +92,32 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     root_hash: BlockHash
     sampling: Sampling
     deadline: float | None = None
-    """On the gateway's monotonic clock."""
+    """Deadline on the gateway's monotonic clock."""
     priority: int = 0
     ttft_slo_s: float | None = None
     """Target for the time from arrival to the first token; None takes the configured one."""
     tpot_slo_s: float | None = None
     """Target for the mean time between output tokens; None takes the configured one."""
     pair: tuple[WorkerId, WorkerId] | None = None
-    """The prefill and the decode worker that must run it, for an operator's probe; None for placement."""
+    """The prefill and the decode worker that must run the request, for an operator's probe; None for placement."""
     trace_parent: str = ""
-    """The W3C `traceparent` under which this request runs, of the gateway's own span; empty without one."""
+    """The W3C `traceparent` of the gateway's own span, under which the request runs; empty without one."""
     parent_span: str = ""
     """Id of the caller's span; empty where there is none."""
     tenant: str = ""
-    """Its tenant; empty where there are no keys."""
+    """Name of the tenant; empty if no keys are configured."""
     limits: TenantLimits = NO_LIMITS
-    """Of the tenant."""
+    """Limits of the tenant."""
     prepaid_tokens: int | None = None
-    """What its call was charged for it; None where its call was not charged."""
+    """Tokens that the call was charged for the request; None if the call was not charged."""
     tokenize_queue_s: float = 0.0
-    """How long its prompt waited for the tokenizer."""
+    """Seconds for which the prompt waited for the tokenizer."""
     resumed_token_ids: tuple[int, ...] = ()
-    """Output tokens that its client has from another gateway: the answer continues after them, and `block_hashes` are
-    of prompt and these. They do not end the answer."""
+    """Output tokens that the client has from another gateway. The answer continues after them, and `block_hashes` are
+    those of the prompt and of these. They do not end the answer."""
     model_version: str = ""
-    """Of the model that made these: only workers of it continue the answer. Empty where that is not known, or there are
-    none."""
+    """Version of the model that made `resumed_token_ids`; only workers of that version continue the answer. Empty if
+    unknown, or without such tokens."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,35 +126,35 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of workers, or one alone, that a request could go to. Times are predictions; None where the policy makes
+    """A pair of workers, or one alone, on which a request could run. Times are predictions; None if the policy makes
     none."""
 
     prefill_worker: WorkerId | None
-    """None where the decode worker would compute the prompt."""
+    """None if the decode worker would compute the prompt."""
     decode_worker: WorkerId
     num_misses: int
-    """Targets of the request that it would miss."""
+    """Number of targets of the request that it would miss."""
     ttft_ms: float | None
-    """From the placement on."""
+    """Milliseconds from the placement to the first token."""
     tpot_ms: float | None
     cost: float
-    """The sum of the parts below where the policy predicts times, else in units of its own."""
+    """The sum of the parts below if the policy predicts times, else in units of its own."""
     wait_ms: float
     prefill_ms: float
     transfer_ms: float
     decode_ms: float
     delay_ms: float
-    """Added time of other sequences, summed."""
+    """Sum of the milliseconds that it adds to other sequences."""
     barrier_ms: float
     """The barrier term of the KV utilization."""
 
 
 class Decision(Option, frozen=True, kw_only=True):
-    """The option that was taken: the one of least cost."""
+    """The option that was chosen: the one of least cost."""
 
     policy: str
     num_options: int
-    """Pairs and single workers that were compared."""
+    """Number of pairs and single workers that were compared."""
 
 
 class Placement(Protocol):
@@ -162,21 +162,21 @@ class Placement(Protocol):
 
     @property
     def ttft_ms(self) -> float | None:
-        """Predicted, from the placement on; None where the policy predicts no times."""
+        """Predicted milliseconds from the placement to the first token; None if the policy predicts no times."""
         ...
 
     @property
     def tpot_ms(self) -> float | None:
-        """Predicted; None where the policy predicts no times."""
+        """Predicted milliseconds per output token; None if the policy predicts no times."""
         ...
 
     @property
     def transfer_ms(self) -> float:
-        """Predicted exposed time of the transfer."""
+        """Predicted exposed time of the transfer, in milliseconds."""
         ...
 
     def decision(self) -> Decision:
-        """The option that was taken."""
+        """The option that was chosen."""
         ...
 
     def options(self) -> list[Option]:
@@ -185,51 +185,51 @@ class Placement(Protocol):
 
 
 RUNNING = "running"
-"""The outcome of a request that has none yet."""
+"""The outcome of a request that has not ended."""
 
 MAX_MOVES = 16
-"""Of an attempt, that are kept in its trace."""
+"""Most moves of an attempt that are kept in its trace."""
 Path = Literal["pd", "local", "colocated"]
 """Which workers compute an answer: a pair; a decode worker alone; a worker with both roles."""
 
 
 class MoveMarks(msgspec.Struct, gc=False):
-    """A move of an attempt from one worker to another while it decoded."""
+    """A move of a decoding attempt from one worker to another."""
 
     source: WorkerId
     target: WorkerId
     began: float
     ended: float | None = None
-    """When it had arrived, or was given up."""
+    """When the move had arrived, or was given up."""
     has_arrived: bool = False
 
 
 class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
     """The progress of one attempt: times on the gateway's monotonic clock, durations as its workers measured them. None
-    for what did not happen, or is not known yet."""
+    for steps that have not happened, or are not known yet."""
 
     path: Path
     prefill_worker: WorkerId | None
     decode_worker: WorkerId
     queued: float
-    """Since when the request waited for a placement."""
+    """When the request began to wait for a placement."""
     placed: float
     computed: float | None = None
     """When the prompt was computed."""
     handed_over: float | None = None
     ended: float | None = None
     alloc_wait_s: float | None = None
-    """From the dispatch until the decode worker had reserved room."""
+    """Seconds from the dispatch until the decode worker had reserved room."""
     queue_s: float | None = None
-    """From then until the first step with some of the prompt."""
+    """Seconds from then until the first step with some of the prompt."""
     transfer_s: float | None = None
-    """From the first chunk until all KV was in place."""
+    """Seconds from the first chunk until all KV was in place."""
     decode_queue_s: float | None = None
-    """From the hand-over until the first decode step."""
+    """Seconds from the hand-over until the first decode step."""
     moves: tuple[MoveMarks, ...] = ()
 
     def note_move(self, source: WorkerId, target: WorkerId, now: float) -> None:
-        """The attempt begins to move."""
+        """Note that the attempt begins to move."""
         self.moves = (*self.moves[-MAX_MOVES + 1 :], MoveMarks(source, target, now))
 
 
@@ -246,47 +246,49 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     decode_cached_tokens: int = 0
     attempts: int = 0
     placement: Placement | None = None
-    """Of the latest attempt."""
+    """The placement of the latest attempt."""
     arrival: float = 0.0
-    """On the gateway's monotonic clock."""
+    """Time of arrival on the gateway's monotonic clock."""
     tokenize_queue_s: float = 0.0
-    """From the arrival on, for how long its prompt waited for the tokenizer."""
+    """Seconds from the arrival for which the prompt waited for the tokenizer."""
     stages: dict[str, float] = {}
-    """Stage name -> time at which it ended, same clock, in order: tokenize, route, first_token, kv_transfer, end."""
+    """Stage name -> time at which the stage ended, on the same clock, in order: tokenize, route, first_token,
+    kv_transfer, end."""
     outcome: str = RUNNING
     """`stop`, `length`, or the code of the error that ended it."""
     detail: str = ""
-    """Of that error, for operators."""
+    """Message of that error, for operators."""
     tenant: str = ""
     trace_parent: str = ""
     parent_span: str = ""
     is_probe: bool = False
-    """An operator's test of one pair: no part of what is counted."""
+    """Whether it is an operator's test of one pair, which statistics do not count."""
     is_background: bool = False
-    """Of a priority below 0, such as a line of a batch: no part of which targets were met."""
+    """Whether the priority is below 0, as for a line of a batch. The statistics of targets do not count such
+    requests."""
     model_version: str = ""
-    """Of the model that makes the answer, see `placement.Version`; empty before the first token."""
+    """Version of the model that makes the answer, see `placement.Version`; empty before the first token."""
     num_prompt_tokens: int = 0
     prefix_marks: tuple[BlockHash, ...] = ()
-    """Some hashes of its prompt's blocks, see `telemetry/prefix_marks.py`."""
+    """Some hashes of the prompt's blocks, see `telemetry/prefix_marks.py`."""
     num_output_tokens: int = 0
     most_output_tokens: int = 0
-    """That it allows."""
+    """Most output tokens that the request allows."""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     trial: str = ""
-    """What it was a trial of: a prediction by which it would have been refused, or placed elsewhere, and which nothing
-    had confirmed lately."""
+    """Why it is a trial, or empty: a prediction by which the request would have been refused or placed elsewhere, and
+    which no recent measurement confirmed."""
     last_token_at: float | None = None
     max_itl_s: float = 0.0
-    """Longest time between two output tokens."""
+    """Longest time between two output tokens, in seconds."""
     detokenize_s: float = 0.0
-    """Sum of the times that its text took."""
+    """Total seconds of detokenizing."""
     guardrails: Mapping[tuple[str, str, str, str, str], int] = {}
-    """What guardrails did to it, and how often: guardrail, rule, `prompt` or `answer`, action, reason. Filled by the
+    """Number of results of guardrails, by guardrail, rule, `prompt` or `answer`, action, reason. Filled by the
     gateway."""
     marks: list[AttemptMarks] = []
-    """One for each attempt."""
+    """The progress of each attempt, in order."""
 
     @property
     def decision(self) -> Decision | None:
@@ -295,20 +297,20 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
-    """How an answer ended."""
+    """The end of an answer."""
 
     reason: Literal["stop", "length"]
     num_output_tokens: int
     cached_tokens: int
-    """Prompt tokens that no worker had to compute."""
+    """Number of prompt tokens that no worker had to compute."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):
-    """Output tokens that follow each other."""
+    """Consecutive output tokens of one answer."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    """One for each token, or none where the request has none."""
+    """The logprobs of each token; empty if the request wants none."""
 
 
 class RequestHandle(Protocol):
@@ -318,8 +320,8 @@ class RequestHandle(Protocol):
     completion: Completion | None
     """Set when the iteration has ended normally."""
     num_answered: int | None
-    """To be set before `cancel` where the answer is complete already (a stop string): its tokens. None for a request
-    that is given up."""
+    """Number of tokens of an answer that is already complete (by a stop string), to be set before `cancel`. None for a
+    request that is given up."""
 
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """New output tokens in index order, several at once where the consumer was slow. Ends after the last
@@ -344,44 +346,44 @@ class WorkerView:
     load: Load
     is_draining: bool = False
     report_age_s: float = 0.0
-    """Since its latest report, or since it came up."""
+    """Seconds since the latest report, or since the worker came up."""
     is_suspected: bool = False
-    """It seems to hang: nothing is placed there until it is responsive again."""
+    """Whether the worker seems to hang. Nothing is placed on it until it is responsive again."""
     open_breakers: tuple[str, ...] = ()
-    """One line for each of its circuit breakers that is not closed: leg, since when, next trial."""
+    """One line for each circuit breaker of the worker that is not closed: leg, since when, next trial."""
     steps: StepCoefficients | None = None
-    """Its step times as placement has them; None before any was measured."""
+    """The step times that placement assumes; None before any was measured."""
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests may be placed there."""
+        """Whether requests may be placed on the worker."""
         return not self.is_draining and not self.is_suspected
 
 
 STAGES = ("queued", "prefill", "transfer", "decode")
-"""The stages of a request in flight."""
+"""The stages in which a request in flight can be."""
 
 
 class PlacementView(NamedTuple):
-    """What placement goes by, beside the workers."""
+    """The settings and the link times by which requests are placed."""
 
     policy: str = ""
     decodes: Decodes | None = None
-    """None where the policy has no such setting."""
+    """The present setting; None if the policy has none."""
     admission: bool = True
     link_latency_s: float = 0.0
     link_byte_s: float = 0.0
-    """The exposed time of a transfer, fitted over all pairs: a latency, and a time for each byte."""
+    """Seconds for each byte. With `link_latency_s` it gives the exposed time of a transfer, fitted over all pairs."""
 
 
 class BackgroundView(NamedTuple):
-    """Of requests of a priority below 0, such as lines of batches: those whose prompt is not computed yet."""
+    """Requests of a priority below 0, such as lines of batches, whose prompt is not computed yet."""
 
     num_queued: int = 0
     num_prefill: int = 0
-    """That a worker has."""
+    """Number of these requests that a worker has."""
     prompt_tokens: int = 0
-    """Of both."""
+    """Prompt tokens of the queued ones and of those on workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,52 +395,52 @@ class ClusterView:
     num_running: int
     background: BackgroundView = field(default_factory=BackgroundView)
     unreachable: tuple[WorkerInfo, ...] = ()
-    """Workers that belong to the cluster and have no session with this router."""
+    """Workers of the cluster that have no session with this router."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Requests by what they wait for, see `STAGES`."""
+    """Number of requests in each stage, see `STAGES`."""
     rates: Rates = field(default_factory=Rates)
     slos: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of the last minute: "ttft", "tpot" and "both" (all that it had) -> (requests that met it, requests that had
-    it)."""
+    """Targets in the last minute: "ttft", "tpot" and "both" (all targets of a request) -> (requests that met it,
+    requests that had it)."""
     stats: RouterStats = field(default_factory=RouterStats)
-    """Sums over all requests; grows on."""
+    """Sums over all requests since the router's start."""
     exported_traces: Mapping[str, int] = field(default_factory=dict)
-    """Ended requests by what became of their spans for an OpenTelemetry collector; empty where none are sent."""
+    """Number of ended requests by the fate of their spans for an OpenTelemetry collector; empty if none are sent."""
     counters: Mapping[WorkerId, WorkerMetrics] = field(default_factory=dict)
-    """Of every worker so far: sums over all of its incarnations; they never fall."""
+    """Counters of every worker so far, summed over its incarnations; they never fall."""
     restarts: Mapping[WorkerId, int] = field(default_factory=dict)
-    """Of every worker so far: processes of it that took the place of an earlier one."""
+    """Number of restarts of every worker so far: processes that replaced an earlier one."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """Counts of what failed or was dropped, by name."""
+    """Counts of failures and dropped messages, by name."""
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By tenant: requests that wait for a worker, and that run."""
+    """For each tenant: the number of its requests that wait for a worker, and of those that run."""
     placement: PlacementView = field(default_factory=PlacementView)
     notes: tuple[str, ...] = ()
-    """What an operator should know of the configuration: a target that no worker can meet."""
+    """Notes for operators on the configuration, such as a target that no worker can meet."""
 
 
 class RouterViews(Protocol):
-    """What operators see of a gateway's requests, and the setting that they change."""
+    """The views of operators on a gateway's requests, and the setting that they may change."""
 
     def view(self) -> ClusterView:
-        """The cluster now."""
+        """The present state of the cluster."""
         ...
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
-        """A running or recent request."""
+        """The trace of a running or recent request; None without one."""
         ...
 
     def recent(self, limit: int) -> list[RequestTrace]:
-        """At most so many requests that run or ended lately, the latest arrival first."""
+        """At most `limit` traces of running and recent requests, the latest arrival first."""
         ...
 
     def set_decodes(self, decodes: Decodes) -> None:
-        """Place answers so from now on; see `events.SetDecodes`."""
+        """Set where answers decode from now on; see `events.SetDecodes`."""
         ...
 
 
 class Router(RouterViews, Protocol):
-    """A router as the gateway uses it."""
+    """The interface of a router for the gateway."""
 
     def admit(self, call: CallDemand) -> None:
         """Charge a call to its tenant before anything is done for it. Raises `LimitError` where all of it is refused;
@@ -446,12 +448,12 @@ class Router(RouterViews, Protocol):
         ...
 
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
-        """Return what a call was charged for and does not use: tokens that no submitted request has as its
+        """Return the unused part of what a call was charged: tokens that no submitted request has as its
         `prepaid_tokens`, and answers that were not submitted."""
         ...
 
     def quota(self, tenant: str, limits: TenantLimits) -> Quota:
-        """What is left to a tenant now, whose calls bring `limits`."""
+        """What is left now to a tenant whose calls bring `limits`."""
         ...
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
@@ -464,6 +466,6 @@ class Router(RouterViews, Protocol):
         ...
 
     def check_queue_capacity(self) -> None:
-        """Raises what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
+        """Raise what `submit` would raise for any request, whatever its prompt: `OverloadedError` or
         `UnavailableError`. Cheap; called before a prompt is tokenized."""
         ...

@@ -32,7 +32,7 @@ SPLIT: Final = "split"
 PolicyName = Literal["auto", "joint", "elastic", "prefix", "least_loaded", "round_robin", "random"]
 
 MAX_QUEUED: Final = 1024
-"""Requests that wait for a worker."""
+"""Most requests that wait for a worker."""
 
 
 class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,61 +43,63 @@ class PlacementOptions(msgspec.Struct, frozen=True, kw_only=True):
     through a prefill worker, but for an answer that has begun and outgrew all of them: a decode worker continues it
     alone, otherwise it would be lost."""
     policy: PolicyName = "auto"
-    """`auto` is `elastic` in mode `elastic`, else `joint`: the pair of least cost in milliseconds. The others are there
-    to be compared with. See `policies/`."""
+    """`auto` is `elastic` in mode `elastic`, else `joint`: the pair of least cost in milliseconds. The others are for
+    comparison. See `policies/`."""
     decodes: str = "spread"
     """Policy `elastic`: `spread` decodes answers on all workers, `gather` on as few as the TPOT targets allow, so that
-    the others have their time for prompts; with `split:2` two workers decode and take no prompts, the others do both.
-    `auto` begins with `spread`, and a twin (`disagg twin`) chooses by what came lately."""
+    the others have more time for prompts; with `split:2` two workers decode and take no prompts, the others do both.
+    `auto` begins with `spread`, and a twin (`disagg twin`) chooses by the latest requests."""
     admission: bool = True
-    """Refuse at once what is predicted to miss its TTFT target (requests without a target are never refused so)."""
+    """Whether requests that are predicted to miss their TTFT target are refused at once. Requests without a target are
+    never refused for that."""
     migrations: NonNegativeInt = 4
-    """How many running sequences of a worker that drains move to others at a time. Of one that lacks KV blocks one
+    """Most running sequences of a draining worker that move to others at a time. Of a worker that lacks KV blocks one
     moves at a time, instead of a preemption. 0 leaves them where they are. See `requests/migrations.py`."""
 
 
 class FailureTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker counts as unresponsive though its connections stand. `null` is never."""
+    """When a worker with unbroken connections counts as unresponsive. `null` is never."""
 
     suspect_after_s: Seconds | None = 2.5
-    """Seconds without a message of a worker, after which gateways retry its requests elsewhere and place nothing there
+    """Seconds without a message of a worker after which gateways retry its requests elsewhere and place nothing on it
     until it sends one again."""
     stuck_after_s: Seconds | None = 30.0
-    """Seconds that a worker's engine is in one step, after which gateways do the same, and the controller kills and
-    restarts it; six times what the worker predicts for the step, where that is more."""
+    """Seconds of one step of a worker's engine after which gateways do the same, and the controller kills and restarts
+    the worker. Six times the predicted time of the step, if that is more."""
 
 
 class MetricsOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`metrics`: what `/metrics` and `disagg explain` have."""
+    """`metrics`: the contents of `/metrics` and `disagg explain`."""
 
     vllm_aliases: bool = True
-    """Show the numbers under the names of vLLM too, for dashboards that read these."""
+    """Whether the numbers are also shown under the names of vLLM, for dashboards that read these."""
     num_traces: Count = 1000
-    """Ended requests that can still be explained."""
+    """Number of ended requests that can still be explained."""
 
 
 class RecordingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gateway.record_events`: recordings of all that decisions depend on, for `disagg replay`."""
+    """`gateway.record_events`: recordings of all inputs of the router's decisions, for `disagg replay`."""
 
     folder: Name
-    """Each gateway process makes a file there, for its owner only. A path in the YAML is relative to its folder."""
+    """Folder in which each gateway process makes a file, for its owner only. A relative path in the YAML is relative to
+    the folder of the YAML."""
     max_bytes: Bytes = 256 << 20
-    """Of all recordings in the folder together. The one that reaches it ends there."""
+    """Most bytes of all recordings in the folder together. The recording that reaches it ends there."""
 
 
 class TracingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`gateway.tracing`: spans of requests, sent by OTLP over HTTP once they have ended. Needs the extra `otel`."""
 
     endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://\S+$", max_length=2048)]
-    """The collector's, such as `http://127.0.0.1:4318/v1/traces`. Headers for it are read by the exporter from the
-    environment, `OTEL_EXPORTER_OTLP_HEADERS`."""
+    """URL of the collector, such as `http://127.0.0.1:4318/v1/traces`. The exporter reads headers for it from the
+    environment variable `OTEL_EXPORTER_OTLP_HEADERS`."""
     sample: Fraction = 0.01
-    """The share of the requests that met their targets, or had none. Those that missed a target, failed or were
-    refused are all sent, and so are those whose caller's `traceparent` says that it is recorded."""
+    """Share of the requests that met their targets, or had none, that is sent. Requests that missed a target, failed or
+    were refused are all sent, and so are those whose caller's `traceparent` says that it is recorded."""
     max_waiting: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 2048
-    """Ended requests that wait to be sent; further ones are dropped and counted."""
+    """Most ended requests that wait to be sent; further ones are dropped and counted."""
     timeout_s: Seconds = 5.0
-    """Of one export."""
+    """Most seconds of one export."""
 
 
 _TIMEOUTS = FailureTimeouts()
@@ -105,85 +107,85 @@ _RESERVE = KvReserve()
 
 
 class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One router. Raises `ConfigError` for a value out of bounds."""
+    """The configuration of one router. Raises `ConfigError` for a value out of bounds."""
 
     decodes: Decodes = "spread"
-    """What it begins with; the event `SetDecodes` changes it."""
+    """Where answers decode at the beginning; the event `SetDecodes` changes it."""
     ttft_slo_s: Positive | None = None
-    """Target of requests that bring none; None is no target."""
+    """TTFT target of requests that bring none; None is no target."""
     tpot_slo_s: Positive | None = None
-    """Target of requests that bring none; None is no target."""
+    """TPOT target of requests that bring none; None is no target."""
     queue_horizon_s: Positive = 10.0
-    """Requests without a TTFT target are queued as if they had this one."""
+    """TTFT target in seconds by which requests that have none are queued."""
     max_queued: Count = MAX_QUEUED
-    """Requests that wait for a worker; one more is refused as overload."""
+    """Most requests that wait for a worker; one more is refused as overload."""
     bypass_s: NonNegative = 0.5
-    """How long smaller requests are placed before one that waits for KV blocks. From then on a worker is held for it:
+    """Seconds for which smaller requests are placed before one that waits for KV blocks. Then a worker is held for it:
     `WorkerHold` in `requests/waiting.py`."""
     fair_quantum_tokens: Count = 4096
-    """Tokens, of prompt and answer, that each tenant gets in one round of the queue; see `queueing/queue.py`."""
+    """Tokens of prompt and answer that each tenant gets in one round of the queue; see `queueing/queue.py`."""
     tenant_queue_share: Share = 0.75
-    """With several tenants: the share that one may take of the part of `max_queued` that the others leave."""
+    """With several tenants: the share of the part of `max_queued` left by the others that one tenant may take."""
     tenant_place_share: Share = 0.9
-    """With several tenants: the largest share of the decode places that one has. The rest lets requests of others start
-    before its answers end; 1 keeps nothing free."""
+    """With several tenants: the largest share of the decode places that one tenant has. The rest lets requests of
+    others start before its answers end; 1 keeps nothing free."""
     retry_after_s: Positive = 1.0
-    """The time after which a refused client may retry."""
+    """Seconds after which a refused client may retry."""
     starts_workers: bool = False
-    """Whether a request that finds no worker makes the autoscaler start one: the refusal says so by its code."""
+    """Whether a request without a worker makes the autoscaler start one, so that the refusal has another code."""
     max_attempts: Count = 5
-    """So many failed attempts end a request, without progress (64 tokens of the answer) in between. Refusals and
+    """Number of failed attempts that end a request, without progress (64 tokens of the answer) in between. Refusals and
     draining workers do not count; see `requests/retries.py`."""
     max_losses: Count = 3
-    """So many failures by the loss of a whole worker end a request, without progress in between; with it, twice as
-    many."""
+    """Number of failures by the loss of a worker that end a request, without progress in between; with progress, twice
+    as many."""
     max_refusals: Count = 100
-    """A request fails when workers without other sequences have refused it so often in a row. Refusals by workers that
+    """Number of refusals in a row, by workers without other sequences, that end a request. Refusals by workers that
     have some do not count: their blocks become free."""
     refusal_pause_s: Positive = 0.05
-    """After its n-th refusal a request avoids the worker that refused for n times this long."""
+    """Seconds, times the number of refusals so far, for which a request avoids the worker that refused it."""
     failure_pause_s: Positive = 0.2
-    """After its n-th fault a request avoids the workers where it failed for n times this long."""
+    """Seconds, times the number of faults so far, for which a request avoids the workers on which it failed."""
     max_pause_s: Positive = 1.0
-    """Longest of those pauses."""
+    """Longest of these pauses, in seconds."""
     no_worker_grace_s: Positive = 2.5
-    """How long a queued request waits for a worker that could take it at all to come (back)."""
+    """Seconds for which a queued request waits until a worker that can hold it comes (back)."""
     expected_worker_grace_s: Positive = 15.0
-    """The same where the controller says that one is coming, and when."""
+    """Seconds for which it waits if the controller says that such a worker is coming, and when."""
     silent_after_s: Seconds | None = _TIMEOUTS.suspect_after_s
-    """`recovery.suspect_after_s` of the YAML: a worker that sent nothing for so many seconds is suspected, its requests
+    """`recovery.suspect_after_s` of the YAML: seconds without a message after which a worker is suspected. Its requests
     are requeued, and it gets nothing new until it sends a message again. None for never."""
     stuck_after_s: Seconds | None = _TIMEOUTS.stuck_after_s
-    """`recovery.stuck_after_s` of the YAML: the same for a worker whose engine has been in one step for so many
-    seconds. None for never."""
+    """`recovery.stuck_after_s` of the YAML: seconds of one step of its engine after which a worker is suspected, too.
+    None for never."""
     retry_share: Fraction = 0.1
     """Retries allowed per incoming request, over all requests. The first retry after the loss of a worker does not
     count."""
     retry_burst: Count = 256
-    """The largest number of unused retries that is saved up."""
+    """Most unused retries that are saved up."""
     pair_timeout_s: Positive = 2.0
-    """How long an attempt waits for its pair of workers to be formed: at most this, and at most half of what is left of
-    its TTFT target and of its deadline, but at least a quarter of a second. Then it is placed elsewhere."""
+    """Most seconds for which an attempt waits for its pair of workers to be formed; also at most half of the time left
+    to its TTFT target and to its deadline, but at least a quarter of a second. Then it is placed elsewhere."""
     num_gateways: Count = 1
-    """Routers that place on the same workers. With several, sequences of others count in a worker's step times, as a
-    mean over its reports, and ties are settled differently by each."""
+    """Number of routers that place on the same workers. With several, sequences of the others count in a worker's step
+    times, as a mean over its reports, and each router settles ties differently."""
     warm_pairs: NonNegativeInt = 8
-    """Pairs of each worker that are formed as soon as it comes. Any other is formed by the first request that is placed
-    on it."""
+    """Most pairs of each worker that are formed as soon as the worker comes. Any other pair is formed by the first
+    request that is placed on it."""
     pair_setup_ms: NonNegative = 50.0
-    """Policy `joint`: the added cost of a pair that has to be formed first, the expected time of that."""
+    """Policy `joint`: the added cost of a pair that has to be formed first, which is the expected time to form it."""
     pair_idle_s: Positive = 60.0
-    """A pair without a placement for so many seconds is assumed to be closed, unless it is one of `warm_pairs`."""
+    """Seconds without a placement after which a pair is assumed to be closed, unless it is one of `warm_pairs`."""
     breaker_failures: Count = 3
-    """Failures in a row that open the circuit breaker of a worker or a pair for one leg (prefill, transfer, decode), so
-    that it is excluded from that leg; see `workers/circuit_breaker.py`."""
+    """Number of failures in a row that open the circuit breaker of a worker or a pair for one leg (prefill, transfer,
+    decode), so that it is excluded from that leg; see `workers/circuit_breaker.py`."""
     breaker_share: Share = 0.5
-    """The share of failures among its latest results that opens a breaker, too."""
+    """Share of failures among the latest results that opens a breaker, too."""
     breaker_pause_s: Positive = 0.5
-    """Time from the opening of a breaker to its trial, one request; doubles with each failure up to
+    """Seconds from the opening of a breaker to its trial, one request; doubles with each failure up to
     `breaker_max_pause_s`."""
     breaker_max_pause_s: Positive = 30.0
-    """Longest of those pauses."""
+    """Longest of these pauses, in seconds."""
     prefill_chunks: Count = 2
     """A prefill slot is free while less than this many token budgets of uncomputed tokens are outstanding on the
     worker."""
@@ -199,20 +201,20 @@ class RouterConfig(PlacementOptions, frozen=True, kw_only=True, forbid_unknown_f
     num_traces: Count = MetricsOptions().num_traces
     """Ended requests that can still be explained."""
     outbox_frames: Count = 4096
-    """Frames that may wait to be sent to one worker; with more, the worker is treated as lost."""
+    """Most frames that may wait to be sent to one worker; with more, the worker is treated as lost."""
     hello_timeout_s: Positive = 5.0
-    """How long a worker may take to send its hello when a session is opened."""
+    """Seconds in which a worker must send its hello when a session is opened."""
     min_reconnect_s: Positive = 0.1
-    """First pause after a lost session; it doubles up to `max_reconnect_s`."""
+    """Seconds of the first pause after a lost session; it doubles up to `max_reconnect_s`."""
     max_reconnect_s: Positive = 2.0
-    """Longest pause between two tries to reach a worker."""
+    """Most seconds between two tries to reach a worker."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "router")
 
 
 def num_split(decodes: str | None) -> int:
-    """How many workers decode and take no prompts, by a setting of `Decodes`; 0 where it is no split."""
+    """Number of workers that decode and take no prompts, by a setting of `Decodes`; 0 if it is no split."""
     kind, _, number = (decodes or "").partition(":")
     return int(number) if kind == SPLIT else 0
 

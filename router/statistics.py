@@ -28,7 +28,7 @@ SPAN_STAGES = (
 )
 """The stages of a request, see `telemetry/spans.py`."""
 MIGRATION_OUTCOMES = ("moved", "refused", "failed", "ended")
-"""Of a move of a running sequence; `ended` is one whose attempt ended before."""
+"""Outcomes of a move of a running sequence; `ended` is that of a move whose attempt ended before."""
 PREDICTIONS = ("ttft", "tpot", "transfer")
 """Predictions of a placement that are compared with measurements."""
 
@@ -39,7 +39,7 @@ STAGE_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 TOKEN_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 50000.0)
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _MEMORY = 64
-"""The mean is over about so many values."""
+"""About the number of latest values that the mean is taken of."""
 
 
 class Histogram:
@@ -54,7 +54,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """Values in each interval."""
+        """Number of values in each interval."""
         self.total = 0.0
         """The sum of all values."""
 
@@ -65,12 +65,12 @@ class Histogram:
 
     @property
     def num_observed(self) -> int:
-        """Values so far."""
+        """Number of values so far."""
         return sum(self.counts)
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """One histogram of what these have seen; they must have the same intervals, and there must be one."""
+    """The sum of histograms, of which there must be at least one. They must have the same intervals."""
     first, *others = histograms
     result = Histogram(first.bounds)
     for histogram in (first, *others):
@@ -92,7 +92,7 @@ class SlidingWindowCounter:
         self._seconds: deque[tuple[int, Counter[str]]] = deque()
         self._second = -1
         self._counts: Counter[str] = Counter()
-        """Of that second, the latest in which anything happened."""
+        """Counts of the second `_second`, the latest one with an event."""
 
     def add(self, now: float, name: str, times: int = 1) -> None:
         """Count an event `times` times. `now` never falls."""
@@ -104,7 +104,7 @@ class SlidingWindowCounter:
         self._counts[name] += times
 
     def totals(self, now: float, within_s: int | None = None) -> Counter[str]:
-        """How often each event happened in the last `within_s` seconds (default: in all that are kept), including the
+        """The number of each event in the last `within_s` seconds (default: in all that are kept), including the
         present one, which is not over."""
         self._forget(int(now))
         first = int(now) - (within_s or self._span_s)
@@ -120,7 +120,7 @@ class SlidingWindowCounter:
 
 
 class RunningMean:
-    """The mean of roughly the last values.
+    """The mean of roughly the latest values.
 
     Args:
         prior: the mean before there is any value.
@@ -132,32 +132,32 @@ class RunningMean:
         self._num_seen = weight
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Add a value to the mean."""
         if self._num_seen < _MEMORY:
             self._num_seen += 1
         self.value += (value - self.value) / self._num_seen
 
 
 class Rates(NamedTuple):
-    """Over the last ten seconds."""
+    """Rates over the last ten seconds."""
 
     requests_per_s: float = 0.0
-    """That ended."""
+    """Ended requests per second."""
     output_tokens_per_s: float = 0.0
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What one tenant used."""
+    """The requests and tokens of one tenant."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Its requests that ended: `stop`, `length`, or the code of an error."""
+    """Number of ended requests by outcome: `stop`, `length`, or the code of an error."""
     prompt_tokens: int = 0
-    """Of requests that were placed, however they ended."""
+    """Prompt tokens of requests that were placed, whatever their outcome."""
     output_tokens: int = 0
-    """Given to the gateway, of all its requests."""
+    """Output tokens of all requests that were given to the gateway."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Calls and requests that were refused because of one of its limits, by the limit."""
+    """Number of calls and requests that one of its limits refused, by limit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,37 +168,37 @@ class RouterStats:
     """
 
     ttft: dict[str, Histogram] = field(default_factory=lambda: {path: Histogram(TTFT_BOUNDS_S) for path in PATHS})
-    """By path: from arrival to the first token."""
+    """Seconds from arrival to the first token, by path."""
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
-    """Between two tokens; 0 for tokens that came together."""
+    """Seconds between two tokens; 0 for tokens that came together."""
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BOUNDS_S))
-    """From arrival to the end of an answer."""
+    """Seconds from arrival to the end of an answer."""
     stages: dict[str, Histogram] = field(
         default_factory=lambda: {stage: Histogram(STAGE_BOUNDS_S) for stage in SPAN_STAGES}
     )
     prediction_ratio: dict[str, Histogram] = field(
         default_factory=lambda: {what: Histogram(RATIO_BOUNDS) for what in PREDICTIONS}
     )
-    """Measured over predicted, of answered requests with one attempt."""
+    """Measured over predicted times of answered requests with one attempt."""
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
-    """Of each answered request."""
+    """Prompt tokens of each answered request."""
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
-    """Of each answered request."""
+    """Output tokens of each answered request."""
     cached_tokens: int = 0
     """Prompt tokens of answered requests that no worker had to compute."""
     num_output_tokens: int = 0
-    """Tokens given to the gateway, those of requests that failed or were stopped by a string included."""
+    """Tokens given to the gateway, including those of requests that failed or were stopped by a string."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Requests that ended: `stop`, `length`, or the code of an error."""
+    """Number of ended requests by outcome: `stop`, `length`, or the code of an error."""
     slos: Counter[tuple[str, bool]] = field(default_factory=Counter)
     """(target, whether it was met) -> requests that had it."""
     decisions: Counter[str] = field(default_factory=Counter)
-    """Decisions of the router, by reason."""
+    """Number of placement decisions, by reason."""
     tenants: dict[str, TenantUsage] = field(default_factory=dict)
-    """By the name of the tenant."""
+    """Usage of each tenant, by its name."""
     migrations: Counter[str] = field(default_factory=Counter)
-    """Moves of running sequences, by outcome."""
+    """Number of moves of running sequences, by outcome."""
     migration_pause: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
-    """Of sequences that moved: from the last token of one worker to the first of the other."""
+    """Seconds from the last token of one worker to the first of the other, for sequences that moved."""
     num_decodes_changes: int = 0
-    """How often it was changed where answers decode (`RouterConfig.decodes`)."""
+    """Number of changes of the setting where answers decode (`RouterConfig.decodes`)."""

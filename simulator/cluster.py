@@ -1,4 +1,4 @@
-"""A cluster in virtual time: loop, gateway, workers, links and users, put together; and what comes of a run.
+"""A cluster in virtual time: loop, gateway, workers, links and users, put together; and the result of a run.
 
     spec + requests ──SimulatedCluster──> run ──> Result: records as of a load test, samples over time, counts
 
@@ -38,44 +38,44 @@ from disagg.step_times.interface import StepTimes
 SimulatedWorker = ExactWorker | FastWorker
 
 TICK_S = 0.04
-"""While requests wait for an elastic worker, the router hears of its steps at least so often."""
+"""Seconds between two looks of the router at the steps of elastic workers while requests wait."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """One place in a pool, and who has it now."""
+    """One place in a pool, and the worker that has it now."""
 
     pool: PoolSpec
     worker: SimulatedWorker | None
     began_s: float = 0.0
     ended_s: float | None = None
-    """When it was removed and nothing was left of it."""
+    """When the removed worker had ended."""
     num_starts: int = 0
     is_draining: bool = False
     is_removed: bool = False
 
     def is_desired(self, pool_name: str) -> bool:
-        """Whether it is one of that pool's, and stays."""
+        """Whether it belongs to that pool and was not removed."""
         return self.pool.name == pool_name and not self.is_removed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run gave."""
+    """The outcome of a run."""
 
     records: list[RequestRecord]
-    """One for each request, in the order of their indices; none where `on_record` took them."""
+    """One record for each request, in the order of their indices; empty where `on_record` took them."""
     samples: list[Sample]
     end_s: float
     """When the last request ended."""
     num_events: int
     kv_bytes_moved: int
     placements: dict[str, int]
-    """How often each kind of placement was made, see `Attempts.decisions`."""
+    """Number of placements of each kind, see `Attempts.decisions`."""
     counters: dict[str, int]
-    """What the router dropped or had to repeat, by name."""
+    """Counts of what the router dropped or repeated, by name."""
     problems: list[str]
-    """What is still held after the last request, or does not fit together; empty when all is well."""
+    """Resources still held after the last request, and inconsistencies; empty when there are none."""
 
 
 class SimulatedCluster(Surroundings):
@@ -83,8 +83,8 @@ class SimulatedCluster(Surroundings):
 
     Args:
         spec: the cluster.
-        requests: in the order of their due times.
-        habits: of the users.
+        requests: the requests, in the order of their due times.
+        habits: the habits of the users.
         on_record: called for each record when its request ends. Then none is kept: a million of them, with the time of
             each token, would be many gigabytes.
     """
@@ -114,7 +114,7 @@ class SimulatedCluster(Surroundings):
         self.samples: list[Sample] = []
         self._members: dict[WorkerId, _Member] = {}
         self._calibrations: dict[str, tuple[StepSample, ...]] = {}
-        """By pool, without slow times."""
+        """The calibration of each pool by its name, without slow times."""
         self._end_s = 0.0
         self._is_ticking = False
         for pool in spec.pools:
@@ -144,7 +144,7 @@ class SimulatedCluster(Surroundings):
     # ------------------------------------------------------------ running
 
     def run(self) -> Result:
-        """Until every request has ended and everything has been given back."""
+        """Run until every request has ended and all resources are released."""
         self.advance(math.inf)
         for member in self._members.values():
             if member.worker is not None:
@@ -162,7 +162,7 @@ class SimulatedCluster(Surroundings):
         )
 
     def advance(self, until_s: float) -> bool:
-        """Let time pass until then, or until every request has ended; whether that is so."""
+        """Advance to `until_s`, or until every request has ended. Returns whether every request has ended."""
         if not self.users.is_done:
             self.loop.run(until_s)
             self._end_s = self.loop.now
@@ -170,11 +170,11 @@ class SimulatedCluster(Surroundings):
 
     @property
     def num_preemptions(self) -> int:
-        """Of the workers that are there."""
+        """Number of preemptions on the present workers."""
         return sum(member.worker.num_preemptions for member in self._members.values() if member.worker is not None)
 
     def problems(self) -> list[str]:
-        """What is held, and what does not fit together."""
+        """Held resources and inconsistencies of all parts."""
         found = [f"router: {count} {name}" for name, count in self.gateway.core.holdings().items() if count]
         found += self.gateway.core.check_integrity()
         for worker_id, member in self._members.items():
@@ -196,7 +196,7 @@ class SimulatedCluster(Surroundings):
         return worker_id
 
     def remove_worker(self, worker_id: WorkerId) -> None:
-        """Drain a worker; it ends when nothing runs there any more."""
+        """Drain a worker; it ends when no sequence is left on it."""
         member = self._members[worker_id]
         member.is_removed = True
         if member.worker is None:
@@ -206,7 +206,7 @@ class SimulatedCluster(Surroundings):
             self.gateway.drain(member.worker)
 
     def resize(self, pool_name: str, size: int) -> None:
-        """Add workers, or drain those that came last."""
+        """Add workers, or drain the latest ones."""
         desired = [worker_id for worker_id, member in self._members.items() if member.is_desired(pool_name)]
         for _ in range(size - len(desired)):
             self.add_worker(pool_name)
@@ -214,13 +214,13 @@ class SimulatedCluster(Surroundings):
             self.remove_worker(worker_id)
 
     def pool_size(self, pool_name: str) -> tuple[int, int]:
-        """(workers that are not removed, those of them that serve)."""
+        """The number of workers that are not removed, and how many of them serve."""
         desired = [member for member in self._members.values() if member.is_desired(pool_name)]
         return len(desired), sum(member.worker is not None for member in desired)
 
     @property
     def worker_seconds(self) -> float:
-        """That all workers have taken so far, from the start of each until it was gone."""
+        """Total seconds of all workers so far, each from its start to its end."""
         ends = ((member.began_s, member.ended_s) for member in self._members.values())
         return sum((self.loop.now if end is None else end) - began for began, end in ends)
 
@@ -264,7 +264,7 @@ class SimulatedCluster(Surroundings):
         worker.start()
 
     def _calibration(self, pool: PoolSpec, config: WorkerConfig, factor: float) -> tuple[StepSample, ...]:
-        """What a worker measures at its start, where everything takes `factor` times as long."""
+        """The steps that a worker measures at its start, where each takes `factor` times as long as usual."""
         known = self._calibrations.get(pool.name)
         if known is None:
             known = self._calibrations[pool.name] = self._runner(pool, config, pool.times).calibrated(config)
@@ -312,7 +312,7 @@ class SimulatedCluster(Surroundings):
             self.loop.after(fault.back_after_s, self._start, worker.info.worker_id)
 
     def _bury(self, worker: SimulatedWorker) -> None:
-        """Everybody who is connected to it sees that it is gone."""
+        """End a worker and tell all that are connected to it."""
         worker.die()
         info = worker.info
         self.network.drop(info.worker_id)
@@ -339,7 +339,7 @@ class SimulatedCluster(Surroundings):
             self.loop.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """The router looks at requests that wait whenever it hears of a step; here it hears of them less often."""
+        """Let the router look at waiting requests. A real one looks after every step that it hears of."""
         if self.gateway.core.num_queued:
             self._catch_up()
             self.loop.after(TICK_S, self._tick)
@@ -378,5 +378,5 @@ class SimulatedCluster(Surroundings):
 
 
 def _smallest_cache(spec: ClusterSpec) -> int:
-    """Tokens that it holds."""
+    """Number of tokens in the smallest KV cache of a worker."""
     return min(pool.num_blocks * pool.worker.block_size for pool in spec.pools)

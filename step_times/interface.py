@@ -1,4 +1,4 @@
-"""What the simulator and the planner need to know of time: how long a step takes, and what a link carries."""
+"""The time models of the simulator and the planner: step times and link times."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 MAX_CHUNKS = 32
-"""Of a prompt whose times are computed one by one."""
+"""Number of chunks of a prompt up to which the time of each is computed separately."""
 
 
 class StepWork(NamedTuple):
     """What one engine step computes; counts as in `proto.messages.StepSample`."""
 
     prefill_tokens: int
-    """Prompt tokens computed."""
+    """Number of prompt tokens that the step computes."""
     prefill_attended: int
     """Query-key pairs of these prompt tokens: the sum over them of the tokens that each one attends to."""
     num_decodes: int

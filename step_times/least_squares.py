@@ -17,7 +17,7 @@ import msgspec
 Row = Sequence[tuple[int, float]]
 """(index of the unknown, its factor) of all factors that are not zero, indices rising."""
 FiveFactors = tuple[float, float, float, float, float]
-"""One of each of five unknowns."""
+"""The factors of five unknowns, in their order."""
 
 _LARGEST_UNIT = 1e12
 """The weight of the newest observation at which the sums are scaled down again."""
@@ -34,13 +34,13 @@ class Moments(msgspec.Struct, gc=False):
     """
 
     size: int
-    """How many unknowns."""
+    """Number of unknown coefficients."""
     window: float | None = None
     """About how many of the latest observations count; each new one takes 1/window of the weight of all the earlier
     ones. None never forgets."""
     weight: float = 0.0
-    """Of all observations. This, `gram` and `moment` are in units of the weight of the newest observation, see
-    `scale`."""
+    """The sum of the weights of all observations. This, `gram` and `moment` are in units of the weight of the newest
+    observation, see `scale`."""
     gram: tuple[float, ...] = ()
     """The upper triangle, line by line: (i, j), i <= j, is at `_starts(size)[i] + j`."""
     moment: tuple[float, ...] = ()
@@ -52,7 +52,7 @@ class Moments(msgspec.Struct, gc=False):
 
     @property
     def scale(self) -> float:
-        """What to multiply the sums with, so that the newest observation counts once."""
+        """The factor for the sums with which the newest observation counts once."""
         return 1.0 / self.unit
 
     def add(self, row: Row, target: float, weight: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""How much time a sequence that decodes has saved by its TPOT target. Pure; for workers and routers.
+"""The time that a decoding sequence has saved by its TPOT target. Pure; for workers and routers.
 
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time, which its worker may spend
 on prompts. With the first token at f, target l, k tokens out, R still to come, and s the time of a step without
@@ -16,8 +16,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StepCoefficients
 
 MARGIN = 1.2
-"""Steps are expected to take so many times their present time: other sequences will join, and answers are longer than
-expected."""
+"""Expected over present time of steps: other sequences will join, and answers may be longer than expected."""
 LEAST_REST = 0.15
 """Tokens that an answer is expected to have left, as a share of its expected length, when it outgrows that."""
 SHORT = 0.1
@@ -38,15 +37,15 @@ def tokens_left(num_done: int, num_most: int, expected: float) -> float:
 
 
 def slack_ms(left_ms: float, rest: float, step_ms: float, alone_ms: float, paced_ms: float) -> float | None:
-    """The slack of a sequence whose last token is due in `left_ms`, with `rest` tokens to come, and whose target allows
-    `paced_ms` for all tokens after the first; None where it would be late even alone on the worker, with steps of
-    `alone_ms`."""
+    """The slack of a sequence, in milliseconds. Its last token is due in `left_ms`, `rest` tokens are to come, and its
+    target allows `paced_ms` for all tokens after the first. None where it would be late even alone on the worker, with
+    steps of `alone_ms`."""
     return None if left_ms < rest * alone_ms else left_ms - RESERVE * paced_ms - MARGIN * rest * step_ms
 
 
 def note_of_target(tpot_ms: float | None, steps: Mapping[WorkerId, StepCoefficients]) -> str:
-    """What an operator should know of a configured TPOT target that no worker can meet; empty where one can, or nothing
-    was measured. `steps`: of the workers that decode."""
+    """A note for operators on a configured TPOT target that no worker can meet; empty where one can, or nothing was
+    measured. `steps`: the coefficients of the workers that decode."""
     if tpot_ms is None or not steps:
         return ""
     alone_ms = {worker_id: each.base_ms + each.decode_ms for worker_id, each in steps.items()}

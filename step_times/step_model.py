@@ -39,35 +39,36 @@ from disagg.proto.messages import StepCoefficients, StepSample
 from disagg.step_times.least_squares import FiveFactors, Moments, total
 
 DEFAULT_COEFFICIENTS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
-"""Of a model of 135 million parameters on one core: used before anything was measured, and the scale of the fit, whose
-unknowns are multiples of these."""
+"""Coefficients for a model of 135 million parameters on one core. They are used before anything was measured; the
+unknowns of the fit are multiples of them."""
 
 LEAST_MS = 0.01
-"""No step is predicted to be shorter."""
+"""Least predicted time of a step, in milliseconds."""
 
 _NUM_UNKNOWNS = len(DEFAULT_COEFFICIENTS)
 _RIDGE = 1e-6
 """Weight of the assumption that each coefficient is its default, in observations. It decides only where nothing was
 measured, such as between the base and the decodes when all batches had the same size."""
 _WINDOW = 64.0
-"""Steps of each kind that count."""
+"""About the number of latest steps of each kind that count."""
 _PACE_PRIOR = 4.0
 """Weight of the assumption that the worker has the pace of its latest change, in observations."""
 NUM_LEARNED = 16
-"""First steps that stand for the calibration of a worker without one, or hand-overs by which a link is known."""
+"""Number of first steps that calibrate a worker without a calibration; also the number of hand-overs after which a link
+is known."""
 _LEAST_SIZE_MS, _LONGEST_MS = 1e-3, 1e9
-"""What a step can take; the former is also added to sizes that are divided by."""
+"""Limits of a step's plausible time, in milliseconds. The lower one is also added to sizes that are divided by."""
 _REFIT_SHARE, _REFIT_AT_MOST = 8, 32
 """The fit is redone after 1/8 more observations, and at the latest after 32."""
 _QUICKER, _SLOWER = 1 / 1.5, 1.5
-"""A step that takes less than so many times as long as predicted, or more, may show a change of pace."""
+"""Ratios of measured to predicted time: a step below the first or above the second may show a change of pace."""
 _SLOWER_STEPS, _FASTER_STEPS = 6, 3
-"""So many of them in a row, of one kind, show it."""
+"""Number of such steps of one kind in a row that show a slower or a faster pace."""
 _SIZE_SEEN = 2.0
-"""Steps up to so many times as large, or as small, as those that a fit has seen."""
+"""Steps count as known to a fit if their size is within this factor of the sizes that it has seen."""
 _REFIT_OUTLIERS = 2
-"""Or after so many outliers: steps may be of a size that no fit has seen, such as those of the first long prompts, for
-which a coefficient may be wrong by any factor."""
+"""The fit is redone after this many outliers, too: steps may be of a size that no fit has seen, such as those of the
+first long prompts, for which a coefficient may be wrong by any factor."""
 
 
 class Outliers(msgspec.Struct, gc=False):
@@ -75,7 +76,7 @@ class Outliers(msgspec.Struct, gc=False):
     to what was predicted."""
 
     usual: float
-    """The mean distance."""
+    """Mean relative distance of observations from their predictions."""
 
     def weight(self, distance: float) -> float:
         """1 within four usual distances, less beyond."""
@@ -90,34 +91,34 @@ class Outliers(msgspec.Struct, gc=False):
 
 
 class _Step(NamedTuple):
-    """A measured step, as it is fitted."""
+    """A measured step, prepared for the fit."""
 
     ratio: float
-    """How many times as long as predicted it took."""
+    """Measured over predicted time."""
     factors: FiveFactors
     target: float
 
 
 class _Kind:
-    """The steps of one kind, and the latest ones as long as they may show a change of pace."""
+    """The steps of one kind. The latest ones are kept separately as long as they may show a change of pace."""
 
     __slots__ = ("_known", "last_usual", "moments", "run", "run_began", "sizes")
 
     def __init__(self, known_sizes: tuple[float, float]) -> None:
         self.moments = Moments(_NUM_UNKNOWNS, _WINDOW)
-        """Without those of `run`."""
+        """The observed steps, without those in `run`."""
         self.run: list[_Step] = []
         """The latest steps, where all of them took far longer than predicted, or all far less."""
         self.run_began = 0
-        """Number of the first of them."""
+        """Number of the first step in `run`."""
         self.last_usual = 0
         """Number of the latest step that took about as long as predicted."""
         self.sizes = self._known = known_sizes
-        """The least and the largest size: of all steps, and of those that the latest fit has seen."""
+        """Pairs (smallest, largest size): of all steps, and of those that the latest fit has seen."""
 
     @property
     def direction(self) -> int:
-        """Of the run: 1 for slower, -1 for faster; 0 without one."""
+        """1 if the steps in `run` were slower than predicted, -1 if faster; 0 without any."""
         return 0 if not self.run else 1 if self.run[0].ratio > 1.0 else -1
 
     def knows(self, size: float) -> bool:
@@ -126,7 +127,7 @@ class _Kind:
         return least / _SIZE_SEEN <= size <= largest * _SIZE_SEEN
 
     def fitted(self) -> None:
-        """A fit has seen all steps."""
+        """Note that a fit has seen all steps."""
         self._known = self.sizes
 
 
@@ -155,16 +156,16 @@ class StepModel:
     def __init__(self, calibration: Sequence[StepSample]) -> None:
         measured = [sample for sample in calibration if _is_measured(sample)]
         self._calibrated_sizes = (math.inf, 0.0)
-        """The least and the largest."""
+        """The smallest and the largest size of a step in the calibration."""
         self._measured = Moments(_NUM_UNKNOWNS)
-        """The calibration."""
+        """The observations of the calibration."""
         self._kinds: dict[tuple[bool, bool], _Kind] = {}
         self._pace = 1.0
-        """How many times as long as calibrated steps take, after the changes of pace so far."""
+        """Present over calibrated step time, by the changes of pace so far."""
         self._outliers = Outliers(usual=0.1)
         self._num_observed = 0
         self._num_outliers = 0
-        """Since the latest fit."""
+        """Number of outliers since the latest fit."""
         self._num_to_learn = 0 if measured else NUM_LEARNED
         self._calibrate(measured)
         self._fit()
@@ -241,7 +242,7 @@ class StepModel:
 
     @property
     def coefficients(self) -> StepCoefficients:
-        """Of the latest fit, which is redone here when it is due."""
+        """The coefficients of the latest fit, which is redone here when it is due."""
         if self._num_observed >= self._refit_at:
             self._fit()
         return self._coefficients
@@ -314,5 +315,5 @@ def _factors_of(sample: StepSample) -> FiveFactors:
 
 
 def next_fit(num_observed: int) -> int:
-    """At how many observations a fit that was made with `num_observed` is made again."""
+    """The number of observations at which a fit that was made with `num_observed` is redone."""
     return num_observed + max(1, min(_REFIT_AT_MOST, num_observed // _REFIT_SHARE))

@@ -42,11 +42,11 @@ from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
 
 FORECAST_S = 0.02
-"""A forecast of decode places is kept for so long."""
+"""Seconds for which a forecast of decode places is kept."""
 _AS_SOON = 1.25
 """Waits within this factor of each other count as equal: forecasts are not more exact."""
 MAX_FORECAST = 8
-"""Workers of a bucket that a forecast of decode places looks at; the others are assumed to be like them."""
+"""Most workers of a bucket that a forecast of decode places computes; the others are assumed to be like them."""
 
 
 class Fleet:
@@ -60,47 +60,48 @@ class Fleet:
         self.counts = WorkerCounts()
         self.breakers = CircuitBreakers(config)
         self.num_openings = 0
-        """Counts how often a worker got a free prefill slot (or came up)."""
+        """Number of times that a worker got a free prefill slot or came up."""
         self.num_releases = 0
-        """Counts what may have freed capacity: assignments closed, reports, workers that came up."""
+        """Number of events that may have freed capacity: closed assignments, reports, workers that came up."""
         self.computed_at = -math.inf
         """When a worker last computed a prompt."""
         self._config = config
         self._may_prefill_locally = config.local_prefill == "auto"
         self._policy = policy
         self._num_split = num_split(policy.decodes)
-        """Elastic workers of each model group that are to take no prompts."""
+        """Number of elastic workers of each model group that take no prompts."""
         self._workers: dict[WorkerId, Worker] = {}
         self._groups: dict[Version, ModelGroup] = {}
         self._versions: frozenset[Version] | None = None
-        """Of the present workers."""
+        """The model versions of the present workers; None until computed again."""
         self._arithmetics: dict[WorkerId, str] | None = None
-        """Of the present workers where they have several, else empty; see `WorkerInfo.arithmetic`."""
+        """The arithmetic of each present worker if there are several, else empty; see `WorkerInfo.arithmetic`. None
+        until computed again."""
         self._bucket_of: dict[WorkerId, WorkerBucket] = {}
-        """Of the workers that are not draining."""
+        """The bucket of each worker that is not draining."""
         self.to_drain: list[Worker] = []
-        """Draining workers that were not reported as empty yet; read only."""
+        """Draining workers that `newly_drained` has not returned yet; read only."""
         self.lacking: dict[WorkerId, Worker] = {}
-        """Workers that lack KV blocks for the sequences that run there, see `Worker.lacks_blocks`; read only."""
+        """Workers that lack KV blocks for their running sequences, see `Worker.lacks_blocks`; read only."""
         self._num_came = 0
         self._longest: int | None = None
         self._longest_new: int | None = None
         self._longest_continued = 0
-        """Goes with `_longest_new`."""
+        """Tokens of the longest sequence that can be continued. Valid while `_longest_new` is not None."""
         self._num_places = 0
-        """Of the workers that `_longest_new` is of."""
+        """Sequences that the workers behind `_longest_new` can decode at a time."""
         self._openings: dict[int, tuple[list[float], float]] = {}
-        """KV blocks of a request (rounded to three binary digits) -> when workers can begin with such requests, and how
-        long these keep their decode places."""
+        """KV blocks of a request (rounded to three binary digits) -> when workers can begin with such requests, and for
+        how long these keep their decode places. In milliseconds."""
         self._openings_until = -math.inf
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest result of the prefix index, until the index changes: chain, time, match."""
         self.expected = ExpectedWorkers()
         self._usable: tuple[int, UsableWorkers] | None = None
-        """Version of the circuit breakers, and the usable workers as of then."""
+        """The usable workers, with the version of the circuit breakers at that time."""
 
     def configure(self, config: RouterConfig, policy: Policy) -> None:
-        """Rank and weigh all workers anew, by this policy."""
+        """Rank and weigh all workers again, by this policy."""
         self._config, self._policy = config, policy
         self._num_split = num_split(policy.decodes)
         self._may_prefill_locally = config.local_prefill == "auto"
@@ -196,7 +197,7 @@ class Fleet:
         self.num_releases += 1
 
     def split(self, number: int) -> None:
-        """That many elastic workers of each model group take no prompts from now on. What runs stays."""
+        """Let that many elastic workers of each model group take no prompts from now on. Running sequences stay."""
         self._num_split = number
         for group in self._groups.values():
             self._divide(group)
@@ -225,7 +226,7 @@ class Fleet:
         return [(prefill.worker_id, peer) for prefill, peer in pairs]
 
     def pairs_to_form(self, worker_id: WorkerId) -> list[tuple[WorkerId, PeerRef]]:
-        """Those of them that are to be formed before a request needs them; see `Pairs`."""
+        """The pairs of this worker that are to be formed before a request needs them; see `Pairs`."""
         pairs = self.pairs_with(worker_id)
         others = [peer.worker_id if prefill == worker_id else prefill for prefill, peer in pairs]
         warm = self.pairs.warm_up(worker_id, list(dict.fromkeys(others)))
@@ -261,7 +262,7 @@ class Fleet:
             self.num_openings += 1
 
     def computed(self, worker_id: WorkerId, key: AttemptKey, now: float) -> None:
-        """The worker computed the attempt's prompt. Idempotent."""
+        """Note that the worker computed the attempt's prompt. Idempotent."""
         num_tokens = self.assignments.computed(worker_id, key)
         if num_tokens:
             self.computed_at = now
@@ -270,7 +271,7 @@ class Fleet:
             self._changed(worker)
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> None:
-        """The worker has nothing more to do for the attempt."""
+        """Close the assignment of an attempt for which the worker has nothing more to do."""
         assignment = self.assignments.close(worker_id, key)
         worker = self._workers[worker_id]
         if assignment.tokens:
@@ -290,7 +291,7 @@ class Fleet:
         return worker.num_sequences > 1 or worker.has_others
 
     def predict(self, worker: Worker, hashes: Sequence[BlockHash], now: float) -> None:
-        """The worker was given a prompt with this chain of blocks to compute."""
+        """Note that the worker will compute a prompt with this chain of blocks."""
         known = self._match
         num_matched = known[2].blocks_of(worker.bit) if known is not None and known[0] is hashes else None
         self.index.predict(worker.worker_id, hashes, now, num_matched)
@@ -308,7 +309,7 @@ class Fleet:
 
     @property
     def longest_new_sequence(self) -> int:
-        """The same without the workers that are draining."""
+        """Like `longest_sequence`, without the draining workers."""
         if self._longest_new is None:
             infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
@@ -318,7 +319,7 @@ class Fleet:
 
     @property
     def longest_continued_sequence(self) -> int:
-        """The same for a request of whose answer tokens were released, see `Demand.is_continued`."""
+        """Like `longest_new_sequence`, for a request whose answer has begun, see `Demand.is_continued`."""
         return max(self.longest_new_sequence, self._longest_continued)
 
     def has_only(self, version: Version) -> bool:
@@ -328,8 +329,8 @@ class Fleet:
         return self._versions == {version}
 
     def longest_of_version(self, version: Version) -> int:
-        """Tokens of the longest sequence that workers of that version could take over; 0 where none is left that is not
-        draining."""
+        """Tokens of the longest sequence that workers of that version could take over; 0 if all of them are draining or
+        gone."""
         infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
         return longest_of([info for info in infos if version_of(info) == version], may_prefill_locally=True)
 
@@ -361,19 +362,19 @@ class Fleet:
         return any(bucket.num_open for bucket in self._prefill_buckets())
 
     def fastest(self) -> Worker | None:
-        """Of the workers that compute prompts the first in the ranking."""
+        """The first in the ranking of the workers that compute prompts."""
         without = self._excluded_now.prefills | self._excluded_now.colocated
         firsts = [worker for bucket in self._prefill_buckets() if (worker := bucket.fastest(without)) is not None]
         return min(firsts, key=lambda worker: worker.backlog_ms) if firsts else None
 
     def backlog(self) -> tuple[float, int]:
-        """Milliseconds of outstanding work of all workers that compute prompts, and their number."""
+        """The sum of the backlogs (in milliseconds) of all workers that compute prompts, and their number."""
         buckets = list(self._prefill_buckets())
         return sum(bucket.backlog_ms for bucket in buckets), sum(len(bucket.members) for bucket in buckets)
 
     def decode_wait_ms(self, demand: Demand, output_tokens: float, position: int, now: float) -> float:
-        """How long a request waits for a decode place behind `position` others of its size, with answers of
-        `output_tokens` tokens. The forecast of places is kept for `FORECAST_S`."""
+        """Milliseconds for which a request waits for a decode place behind `position` others of its size, with answers
+        of `output_tokens` tokens. The forecast of places is kept for `FORECAST_S`."""
         if now >= self._openings_until:
             self._openings.clear()
             self._openings_until = now + FORECAST_S
@@ -392,7 +393,8 @@ class Fleet:
         return wait_ms(known[0], position * num_seen // num_workers, known[1])
 
     def matched(self, hashes: Sequence[BlockHash], now: float) -> PrefixMatch:
-        """How much of the chain each worker has. Cached for the same request at the same time."""
+        """The number of leading blocks of the chain that each worker has. Cached for the same request at the same
+        time."""
         known = self._match
         if known is None or known[0] is not hashes or known[1] != now:
             self.index.expire(now)
@@ -402,7 +404,7 @@ class Fleet:
     def shortlists(
         self, demand: Demand, hashes: Sequence[BlockHash], without: Collection[WorkerId], now: float
     ) -> list[Shortlist]:
-        """For each model group the few candidates that are worth a look and have room."""
+        """For each model group, the few candidates that have room and are worth comparing."""
         matched = self.matched(hashes, now) if hashes else None
         local = self._may_prefill_locally
         self.pairs.expire(now)
@@ -410,14 +412,14 @@ class Fleet:
         return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups_for(demand)]
 
     def of_other_arithmetic(self, arithmetic: str) -> Collection[WorkerId]:
-        """Present workers that compute otherwise; see `WorkerInfo.arithmetic`."""
+        """Present workers with another arithmetic; see `WorkerInfo.arithmetic`."""
         if self._arithmetics is None:
             found = {worker_id: worker.info.arithmetic for worker_id, worker in self._workers.items()}
             self._arithmetics = found if len(set(found.values())) > 1 else {}
         return [worker_id for worker_id, other in self._arithmetics.items() if other != arithmetic]
 
     def has_other(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId) -> bool:
-        """Whether a healthy worker, or pair, could do this leg instead of these."""
+        """Whether another healthy worker or pair could do this leg instead of these."""
         prefills, decodes, colocated, excluded = self._usable_workers()[:4]
         other_prefills = prefills - excluded.prefills - {prefill}
         if leg == "prefill":
@@ -427,7 +429,7 @@ class Fleet:
         return bool((decodes | colocated) - excluded.colocated - {decode})
 
     def reopen(self) -> None:
-        """An excluded worker or pair may be used again: waiting requests should be tried."""
+        """Note that an excluded worker or pair may be used again, so that waiting requests are tried."""
         self.num_openings += 1
         self.num_releases += 1
 
@@ -438,7 +440,8 @@ class Fleet:
         return any(p == prefill_id and peer.worker_id == decode_id for p, peer in self.pairs_with(prefill_id))
 
     def candidate(self, demand: Demand, worker_id: WorkerId) -> Candidate | None:
-        """A present worker that is not draining, if it has room for a request of which it has nothing cached."""
+        """A present worker as a candidate, if it is not draining and has room for a request of which it has nothing
+        cached."""
         return self._bucket_of[worker_id].candidate(demand, self._workers[worker_id])
 
     def targets(self, demand: Demand, source: Worker) -> list[Candidate]:
@@ -447,9 +450,8 @@ class Fleet:
         return self._group(source.info).targets(demand, source, excluded.colocated | excluded.decodes)
 
     def soonest_decode(self, demand: Demand, output_tokens: float) -> Worker | None:
-        """Of the workers that could decode a request of that length, the one that has a decode place and the blocks for
-        it soonest, with answers of `output_tokens` tokens; of those about as soon the one with the least share of its
-        blocks in use."""
+        """The worker that can decode a request of that length soonest, by its decode places and blocks, with answers of
+        `output_tokens` tokens; among those about as soon, the one with the least share of its blocks in use."""
         local = self._may_prefill_locally or demand.is_continued
         workers = [worker for group in self._groups_for(demand) for worker in group.decoders(demand.num_tokens, local)]
         workers = [worker for worker in workers if not self.is_excluded(worker.worker_id)] or workers
@@ -469,7 +471,7 @@ class Fleet:
         return _emptiest([worker for worker in workers if worker.worker_id not in excluded] or workers)
 
     def views(self, now: float) -> tuple[WorkerView, ...]:
-        """The workers for an operator, by id."""
+        """The views of the workers for an operator, by id."""
         open_breakers = self.breakers.describe(now)
         return tuple(
             WorkerView(
@@ -485,7 +487,7 @@ class Fleet:
         )
 
     def check_integrity(self) -> list[str]:
-        """What does not fit together; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         unknown = {worker_id for worker_id, _ in self.assignments.entries()} - self._workers.keys()
         problems = [f"assignments of {worker_id}, which is not present" for worker_id in sorted(unknown)]
         for bucket in set(self._bucket_of.values()):
@@ -543,7 +545,8 @@ class Fleet:
             self._divide(self._group(worker.info))
 
     def _divide(self, group: ModelGroup) -> None:
-        """Split off as many elastic workers as the setting says, the first ones by name; one at least takes prompts."""
+        """Split off as many elastic workers as the setting says, the first ones by name. At least one keeps taking
+        prompts."""
         if not (self._num_split or group.has_split_off):
             return
         workers = sorted(group.elastic_workers(), key=_by_number)
@@ -555,7 +558,7 @@ class Fleet:
                 self._add_to_bucket(worker, group)
 
     def _changed(self, worker: Worker) -> None:
-        """Update what depends on the worker's assignments and reports."""
+        """Update what follows from the worker's assignments and reports."""
         bucket = self._bucket_of.get(worker.worker_id)
         if bucket is None:
             worker.refresh()
@@ -564,7 +567,7 @@ class Fleet:
 
 
 def _by_number(worker: Worker) -> tuple[int, WorkerId]:
-    """The order of `workers-9`, `workers-10`."""
+    """The sort key of workers by number: `workers-9` before `workers-10`."""
     return len(worker.worker_id), worker.worker_id
 
 

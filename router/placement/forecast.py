@@ -20,7 +20,7 @@ from disagg.router.workers.worker import Worker
 
 
 def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
-    """Milliseconds to compute the prompt tokens [cached_tokens, num_tokens), once that begins."""
+    """Milliseconds to compute the prompt tokens [cached_tokens, num_tokens), from the first of their steps on."""
     num_new = num_tokens - cached_tokens
     pairs = num_new * (num_tokens + cached_tokens + 1) // 2
     compute = num_new * worker.prefill_token_ms + pairs * worker.attended_ms
@@ -28,14 +28,15 @@ def prefill_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
 
 
 def compute_ms(worker: Worker, cached_tokens: int, num_tokens: int) -> float:
-    """The same without the steps' fixed cost: what these tokens add to steps that run anyway."""
+    """Milliseconds that these tokens add to steps that run anyway: `prefill_ms` without the steps' fixed cost."""
     num_new = num_tokens - cached_tokens
     pairs = num_new * (num_tokens + cached_tokens + 1) // 2
     return num_new * worker.prefill_token_ms + pairs * worker.attended_ms
 
 
 def num_pairs(cached_tokens: int, num_tokens: int) -> int:
-    """Query-key pairs of the tokens [cached_tokens, num_tokens), each attending to itself and all before it."""
+    """Number of query-key pairs of the tokens [cached_tokens, num_tokens), each attending to itself and all before
+    it."""
     return (num_tokens - cached_tokens) * (num_tokens + cached_tokens + 1) // 2
 
 
@@ -73,8 +74,8 @@ def openings(worker: Worker, num_blocks: int, room: int, output_tokens: float) -
 
 
 def wait_ms(opening_ms: Sequence[float], position: int, generation_ms: float) -> float:
-    """How long the request at a position of the queue waits for a decode place; `opening_ms` is sorted. Requests
-    behind the last opening wait for those placed meanwhile, which keep their places for `generation_ms`."""
+    """Milliseconds for which the request at a position of the queue waits for a decode place; `opening_ms` is sorted.
+    Requests behind the last opening wait for those placed meanwhile, which keep their places for `generation_ms`."""
     if not opening_ms:
         return 0.0
     round_, index = divmod(position, len(opening_ms))
@@ -82,7 +83,7 @@ def wait_ms(opening_ms: Sequence[float], position: int, generation_ms: float) ->
 
 
 def _ends(worker: Worker, output_tokens: float) -> Iterator[tuple[float, int]]:
-    """For each sequence there: (output tokens that are left, KV blocks that it frees)."""
+    """For each sequence on the worker: the output tokens that are left, and the KV blocks that it frees."""
     for assignment in worker.assigned.assignments.values():
         yield _left(assignment, output_tokens), assignment.blocks
     num_others = worker.num_others

@@ -33,26 +33,26 @@ class LazyRanking:
         self._ranks = array("d")
         """Ranks of `_workers`, in one piece of memory for the binary search."""
         self._workers: list[Worker] = []
-        """Those of finite rank, in order."""
+        """Ranked workers with a finite rank, in order."""
         self._rank_of: dict[WorkerId, float] = {}
         self.changed: dict[Worker, None] = {}
         """Workers that are new, or whose rank may have changed. Whoever changes a worker adds it."""
 
     def remove(self, worker: Worker) -> None:
-        """Remove a worker."""
+        """Take a worker out of the ranking."""
         self.changed.pop(worker, None)
         rank = self._rank_of.pop(worker.worker_id, None)
         if rank is not None:
             self._take_out(rank, worker)
 
     def __len__(self) -> int:
-        """How many are in it."""
+        """Number of ranked workers."""
         if self.changed:
             self._refresh()
         return len(self._workers)
 
     def first(self, count: int, without: Collection[WorkerId], begin: int = 0) -> list[Worker]:
-        """The first `count` that are not in `without`, from position `begin` on, wrapping around."""
+        """The first `count` workers that are not in `without`, from position `begin` on, wrapping around."""
         if self.changed:
             self._refresh()
         workers = self._workers
@@ -63,7 +63,7 @@ class LazyRanking:
         return list(islice((worker for worker in workers if worker.worker_id not in without), count))
 
     def ranks(self) -> Mapping[WorkerId, float]:
-        """The ranks of those that are in it, until the next change; read only."""
+        """The ranks of the ranked workers, until the next change; read only."""
         if self.changed:
             self._refresh()
         return self._rank_of
@@ -96,7 +96,7 @@ class LazyRanking:
         del self._ranks[at], self._workers[at]
 
     def _place(self, rank: float, worker: Worker) -> int:
-        """The position of a worker, present or not, among those of the same rank, of which there is one."""
+        """The position of a worker, ranked or not, among those of the same rank, at least one of which is ranked."""
         ranks = self._ranks
         at = bisect_left(ranks, rank)
         return bisect_left(self._workers, worker.position, at, bisect_right(ranks, rank, at), key=_position_of)

@@ -1,8 +1,8 @@
-"""The present workers, grouped so that a placement looks at a few of them only.
+"""The present workers, grouped so that a placement compares only a few of them.
 
     ModelGroup     workers with one model fingerprint and KV layout: each can use the KV of any other
-    WorkerBucket   those of them that have one role and one shape. The one with the most free blocks shows whether any
-                   member has room, and the least rank which ones are worth a look
+    WorkerBucket   the workers of a group that have one role and one shape. The one with the most free blocks shows
+                   whether any member has room, and those of least rank are compared
 
 Owner: the fleet.
 """
@@ -37,7 +37,7 @@ from disagg.router.workers.worker import Worker, decodes_only, has_both_roles, l
 
 _Shape = tuple[int, ...]
 _WITH_PARTNERS = 2
-"""For so many prefill workers a decode worker with which they have a formed pair is looked for."""
+"""Number of top-ranked prefill workers for which the best already connected decode worker becomes a candidate too."""
 
 
 class ModelGroup:
@@ -106,7 +106,7 @@ class ModelGroup:
         may_prefill_locally: bool,
         excluded: Exclusions | None = None,
     ) -> Shortlist:
-        """The few workers of each role that are worth a look and have room. `without`: workers that this request
+        """The few workers of each role that have room and are worth comparing. `without`: workers that this request
         avoids; `excluded`: workers and pairs behind an open circuit breaker."""
         local = may_prefill_locally and self._policy.weighs_local
         if not local and (may_prefill_locally or demand.is_continued):
@@ -126,7 +126,8 @@ class ModelGroup:
     def _without(
         self, excluded: Exclusions, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
     ) -> Shortlist:
-        """A decode worker may be excluded from pairs but not from computing both phases, so these are two lists."""
+        """The shortlist without the excluded workers. A decode worker may be excluded from pairs but not from computing
+        both phases, so `decodes` and `colocated` differ."""
         prefills = _candidates(self._prefills, demand, without | excluded.prefills, matched)
         decodes = _candidates(self._decodes, demand, without | excluded.decodes, matched) if prefills else []
         alone = without | excluded.colocated
@@ -144,7 +145,8 @@ class ModelGroup:
     def _elastic_candidates(
         self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """(those that take prompts, those that do not). Where none of the former has room, the latter take prompts."""
+        """The elastic candidates that take prompts, and those that do not. If none of the former has room, the latter
+        take prompts."""
         elastic = _candidates(self._elastic, demand, without, matched)
         split_off = _candidates(self._split_off, demand, without, matched) if self._split_off else []
         return (elastic, split_off) if elastic else (split_off, [])
@@ -190,7 +192,8 @@ class ModelGroup:
             yield from _long_enough(self._decodes, num_tokens)
 
     def targets(self, demand: Demand, source: Worker, without: Collection[WorkerId]) -> list[Candidate]:
-        """Workers with room for a sequence that decodes on `source`; none that would end its answer earlier."""
+        """Workers with room for a sequence that decodes on `source`, without those on which its answer would end
+        earlier."""
         avoided = {*without, source.worker_id}
         return [
             candidate
@@ -211,11 +214,11 @@ class ModelGroup:
         return any(bucket.members for bucket in self._split_off.values())
 
     def elastic_workers(self) -> Iterator[Worker]:
-        """The elastic ones, split off or not."""
+        """All elastic workers, split off or not."""
         return chain(_members(self._elastic), _members(self._split_off))
 
     def pairs_with(self, worker: Worker) -> list[tuple[Worker, PeerRef]]:
-        """The pairs (P, D) that are possible with this worker of the group."""
+        """The possible pairs (P, D) of this worker of the group."""
         if prefills_only(worker.info):
             return [(worker, decode.peer) for decode in _members(self._decodes)]
         if decodes_only(worker.info):
@@ -228,7 +231,7 @@ class ModelGroup:
 
 def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
     """Tokens of the longest sequence that a pair, a worker with both roles, or a decode worker that may prefill could
-    hold; 0 when there is none of these."""
+    hold; 0 if there are none of these."""
     longest = 0
     decodes: dict[Version, int] = {}
     for info in infos:
@@ -270,11 +273,11 @@ def _long_enough(buckets: dict[_Shape, WorkerBucket], num_tokens: int) -> Iterat
 
 
 NUM_LOOKS = 3
-"""Candidates of a bucket by rank."""
+"""Number of candidates of a bucket by rank."""
 NUM_HOLDERS = 2
-"""Further candidates of a bucket by cached prefix."""
+"""Number of further candidates of a bucket by cached prefix."""
 NUM_TURNS = 1024
-"""The start among workers with equally long prefixes wraps around after this many placements."""
+"""Number of placements after which the start among workers with equally long prefixes wraps around."""
 
 _Blocks = Callable[[Demand, WorkerInfo], int]
 
@@ -283,7 +286,7 @@ class WorkerBucket:
     """Workers of one model group, role and shape.
 
     Args:
-        info: of the first worker; gives the shape.
+        info: the info of the first worker; gives the shape.
         policy: gives the rank.
         watermark: share of the blocks that is left free.
         num_blocks: KV blocks that a request has in use on a worker of this shape, those of cached tokens included.
@@ -299,7 +302,7 @@ class WorkerBucket:
         self.mask: WorkerSet = 0
         """The members as a set of the prefix index."""
         self.num_open = 0
-        """Members with a free prefill slot and a free decode place."""
+        """Number of members with a free prefill slot and a free decode place."""
         self.backlog_ms = 0.0
         """The sum of the members' backlogs."""
         self.used_blocks = 0
@@ -313,7 +316,7 @@ class WorkerBucket:
         self._by_room = LazyRanking(attrgetter("used_blocks"))
 
     def add(self, worker: Worker) -> None:
-        """Count a new worker in, and rank it by cost and by room."""
+        """Add a worker, and rank it by cost and by room."""
         self.members[worker.worker_id] = worker
         self.mask |= worker.bit
         self.num_open += worker.has_slot and not worker.is_full
@@ -322,7 +325,7 @@ class WorkerBucket:
         self._by_rank.changed[worker] = self._by_room.changed[worker] = None
 
     def remove(self, worker: Worker) -> None:
-        """Remove a worker that is lost or takes nothing new."""
+        """Remove a worker that is lost or takes no new requests."""
         del self.members[worker.worker_id]
         self.mask &= ~worker.bit
         self.num_open -= worker.has_slot and not worker.is_full
@@ -332,7 +335,8 @@ class WorkerBucket:
         self._by_room.remove(worker)
 
     def changed(self, worker: Worker) -> bool:
-        """The assignments or the reports of a worker changed. Returns whether it has a slot now and had none before."""
+        """Update a worker whose assignments or reports changed. Returns whether it has a slot now and had none
+        before."""
         self.backlog_ms -= worker.backlog_ms
         self.used_blocks -= worker.used_blocks
         was_open = worker.has_slot and not worker.is_full
@@ -348,7 +352,8 @@ class WorkerBucket:
 
     @property
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens of the KV blocks that placement may use, of all members, and how many of these are in use."""
+        """Number of tokens in the KV blocks that placement may use, of all members, and how many of these are in
+        use."""
         block_size = self._shape.block_size
         return len(self.members) * self._room * block_size, self.used_blocks * block_size
 
@@ -362,7 +367,7 @@ class WorkerBucket:
         return self._by_rank.ranks()
 
     def check_integrity(self) -> list[str]:
-        """What does not add up; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         workers = self.members.values()
         if self.used_blocks != sum(worker.used_blocks for worker in workers):
             return [f"bucket of {', '.join(self.members)}: {self.used_blocks} KV blocks are counted as used"]
@@ -371,8 +376,8 @@ class WorkerBucket:
         return []
 
     def candidates(self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
-        """Members with room for the request: those of least rank and the holders of its longest prefixes; if none of
-        these has room, the one with the most free blocks."""
+        """Members with room for the request: those of least rank and the holders of its longest prefixes. If none of
+        these has room, the member with the most free blocks."""
         if demand.num_tokens >= self.longest:
             return []
         policy, turn = self._policy, demand.turn
@@ -394,24 +399,25 @@ class WorkerBucket:
         return found[0] if found else None
 
     def openings(self, num_blocks: int, output_tokens: float, limit: int) -> tuple[list[float], float]:
-        """When the first `limit` members can begin with more sequences of `num_blocks` blocks, see `openings`; and for
-        how many milliseconds a sequence keeps its place."""
+        """When each of the first `limit` members can begin with more sequences of `num_blocks` blocks, see `openings`;
+        and for how many milliseconds a sequence keeps its place."""
         workers = list(islice(self.members.values(), limit))
         found = [when for worker in workers for when in openings(worker, num_blocks, self._room, output_tokens)]
         return found, output_tokens * max((worker.around_ms for worker in workers), default=0.0)
 
     def wait_ms(self, demand: Demand, worker: Worker, output_tokens: float) -> float:
-        """In how many milliseconds a member can begin with a request of which nothing is cached there, if nothing else
-        is placed on it until then."""
+        """Milliseconds until a member can begin with a request of which it has nothing cached, if nothing else is
+        placed on it until then."""
         found = openings(worker, self.num_blocks(demand), self._room, output_tokens)
         return next(found, math.inf)
 
     def num_blocks(self, demand: Demand) -> int:
-        """KV blocks of a request there."""
+        """Number of KV blocks of a request on a member."""
         return self._num_blocks(demand, self._shape)
 
     def _with_room(self, demand: Demand, workers: Iterable[Worker], matched: PrefixMatch | None) -> list[Candidate]:
-        """An empty worker takes whatever fits into it at all, else a request of nearly its size would wait for ever."""
+        """The workers with room, as candidates. An empty worker takes every request that fits into it at all, else a
+        request of nearly its size would wait for ever."""
         found = []
         shape, room, decodes = self._shape, self._room, self._decodes
         most, block_size = max_cached_tokens(demand.num_tokens), shape.block_size

@@ -1,4 +1,4 @@
-"""Which workers run a request: a pure function of the request and of the few workers that are worth a look.
+"""The choice of the workers that run a request: a pure function of the request and of a few candidates.
 
     fleet.shortlists(...) -> one Shortlist per model group: candidates with room for the request
     choose(policy, demand, shortlists) -> Choice | None          None: no worker has room now
@@ -8,7 +8,7 @@ roles, or a decode worker that computes the prompt itself (local prefill). Only 
 fingerprint and KV layout) form a pair; an elastic worker can be either side of one.
 
 The best choice may be one that has no slot just now. Then the request waits for it, if by the policy's cost waiting
-is cheaper than what is free: see `Choice.has_slot`.
+is cheaper than the free workers: see `Choice.has_slot`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from disagg.router.workers.assignments import Assignment, marks_of, num_held
 from disagg.router.workers.worker import Worker
 
 Draw = Callable[[int, int], int]
-"""(counter, count) -> an index below `count`. Injected, so that the core is deterministic."""
+"""(counter, count) -> an index below `count`. It is a parameter so that the core is deterministic."""
 
 VERSION_CHARS = 16
-"""Of a `Version`, hexadecimal digits."""
+"""Number of hexadecimal digits of a `Version`."""
 
 MAX_SIDE = 3
-"""Candidates of each role, the best by themselves, that are combined to pairs; beside them `Shortlist.partners`."""
+"""Number of best candidates of each role that are combined to pairs, besides `Shortlist.partners`."""
 
 
 Version = NewType("Version", str)
-"""Of a model: what stands for fingerprint and KV layout. Workers of one version can use each other's KV, and continue
-each other's answers."""
+"""Hash of a model's fingerprint and KV layout. Workers of one version can use each other's KV, and continue each
+other's answers."""
 
 
 def version_of(info: WorkerInfo) -> Version:
-    """What a worker shares with those that can use its KV."""
+    """The version of the worker's model."""
     return _version(info.fingerprint, info.kv_layout)
 
 
@@ -62,23 +62,25 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     the trace of a request, so the garbage collector does not track them."""
 
     num_tokens: int
-    """Known tokens: prompt, and output of earlier attempts."""
+    """Number of known tokens: prompt, and output of earlier attempts."""
     reserve_tokens: int = 0
-    """Output tokens to assign KV blocks for."""
+    """Number of output tokens to assign KV blocks for."""
     most_output_tokens: int = 0
     """Upper limit of the output tokens."""
     output_tokens: float = 1.0
-    """Output tokens that are expected; at least 1."""
+    """Expected number of output tokens; at least 1."""
     ttft_left_ms: float = math.inf
-    """What is left of the TTFT target."""
+    """Milliseconds left of the TTFT target."""
     tpot_ms: float = math.inf
-    """The TPOT target."""
+    """TPOT target in milliseconds."""
     queued_ms: float = 0.0
-    """Prefill time of the prompts before it in the queue, divided by the workers that compute prompts."""
+    """Milliseconds of prefill of the prompts before it in the queue, divided by the number of workers that compute
+    prompts."""
     reuse: float = 0.0
-    """Share of prompt tokens that were found cached lately: the probability that cached KV will be reused."""
+    """Share of the prompt tokens of recent placements that were cached: the probability that cached KV will be
+    reused."""
     is_continued: bool = False
-    """Whether tokens of the answer were released: a decode worker may compute them and the prompt where no prefill
+    """Whether tokens of the answer were released. Then a decode worker may compute them and the prompt if no prefill
     worker can hold them, also with `local_prefill: never`."""
     turn: int = 0
     """Number of placements so far; the counter of `Draw`."""
@@ -86,11 +88,11 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     answer_tokens: float = 1.0
     """Mean number of tokens of recent answers."""
     version: Version | None = None
-    """Of the model with which the answer began; no other one may continue it. None before the first token."""
+    """Version of the model with which the answer began; no other one may continue it. None before the first token."""
     num_steps: float = 0.0
-    """Decode steps that are expected: the first token comes from the prefill."""
+    """Expected number of decode steps: the first token comes from the prefill."""
     context: float = 0.0
-    """Tokens that such a step attends to, on average. Computed from the other fields, like `num_steps`."""
+    """Mean number of tokens that such a step attends to. Computed from the other fields, like `num_steps`."""
 
     def __post_init__(self) -> None:
         self.num_steps = self.output_tokens - 1
@@ -102,36 +104,36 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
 
     worker: Worker
     cached_tokens: int = 0
-    """Leading tokens of the request whose KV it has; always less than all of them."""
+    """Number of leading tokens of the request whose KV the worker has; always less than all of them."""
     num_blocks: int = 0
-    """KV blocks that the request would write on it in that role."""
+    """Number of KV blocks that the request would write on the worker in that role."""
     assigned_blocks: int = 0
-    """KV blocks to assign: those to write, and cached ones that no sequence holds yet."""
+    """Number of KV blocks to assign: those to write, and cached ones that no sequence holds yet."""
     shared_blocks: int | None = 0
-    """Cached KV blocks that other sequences hold; on a worker that decodes. None before `count_shared` where there is
-    room without that; `assigned_blocks` includes them until then."""
+    """Number of cached KV blocks that other sequences hold, on a worker that decodes. None before `count_shared` if
+    there is room without that; `assigned_blocks` includes them until then."""
     as_decode: Weight | None = None
-    """Its weight as the D of a pair, if computed already."""
+    """Its weight as the D of a pair, if already computed."""
 
 
 class Weight(msgspec.Struct, frozen=True, gc=False):
     """The cost of one side of a choice. The sides of a pair add up."""
 
     cost: float
-    """Milliseconds where the policy predicts times; else in units of its own."""
+    """Milliseconds if the policy predicts times, else in units of its own."""
     num_misses: int = 0
-    """Targets of the request that would be missed."""
+    """Number of targets of the request that would be missed."""
     wait_ms: float = 0.0
-    """Until its prefill begins."""
+    """Milliseconds until the prefill begins."""
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
-    """All its decode steps."""
+    """Milliseconds of all decode steps."""
     delay_ms: float = 0.0
-    """Added time of other sequences, summed."""
+    """Sum of the milliseconds that it adds to other sequences."""
     barrier_ms: float = 0.0
     """The barrier term of the KV utilization after joining."""
     step_ms: float = 0.0
-    """One of its decode steps."""
+    """Milliseconds of one decode step."""
 
 
 class Shortlist(NamedTuple):
@@ -143,23 +145,23 @@ class Shortlist(NamedTuple):
     local: bool
     """Whether `decodes` may also compute the prompt (local prefill)."""
     blocked_pairs: Collection[tuple[WorkerId, WorkerId]] = ()
-    """Pairs (P, D) behind an open circuit breaker: used only where there is no other pair."""
+    """Pairs (P, D) behind an open circuit breaker, which are used only if there is no other pair."""
     partners: Sequence[Candidate] = ()
-    """Further candidates for the D of a pair: one of `prefills` has a formed pair with each."""
+    """Further candidates for the D of a pair; each has a formed pair with one of `prefills`."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where a request runs. Without `prefill`, `decode` computes prompt and answer."""
+    """The workers that run a request. Without `prefill`, `decode` computes prompt and answer."""
 
     prefill: Candidate | None
     decode: Candidate
     has_slot: bool
-    """False: this is the best choice, but it has no free slot now; the request should wait for it."""
+    """Whether the choice has a free slot now. If not, the request should wait for it."""
     prefill_weight: Weight | None
     decode_weight: Weight
     link_ms: float
     setup_ms: float
-    """Expected time to form the pair; 0 where it is formed."""
+    """Expected milliseconds to form the pair; 0 if it is formed."""
     num_options: int
     weighed: tuple[Any, ...]
     """All options that were compared, for `explain`: for each model group the numbers of P, D and colocated sides, then
@@ -179,9 +181,9 @@ class Policy(Protocol):
     decodes: Decodes | None
     """Where answers decode, for policies that have this setting. May be changed between two placements."""
     hopeless_last: bool
-    """Whether requests that cannot meet their TTFT target any more go behind the others of the queue."""
+    """Whether requests that can no longer meet their TTFT target go behind the others of the queue."""
     weighs_local: bool
-    """Whether local prefill competes with pairs. Else it is used only where there is no prefill worker."""
+    """Whether local prefill competes with pairs. Else it is used only if there is no prefill worker."""
     draws: bool
     """Whether candidates begin at the position `start` among the ranked workers, not at the first."""
 
@@ -191,33 +193,34 @@ class Policy(Protocol):
         ...
 
     def rank(self, worker: Worker) -> float:
-        """The order of candidates, independent of the request. Changes only with the worker's assignments and
-        reports."""
+        """The number by which candidates are ordered, independent of the request. Changes only with the worker's
+        assignments and reports."""
         ...
 
     def start(self, turn: int, count: int) -> int:
-        """The position among `count` ranked workers, at least one, at which candidates begin, where it `draws`."""
+        """The position among `count` ranked workers, at least one, at which candidates begin, if the policy `draws`."""
         ...
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """The cost of computing the prompt there, of a pair."""
+        """The cost of computing the prompt on this P of a pair."""
         ...
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """The cost of generating the answer there, of a pair."""
+        """The cost of generating the answer on this D of a pair."""
         ...
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """The cost of computing both prompt and answer there."""
+        """The cost of computing both prompt and answer on this worker."""
         ...
 
     def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
-        """What the two sides cost beside their weights, never negative: of moving the KV, and of forming the pair (0
-        where it is formed)."""
+        """The costs of a pair besides the weights of its sides, never negative: of moving the KV, and of forming the
+        pair (0 if it is formed)."""
         ...
 
     def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
-        """The same by the latest fits as they are: for `explain`, which must not change later placements."""
+        """Like `weigh_pair`, by the latest fits without redoing them: for `explain`, which must not change later
+        placements."""
         ...
 
 
@@ -227,19 +230,19 @@ def uniform_draw(counter: int, count: int) -> int:
 
 
 def draw_of(gateway_id: str) -> Draw:
-    """The same, for one of several gateways: they place side by side, and each draws other indices."""
+    """Like `uniform_draw`, for one of several gateways, so that each draws other indices than those beside it."""
     salt = int.from_bytes(hashlib.blake2b(gateway_id.encode(), digest_size=8).digest(), "little")
     return lambda counter, count: splitmix64(salt, counter) % count
 
 
 def prefill_blocks(demand: Demand, info: WorkerInfo) -> int:
-    """KV blocks of the request on a P: for its known tokens and the sampled one."""
+    """Number of KV blocks of the request on a P: for its known tokens and the sampled one."""
     return -(-(demand.num_tokens + 1) // info.block_size)
 
 
 def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
-    """KV blocks of the request on a D: for its known tokens and the output reserve, the larger of the router's and the
-    worker's."""
+    """Number of KV blocks of the request on a D: for its known tokens and the output reserve, the larger of the
+    router's and the worker's."""
     reserve_tokens = demand.reserve_tokens
     if info.decode_reserve_tokens > reserve_tokens:
         reserve_tokens = max(reserve_tokens, min(demand.most_output_tokens, info.decode_reserve_tokens))
@@ -248,7 +251,7 @@ def decode_blocks(demand: Demand, info: WorkerInfo) -> int:
 
 
 def num_shared(worker: Worker, hashes: Sequence[BlockHash], cached_tokens: int) -> int:
-    """Of the cached blocks of a request how many other sequences hold, in the worker's block size."""
+    """Number of cached blocks of a request that other sequences hold, in the worker's block size."""
     num_blocks = num_held(hashes, cached_tokens // HASH_BLOCK_TOKENS, worker.assigned.held)
     return num_blocks * HASH_BLOCK_TOKENS // worker.info.block_size
 
@@ -391,8 +394,8 @@ class _Best:
         return near
 
     def _as_good_as(self, best: _Option, options: Sequence[_Option]) -> list[_Option]:
-        """The options that count as equal to the best by what they do not have in common with it: a prediction that
-        two options share is wrong for both by as much."""
+        """The options that count as equal to the best one by the costs that they do not share with it: a prediction
+        that two options share is wrong for both by the same amount."""
         equal_up_to, least, found = self._equal_up_to, best[0], []
         prompt, decode = _part_costs(best)
         computes, decodes = _workers_of(best)
@@ -409,7 +412,7 @@ class _Best:
 
 
 def _part_costs(option: _Option) -> tuple[float, float]:
-    """The costs of the prompt (with its way to D) and of the answer."""
+    """The cost of the prompt with its transfer to D, and that of the answer."""
     _, _, prefill, decode, link, setup = option
     if prefill is not None:
         return prefill[1] + link + setup, decode[1]
@@ -426,8 +429,8 @@ def _workers_of(option: _Option) -> tuple[Worker, Worker]:
 
 
 def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
-    """Those with the fewest sequences on their workers, this request included: with idle workers a colocated option has
-    fewer than a pair."""
+    """The options with the fewest sequences on their workers, this request included: with idle workers a colocated
+    option has fewer than a pair."""
     fewest, found = math.inf, []
     for option in options:
         prefill, decode = option[2], option[3]
@@ -442,7 +445,7 @@ def _with_fewest_sequences(options: Sequence[_Option]) -> list[_Option]:
 
 
 def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> tuple[list[Side], list[Side]]:
-    """Returns the sides of the pairs."""
+    """Weigh all pairs of a shortlist. Returns the sides of the pairs."""
     prefills = _sides(policy.weigh_prefill, demand, shortlist.prefills, may_lack_slot=policy.waits, needs_slot=True)
     if not prefills:
         return [], []
@@ -473,14 +476,14 @@ def _weigh_pairs(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Be
 def _blocked_pairs(
     shut: Collection[tuple[WorkerId, WorkerId]], prefills: Sequence[Side], decodes: Sequence[Side]
 ) -> Collection[tuple[WorkerId, WorkerId]]:
-    """The pairs of these sides that are blocked; none where all are."""
+    """The blocked pairs of these sides; none if all of them are blocked."""
     pairs = {(p[5].worker.worker_id, d[5].worker.worker_id) for p in prefills for d in decodes}
     found = pairs.intersection(shut)
     return () if found == pairs else found
 
 
 def _weigh_colocated(policy: Policy, demand: Demand, shortlist: Shortlist, best: _Best) -> list[Side]:
-    """Returns the colocated sides."""
+    """Weigh all single workers of a shortlist. Returns the colocated sides."""
     candidates = shortlist.colocated + shortlist.decodes if shortlist.local else shortlist.colocated
     if not candidates:
         return []

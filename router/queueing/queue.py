@@ -39,23 +39,23 @@ class Urgency(NamedTuple):
     due: float
     """When the first token is due."""
     arrival_order: int
-    """Unique."""
+    """Number of the request in the order of arrival, without duplicates."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one tenant has used. Changed by the queue only."""
+    """The tokens that one tenant has used. Changed by the queue only."""
 
     name: str = ""
     weight: float = 1.0
     used: float = 0.0
-    """Tokens of its answers that ended, over its weight."""
+    """Tokens of the tenant's ended answers, over its weight."""
     claimed: float = 0.0
-    """Upper limit of the tokens of those that run."""
+    """Upper limit of the tokens of its running answers."""
 
     @property
     def level(self) -> float:
-        """The lower, the earlier the tenant comes."""
+        """Used and claimed tokens over the weight. Tenants of a lower level come first."""
         return self.used + self.claimed / self.weight
 
 
@@ -72,12 +72,12 @@ class _Lane:
         self.share = share
         self.order: list[tuple[Urgency, RequestId]] = []
         self.work_ms: list[float] = []
-        """Prefill times of the prompts."""
+        """Milliseconds of prefill of each prompt."""
         self.cost: list[float] = []
-        """Upper limits of their tokens."""
+        """Upper limit of the tokens of each request."""
         self._quantum = quantum
         self._befores: list[float] | None = None
-        """Tokens of the entries before each."""
+        """Tokens of all entries before each entry; None until computed again."""
         self._head: _Key | None = None
 
     def key(self, index: int) -> _Key:
@@ -95,17 +95,17 @@ class _Lane:
 
     @property
     def head(self) -> _Key:
-        """Of the first entry."""
+        """The sort key of the first entry."""
         if self._head is None:
             self._head = self.key(0)
         return self._head
 
     def changed(self) -> None:
-        """The entries or the level changed."""
+        """Forget what was computed, because the entries or the level changed."""
         self._befores = self._head = None
 
     def find(self, urgency: Urgency) -> int:
-        """The position of an entry of that urgency, present or not."""
+        """The position of that urgency, whether there is an entry or not."""
         return bisect.bisect_left(self.order, (urgency,))
 
     def num_before(self, key: _Key) -> int:
@@ -118,7 +118,7 @@ class RequestQueue:
 
     Args:
         quantum: tokens of a tenant in one round.
-        may_run: whether a tenant may have one more running; requests of others are skipped.
+        may_run: whether a tenant may have one more request running; requests of other tenants are skipped.
     """
 
     def __init__(self, quantum: int = DEFAULT_QUANTUM, may_run: Callable[[str], bool] = lambda tenant: True) -> None:
@@ -126,15 +126,16 @@ class RequestQueue:
         self._may_run = may_run
         self._lane_of: dict[RequestId, tuple[_Lane, Urgency]] = {}
         self._lanes: dict[Share, _Lane] = {}
-        """Those with entries."""
+        """The lanes that have entries, by tenant."""
         self._first: list[tuple[RequestId, float]] = []
-        """The merged order as far as it was computed, with the work up to and including each."""
+        """The merged order as far as it was computed: each request, and the milliseconds of prefill up to and including
+        it."""
         self._rest: list[tuple[_Key, int, int, _Lane]] | None = None
-        """A heap of the next entry of each lane; None where no order was computed."""
+        """A heap of the next entry of each lane; None if no order was computed."""
         self._asked: tuple[int, float] | None = None
-        """The latest result of `position`, and the work before it."""
+        """The latest result of `position`, and the milliseconds of prefill before it."""
         self.skipped_a_tenant = False
-        """Whether a tenant was skipped when the order was last read, because it may not have one more running."""
+        """Whether the latest order skipped a tenant that may not have one more request running."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -150,12 +151,12 @@ class RequestQueue:
     # ---------------------------------------------------------------- the order
 
     def look(self) -> None:
-        """Compute the order again: tenants may have become able to run more."""
+        """Compute the order again, because tenants may have become able to run more."""
         self._forget_order()
         self.skipped_a_tenant = False
 
     def at(self, position: int) -> RequestId | None:
-        """The request at a position, 0 being the first to be tried; None behind the last one."""
+        """The request at a position; 0 is the first to be tried. None behind the last one."""
         if len(self._lanes) == 1:
             (lane,) = self._lanes.values()
             if position < len(lane.order) and self._runs(lane):
@@ -200,7 +201,7 @@ class RequestQueue:
         return self._first[:position][-1][1] if self._first else 0.0
 
     def level(self, share: Share) -> float:
-        """The level of a tenant, waiting or about to wait: of two the one with the lower one comes first."""
+        """The level of a tenant that waits or is about to. Of two tenants the one with the lower level comes first."""
         return share.level if share in self._lanes else self._used_at_start(share) + share.claimed / share.weight
 
     # ---------------------------------------------------------------- changes
@@ -211,11 +212,11 @@ class RequestQueue:
         """Add a request that is not in the queue.
 
         Args:
-            request_id: of it.
-            urgency: of it.
-            work_ms: prefill time of its prompt.
-            share: of its tenant; optional where there is only one.
-            cost: upper limit of its tokens; 0 where its tenant was charged for it.
+            request_id: the id of the request.
+            urgency: its sort key.
+            work_ms: milliseconds of prefill of its prompt.
+            share: the share of its tenant; optional if there is only one.
+            cost: upper limit of its tokens; 0 if its tenant was charged for it.
         """
         assert request_id not in self._lane_of, f"{request_id} is queued already"
         lane = self._lane_for(share)
@@ -227,7 +228,7 @@ class RequestQueue:
         self._changed(lane)
 
     def remove(self, request_id: RequestId) -> None:
-        """Take out a request that is in the queue."""
+        """Take a queued request out of the lane of its tenant."""
         lane, urgency = self._lane_of.pop(request_id)
         position = lane.find(urgency)
         assert lane.order[position][1] == request_id, "the order and the map of urgencies differ"
@@ -239,19 +240,19 @@ class RequestQueue:
         self._changed(lane)
 
     def set_work(self, request_id: RequestId, work_ms: float) -> None:
-        """Set the prefill time that a queued request counts with for those behind it."""
+        """Set the milliseconds of prefill that a queued request counts for those behind it."""
         lane, urgency = self._lane_of[request_id]
         lane.work_ms[lane.find(urgency)] = work_ms
         self._forget_order()
 
     def charge(self, share: Share, tokens: float) -> None:
-        """One of the tenant's requests is placed; `tokens` is its upper limit."""
+        """Charge a placed request to its tenant; `tokens` is its upper limit."""
         share.claimed += tokens
         if self._lanes:
             self._level_changed(share)
 
     def settle(self, share: Share, charged: float, used: float) -> None:
-        """A request that was charged has ended, and used `used` tokens."""
+        """Replace the charge of an ended request by the tokens that it used."""
         share.claimed = max(0.0, share.claimed - charged)
         share.used += used / share.weight
         self._level_changed(share)
@@ -267,9 +268,9 @@ class RequestQueue:
         return lane
 
     def _used_at_start(self, share: Share) -> float:
-        """The use of a tenant that begins to wait beside others. It gets no credit for time without waiting requests,
-        and no debit for what it used while no other tenant waited. It is not put behind others for what they claimed
-        and may not use."""
+        """The used tokens of a tenant that begins to wait beside others. It gets no credit for time without waiting
+        requests, and no debit for what it used while no other tenant waited. It is not put behind others because of
+        tokens that they claimed and may not use."""
         if not self._lanes:
             return share.used
         least = max(other.used for other in self._lanes)

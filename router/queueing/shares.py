@@ -1,17 +1,18 @@
-"""What each of several tenants may have of a resource that runs out: places to decode, KV tokens. Pure.
+"""The parts of several tenants in a scarce resource: places to decode, KV tokens. Pure.
 
-    asks ──> its peak rises ──> guaranteed: as much as it asked for lately, up to its part by weight
-    takes, gives back ──> what it has, and what of its guarantee is unused
+    asks ──> its peak rises ──> guaranteed: its recent demand, up to its part by weight
+    takes, gives back ──> the amount that it has, and the unused part of its guarantee
 
-A tenant is guaranteed as much as it had and waited for at a time in the last `DEMAND_S` to twice that, up to its part
-by weight. Others leave that free, so that long answers of one do not take what another needs from one second to the
-next. Beyond its guarantee a tenant may have a multiple of what is free: alone at most `most_share` of all, several less
-each. So there is room for one that comes later, without anything being set apart for each.
+The demand of a tenant is the amount that it has and waits for. A tenant is guaranteed the peak of its demand in the
+last `DEMAND_S` to 2 `DEMAND_S` seconds, up to its part by weight. Others leave that free, so that long answers of one
+tenant do not take the room that another suddenly needs. Beyond its guarantee a tenant may have a multiple of the free
+amount: alone at most `most_share` of all, several less each. So there is room for tenants that come later, without a
+reserve for each.
 
-What an event costs does not depend on how many tenants are known. Guarantees are kept up to date one by one; a tenant
-that begins to ask, or ceases to, changes the parts of the others. Parts are the same for all of one weight, and
-multiples of a grain of which there are about a thousand: all of a weight are looked at only when their part changes,
-and where there are more of them than grains it stays 0.
+The cost of an event does not depend on the number of known tenants. Guarantees are updated one by one; a tenant that
+begins to ask, or ceases to, changes the parts of the others. Parts are the same for all tenants of one weight, and
+multiples of a grain of about a thousandth: all tenants of a weight are updated only when their part changes. With more
+tenants than grains it stays 0.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from collections.abc import Callable
 
 DEMAND_S = 30.0
 NUM_GRAINS = 1024
-"""Guarantees are multiples of so small a part of all."""
+"""Number of grains in the whole resource. Guarantees are multiples of a grain."""
 MAX_SHIFTS = 8
-"""Parts whose demand is looked at in one call; the rest waits for the next one."""
+"""Most parts whose period is ended in one call; the others wait for the next call."""
 
 
 class Part:
-    """What one tenant has of one resource. Owner: the `SharedResource`.
+    """The part of one tenant in one resource. Owner: the `SharedResource`.
 
     Args:
-        weight: its share while others ask too, relative to theirs.
-        most: it never has more than that; None is no limit.
+        weight: the tenant's share while others ask too, relative to their weights.
+        most: the most that the tenant may have; None is no limit.
     """
 
     __slots__ = ("asked", "earlier_peak", "guaranteed", "is_asking", "most", "peak", "used", "weight")
@@ -40,18 +41,18 @@ class Part:
         self.weight = weight
         self.most = most
         self.used = 0
-        """What its running requests have."""
+        """Amount that the tenant's running requests have."""
         self.asked = 0
-        """The same, and what those that wait need."""
+        """Amount that its running requests have and its waiting ones need."""
         self.peak = self.earlier_peak = 0
         """Peaks of `asked` in this period and in the one before."""
         self.guaranteed = 0
         self.is_asking = False
-        """Whether it has a peak, so that it counts among those that share."""
+        """Whether the part has a peak, and so counts among those that share the resource."""
 
     @property
     def kept(self) -> int:
-        """What others leave free for it."""
+        """Amount that others leave free for the tenant."""
         return max(0, self.guaranteed - self.used)
 
 
@@ -59,34 +60,34 @@ class SharedResource:
     """The parts of all tenants of one resource.
 
     Args:
-        total: how much of it there is.
-        most_share: the share of all that one of several tenants may have.
+        total: the amount of the whole resource.
+        most_share: the largest share of it that one of several tenants may have.
     """
 
     def __init__(self, total: Callable[[], int], most_share: float) -> None:
         self._total = total
         self._most_share = most_share
         self._per_free = most_share / (1 - most_share) if most_share < 1 else None
-        """What a tenant may have for each free unit, so that alone it gets its share."""
+        """Amount that a tenant may have for each free unit. With it a tenant alone gets its share."""
         self.num_used = 0
-        """Of all tenants, those without a guarantee included."""
+        """Amount that all tenants have, including those without a guarantee."""
         self.num_kept = 0
-        """The sum over all parts of what is kept."""
+        """The sum of `kept` over all parts."""
         self._asking: dict[float, dict[Part, None]] = {}
-        """Those that share, by weight."""
+        """The parts that share the resource, by weight."""
         self._weights = 0.0
-        """Their sum."""
+        """The sum of the weights of these parts."""
         self._guarantee: dict[float, int] = {}
-        """The most that each of a weight is guaranteed."""
+        """The most that each part of a weight is guaranteed."""
         self._shared_out: int | None = None
-        """The total for which these are right; None where another set of tenants asks."""
+        """The total for which `_guarantee` was computed; None after a change of the parts that share."""
         self._due: deque[tuple[float, Part]] = deque()
-        """When the period of each asking part ends, in this order."""
+        """When the period of each asking part ends, in order of time."""
 
     # ---------------------------------------------------------------- demand
 
     def asks(self, part: Part, amount: int, now: float, *, is_shared: bool) -> None:
-        """A request of the tenant needs so much. `is_shared`: whether the tenant is one of several."""
+        """Add the need of a request of the tenant. `is_shared`: whether the tenant is one of several."""
         part.asked += amount
         if is_shared and part.asked > part.peak:
             part.peak = part.asked
@@ -95,11 +96,11 @@ class SharedResource:
             self._set(part)
 
     def no_longer_asks(self, part: Part, amount: int) -> None:
-        """That request has ended."""
+        """Remove the need of a request that has ended."""
         part.asked -= amount
 
     def note_time(self, now: float) -> None:
-        """Time passed: forget demand of earlier periods."""
+        """End the periods that are over, and forget their demand."""
         if not self._due or now < self._due[0][0]:
             return
         for _ in range(min(MAX_SHIFTS, len(self._due))):
@@ -115,7 +116,7 @@ class SharedResource:
                 self._leaves(part)
 
     def set_limits(self, part: Part, weight: float, most: int | None) -> None:
-        """The tenant has other limits."""
+        """Set other limits of the tenant."""
         if part.is_asking and weight != part.weight:
             self._remove(part)
             part.weight = weight
@@ -126,18 +127,18 @@ class SharedResource:
     # ---------------------------------------------------------------- use
 
     def takes(self, part: Part, amount: int) -> None:
-        """A request of the tenant was placed."""
+        """Count the amount of a request that was placed."""
         self.num_used += amount
         self._use(part, amount)
 
     def gives_back(self, part: Part, amount: int) -> None:
-        """It runs no longer."""
+        """Count back the amount of a request that no longer runs."""
         self.num_used -= amount
         self._use(part, -amount)
 
     def may_take(self, part: Part, amount: int, num_free: int, *, leaves_kept: bool) -> bool:
-        """Whether one of several tenants may take so much more. `num_free`: what nobody has now; `leaves_kept`: whether
-        it leaves free what is kept for others."""
+        """Whether one of several tenants may take `amount` more. `num_free`: the amount that nobody has now;
+        `leaves_kept`: whether the tenant has to leave free what is kept for others."""
         self._share_out()
         if part.used + amount <= part.guaranteed:
             return True
@@ -147,12 +148,12 @@ class SharedResource:
         return self._per_free is None or part.used + amount <= self._per_free * num_left
 
     def guaranteed(self, part: Part) -> int:
-        """What it is guaranteed now."""
+        """The amount that the part is guaranteed now."""
         self._share_out()
         return part.guaranteed
 
     def check_integrity(self, parts: list[Part]) -> list[str]:
-        """What does not add up, with all parts that there are; empty when all is well. Changes nothing."""
+        """Inconsistencies, by all existing parts; empty when there are none. Changes nothing."""
         problems = []
         asking = [part for part in parts if part.is_asking]
         if self.num_kept != sum(part.kept for part in parts) or self.num_used != sum(part.used for part in parts):
@@ -190,7 +191,7 @@ class SharedResource:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Bring guarantees up to date with the total and with who asks."""
+        """Update the guarantees to the total and to the parts that share it."""
         total = self._total()
         if self._shared_out == total:
             return
@@ -205,7 +206,7 @@ class SharedResource:
                     self._set(part)
 
     def _set(self, part: Part) -> None:
-        """Its guarantee, of its demand and its part."""
+        """Set the guarantee of a part by its demand and its weight."""
         guaranteed = 0
         if part.is_asking:
             guaranteed = min(max(part.peak, part.earlier_peak), self._guarantee.get(part.weight, 0))

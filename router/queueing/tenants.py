@@ -2,25 +2,25 @@
 the queue.
 
     a call ──admit──> its answers and their least tokens are charged, or all of it is refused
-    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> what it did not use is refunded
+    a request ──refusal──> ──charge──> the rest of its tokens ──ended──> the unused part is refunded
 
 An admitted answer counts as waiting until its request is submitted or refunded, while its prompt is tokenized. So the
 requests of an admitted call always fit into the queue, and calls that come meanwhile do not take their room.
 
-Beside its own limits a tenant that is not the only one gets a share of the queue, of the decode places and of the KV
-tokens, that shrinks with what is left: alone at most `tenant_queue_share` and `tenant_place_share`, several less each.
-So there is room for one that comes later, without anything being set apart for each.
+Besides its own limits, a tenant that is not the only one gets a share of the queue, of the decode places and of the KV
+tokens. The share shrinks with the free amount: alone at most `tenant_queue_share` and `tenant_place_share`, several
+less each. So there is room for tenants that come later, without a reserve for each.
 
-Places to decode and KV tokens are shared out in the same way (`shares.py`): each tenant is guaranteed what it asked for
-lately, up to its part by weight, and others leave that free. Where the next place becomes free within `SOON_S` on
+Places to decode and KV tokens are shared out in the same way (`shares.py`): each tenant is guaranteed its recent
+demand, up to its part by weight, and others leave that free. Where the next place becomes free within `SOON_S` on
 average, turns in the queue are enough, and nothing is left free for guarantees.
 
-A tenant of which nothing is under way is forgotten `FORGET_S` after its last call, once its limits for a minute are
-whole again. What an event costs does not depend on how many tenants are known.
+An idle tenant is forgotten `FORGET_S` after its last call, once its limits per minute are fully available again. The
+cost of an event does not depend on the number of known tenants.
 
-The limits for a minute are of all models of a gateway: the routers are replicas of what was taken. Each notes what it
-charged (`charges`), and takes what the others did (`charged_elsewhere`), before anything else happens to any of them.
-What waits and runs is counted by each router for its own model.
+The limits per minute hold for all models of a gateway together, so each router has a replica of the used part. Each
+records its charges (`charges`), and takes those of the others (`charged_elsewhere`) before any other event. Waiting and
+running requests are counted by each router for its own model.
 
 Owner: the router core.
 """
@@ -42,7 +42,7 @@ from disagg.router.queueing.token_bucket import TokenBucket, sized, take
 SOON_S = 0.05
 FORGET_S = 600.0
 _LOOKS = 2
-"""Tenants, of those that have not called for the longest time, that are looked at for one that calls."""
+"""Number of tenants that are checked at each call, beginning with those that have not called for the longest time."""
 
 
 class Tenant:
@@ -69,46 +69,46 @@ class Tenant:
     def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.tag = tenant_tag(name)
-        """What workers call it."""
+        """Tag by which workers know the tenant."""
         self.share = Share(name)
         self.num_admitted = 0
-        """Answers of admitted calls that are not submitted yet."""
+        """Number of answers of admitted calls that are not submitted yet."""
         self.num_waiting = 0
         self.num_running = 0
         self.num_boosted = 0
-        """Requests that are queued by a target of their own."""
+        """Number of requests that are queued by a target of their own."""
         self.places, self.kv = Part(), Part()
-        """What it has of places to decode and of KV tokens."""
+        """The tenant's parts of the places to decode and of the KV tokens."""
         self.is_over_share = False
-        """Whether it has as much KV as it may for its next request, as of the present pass of the queue."""
+        """Whether its next request would exceed its share of the KV tokens, as of the present pass of the queue."""
         self.called_at = now
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self.set_limits(limits, now)
 
     def set_limits(self, limits: TenantLimits, now: float) -> None:
-        """New limits; a bucket stays as full as it is."""
+        """Set new limits; a bucket keeps its fill ratio."""
         self.limits = limits
         self.is_unlimited = limits.is_sole and (
             limits.requests_per_minute is limits.tokens_per_minute is limits.running is limits.queued is None
         )
-        """Whether no limit applies to it."""
+        """Whether no limit applies to the tenant."""
         self.share.weight = limits.weight
         self.requests = sized(self.requests, limits.requests_per_minute, now)
         self.tokens = sized(self.tokens, limits.tokens_per_minute, now)
 
     @property
     def num_kept(self) -> int:
-        """Decode places that others leave free for it."""
+        """Number of decode places that others leave free for the tenant."""
         return self.places.kept
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of it is under way."""
+        """Whether no answer of the tenant waits, runs or is admitted."""
         return not (self.num_admitted or self.num_waiting or self.num_running or self.num_boosted)
 
     def is_whole(self, now: float) -> bool:
-        """Whether nothing is missing of its limits for a minute."""
+        """Whether its limits per minute are fully available."""
         buckets = (self.requests, self.tokens)
         return all(each is None or each.level(now) >= each.per_minute for each in buckets)
 
@@ -131,25 +131,25 @@ class Tenants:
         self._places = SharedResource(num_places, config.tenant_place_share)
         self._kv = SharedResource(lambda: kv_room()[0], config.tenant_place_share)
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()
-        """The one that has not called for the longest time first."""
+        """All tenants by name, the one that has not called for the longest time first."""
         self._active: dict[str, Tenant] = {}
-        """Those with requests in flight."""
+        """The tenants with requests in flight, by name."""
         self._over_share: list[Tenant] = []
         self._stated: dict[str, TenantLimits] = {}
         """The latest limits of the key file. Calls that began earlier bring older ones."""
         self.num_admitted = 0
-        """Answers of admitted calls that are not submitted yet."""
+        """Number of answers of admitted calls that are not submitted yet."""
         self._ends = EndTimes()
         self._now = 0.0
         self.charges: list[RateCharge] | None = None
-        """Those that other routers have not taken; None where there is no other."""
+        """Charges that other routers have not taken yet; None if there is no other router."""
 
     def configure(self, config: RouterConfig) -> None:
-        """The queue may be another length."""
+        """Follow another configuration, in which the queue may have another length."""
         self._config = config
 
     def get(self, name: str, limits: TenantLimits, now: float) -> Tenant:
-        """The tenant that calls, under these limits from now on, or those that were stated for it."""
+        """The tenant that calls, under these limits from now on, or under those that `set_limits` stated for it."""
         limits = self._stated.get(name, limits)
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -164,7 +164,7 @@ class Tenants:
         return tenant
 
     def set_limits(self, limits: Mapping[str, TenantLimits], now: float) -> None:
-        """Set the limits of all tenants; tenants that are not in `limits` have those that their calls bring."""
+        """Set the limits of all tenants. Tenants that are not in `limits` have the limits that their calls bring."""
         self._stated = dict(limits)
         for tenant in self._tenants.values():
             its_limits = self._stated.get(tenant.name, tenant.limits)
@@ -172,17 +172,17 @@ class Tenants:
                 self._set_limits(tenant, its_limits, now)
 
     def note_time(self, now: float) -> None:
-        """Time passed: forget demand of earlier periods."""
+        """End the periods of demand that are over."""
         self._now = now
         self._places.note_time(now)
         self._kv.note_time(now)
 
     def in_flight(self) -> dict[str, tuple[int, int]]:
-        """By tenant that has any: requests that wait, and that run."""
+        """For each tenant with any: the number of requests that wait, and of those that run."""
         return {name: (each.num_waiting, each.num_running) for name, each in self._active.items()}
 
     def check_integrity(self) -> list[str]:
-        """What does not add up; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         tenants = self._tenants.values()
         problems = self._places.check_integrity([each.places for each in tenants])
         problems += self._kv.check_integrity([each.kv for each in tenants])
@@ -198,7 +198,7 @@ class Tenants:
     # ---------------------------------------------------------------- calls and requests
 
     def admit(self, call: CallDemand, num_waiting: int, now: float) -> LimitError | None:
-        """Charge a call; the error where all of it is refused. `num_waiting`: requests of all tenants."""
+        """Charge a call. Returns the error if all of it is refused. `num_waiting`: requests of all tenants."""
         tenant = self.get(call.tenant, call.limits, now)
         error = (
             _over_rate(tenant, "requests_per_minute", tenant.requests, call.num_answers, now)
@@ -217,14 +217,14 @@ class Tenants:
             self._admitted(tenant, -num_answers)
 
     def submitted(self, tenant: Tenant) -> None:
-        """The request of an admitted answer was accepted."""
+        """Count down an admitted answer whose request was accepted."""
         self._admitted(tenant, -1)
 
     def refusal(
         self, tenant: Tenant, num_tokens: int, prepaid: int | None, num_waiting: int, now: float
     ) -> LimitError | None:
-        """The error of a request of at most `num_tokens` tokens that a limit refuses; None where it is accepted.
-        `prepaid`: what its call was charged for it; None where it was not charged."""
+        """The error if a limit refuses a request of at most `num_tokens` tokens; None if it is accepted. `prepaid`:
+        tokens that its call was charged for it; None if it was not charged."""
         error = _over_rate(tenant, "tokens_per_minute", tenant.tokens, num_tokens - (prepaid or 0), now, num_tokens)
         if error is None and prepaid is None:
             error = _over_rate(tenant, "requests_per_minute", tenant.requests, 1, now)
@@ -237,7 +237,7 @@ class Tenants:
         self._take(tenant, int(prepaid is None), num_tokens - (prepaid or 0), now)
 
     def entered(self, tenant: Tenant, kv_tokens: int, now: float) -> None:
-        """A request that needs so many KV tokens was accepted."""
+        """Count an accepted request that needs `kv_tokens` KV tokens."""
         self._active[tenant.name] = tenant
         is_shared = not tenant.limits.is_sole
         if is_shared:
@@ -246,21 +246,21 @@ class Tenants:
         self._kv.asks(tenant.kv, kv_tokens, now, is_shared=is_shared)
 
     def left(self, tenant: Tenant, kv_tokens: int) -> None:
-        """That request has ended."""
+        """Count down a request that has ended."""
         if not (tenant.num_waiting or tenant.num_running):
             self._active.pop(tenant.name, None)
         self._places.no_longer_asks(tenant.places, 1)
         self._kv.no_longer_asks(tenant.kv, kv_tokens)
 
     def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
-        """Another router of the gateway charged these."""
+        """Take charges of another router of the gateway."""
         for charge in charges:
             tenant = self.get(charge.tenant, charge.limits, now)
             take(tenant.requests, charge.num_answers, now)
             take(tenant.tokens, charge.num_tokens, now)
 
     def taken(self, now: float) -> list[RateCharge]:
-        """What is missing of the limits for a minute, as charges: for the router of a model that comes."""
+        """The used part of all limits per minute, as charges for the router of a new model."""
         found = []
         for tenant in self._tenants.values():
             num_answers, num_tokens = (
@@ -277,13 +277,13 @@ class Tenants:
     # ---------------------------------------------------------------- places and KV
 
     def started(self, tenant: Tenant, kv_tokens: int) -> None:
-        """One of its requests was placed, and has so many KV tokens."""
+        """Count a request that was placed and has `kv_tokens` KV tokens."""
         tenant.num_running += 1
         self._places.takes(tenant.places, 1)
         self._kv.takes(tenant.kv, kv_tokens)
 
     def stopped(self, tenant: Tenant, kv_tokens: int, now: float) -> None:
-        """It runs no longer."""
+        """Count down a request that no longer runs."""
         self._ends.add(now)
         tenant.num_running -= 1
         self._places.gives_back(tenant.places, 1)
@@ -305,8 +305,8 @@ class Tenants:
         return self._places.may_take(tenant.places, 1, num_free, leaves_kept=self._leaves_kept)
 
     def may_have(self, tenant: Tenant, kv_tokens: int) -> bool:
-        """Whether a tenant may have so many KV tokens more. One of which nothing runs always may. One that may not has
-        to wait until the next pass."""
+        """Whether a tenant may have `kv_tokens` more KV tokens. One without a running request always may. One that may
+        not has to wait until the next pass."""
         if tenant.limits.is_sole or not tenant.num_running:
             return True
         total, used = self._kv_room()
@@ -318,7 +318,7 @@ class Tenants:
         return False
 
     def begin_pass(self) -> None:
-        """Something may have become free."""
+        """Begin a pass of the queue: tenants over their share may be tried again."""
         if not self._over_share:
             return
         for tenant in self._over_share:
@@ -337,7 +337,7 @@ class Tenants:
         self._kv.set_limits(tenant.kv, limits.weight, None)
 
     def _forget_old(self, now: float) -> None:
-        """Forget those of which nothing is left. One that has not called for long and is not idle waits anew."""
+        """Forget tenants without a call for `FORGET_S`. One that is not idle is checked again after that time."""
         for _ in range(_LOOKS):
             name, tenant = next(iter(self._tenants.items()))
             if now < tenant.called_at + FORGET_S:
@@ -349,7 +349,7 @@ class Tenants:
                 tenant.called_at = now
 
     def _take(self, tenant: Tenant, num_answers: int, num_tokens: int, now: float) -> None:
-        """Charge a tenant's limits for a minute."""
+        """Charge a tenant's limits per minute."""
         if tenant.requests is None and tenant.tokens is None:
             return
         take(tenant.requests, num_answers, now)
@@ -365,7 +365,7 @@ class Tenants:
         self.num_admitted += num_answers
 
     def _over_queue(self, tenant: Tenant, num_answers: int, num_waiting: int) -> LimitError | None:
-        """The error where a tenant would have too many waiting. New and admitted answers for which there are free
+        """The error if too many answers of a tenant would wait. New and admitted answers for which there are free
         places do not count."""
         limits = tenant.limits
         num_coming = num_answers + tenant.num_admitted
@@ -411,7 +411,7 @@ def _over_rate(
 
 
 class EndTimes:
-    """How long a request waits on average until the next answer ends, from the times between the latest ones.
+    """The mean time until the next answer ends, as a request experiences it, from the times between the latest ends.
 
     A request comes into a gap between two ends in proportion to the length of the gap, and waits for half of it. So the
     mean wait is the sum of the squares of the gaps over twice their sum. The mean gap alone would be too short: answers
@@ -422,16 +422,16 @@ class EndTimes:
 
     MAX_GAPS = 64
     MIN_GAPS = 16
-    """With fewer the wait is infinite."""
+    """Number of gaps below which the wait is infinite."""
 
     def __init__(self) -> None:
         self._gaps_us: deque[int] = deque()
         self._latest = -math.inf
         self._sum = self._square_sum = 0
-        """In microseconds: sums of integers are exact."""
+        """The sums of the gaps and of their squares, in microseconds: sums of integers are exact."""
 
     def add(self, now: float) -> None:
-        """An answer ended."""
+        """Note that an answer ended now."""
         if self._latest > -math.inf:
             gap_us = max(0, round((now - self._latest) * 1e6))
             self._gaps_us.append(gap_us)
@@ -444,7 +444,7 @@ class EndTimes:
         self._latest = now
 
     def wait_s(self, now: float) -> float:
-        """Mean seconds until the next end, with the gap since the latest one."""
+        """Mean seconds until the next end, including the gap since the latest one."""
         if len(self._gaps_us) < self.MIN_GAPS:
             return math.inf
         open_us = max(0.0, (now - self._latest) * 1e6)

@@ -1,4 +1,4 @@
-"""Limits for a minute: what may be taken of them now, and when there is enough again. Pure."""
+"""Limits per minute: the amount that may be taken now, and when there is enough again. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PERIOD_S = 60.0
 
 
 class TokenBucket:
-    """What may be taken in a minute: full at first, refilled at an even rate; time is an argument.
+    """A token bucket: full at first, refilled at an even rate; time is an argument.
 
     Args:
-        per_minute: its size, and what is refilled in a minute.
+        per_minute: the size of the bucket, which is refilled in a minute.
         now: the time.
     """
 
@@ -23,23 +23,23 @@ class TokenBucket:
         self._updated = now
 
     def missing_s(self, amount: float, now: float) -> float | None:
-        """Seconds until `amount` can be taken: 0 for now; None for never."""
+        """Seconds until `amount` can be taken; 0 for now, None for never."""
         if amount > self.per_minute:
             return None
         return max(0.0, (amount - self.level(now)) * _PERIOD_S / self.per_minute)
 
     def level(self, now: float) -> float:
-        """What can be taken now."""
+        """Amount that can be taken now."""
         passed_s = max(0.0, now - self._updated)
         return min(self.per_minute, self._level + passed_s * self.per_minute / _PERIOD_S)
 
     def view(self, now: float) -> RateView:
-        """Its state for the tenant."""
+        """The bucket's state for the tenant."""
         level = self.level(now)
         return RateView(self.per_minute, max(0, int(level)), (self.per_minute - level) * _PERIOD_S / self.per_minute)
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change its size. The fill ratio stays the same, so that neither what was taken nor a debt is forgotten."""
+        """Change the size. The fill ratio stays the same, so that neither what was taken nor a debt is forgotten."""
         self._level = self.level(now) * per_minute / self.per_minute
         self._updated = max(self._updated, now)
         self.per_minute = per_minute
@@ -51,7 +51,7 @@ class TokenBucket:
 
 
 def sized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
-    """The bucket of a limit that was changed, or is new; None without a limit."""
+    """The bucket of a changed or new limit; None without a limit."""
     if per_minute is None:
         return None
     if bucket is None:
@@ -62,6 +62,6 @@ def sized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> Tok
 
 
 def take(bucket: TokenBucket | None, amount: int, now: float) -> None:
-    """Take so much, where there is a limit."""
+    """Take `amount`, if there is a limit."""
     if bucket is not None and amount:
         bucket.take(amount, now)

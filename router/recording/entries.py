@@ -1,4 +1,4 @@
-"""What a recording holds: every call of the router core that changes its state, in order, with its time.
+"""The entries of a recording: every call of the router core that changes its state, in order, with its time.
 
     Header     the configuration, and how the router's clock relates to the time of day     once, at the beginning
     Handled    an event and a digest of the commands that came out                          one for each event
@@ -32,21 +32,21 @@ from disagg.router.config import RouterConfig
 from disagg.router.requests.events import Command, Dispatch, Emit, Event, Fail, Finish, FromWorker, Submit
 
 HIDDEN: Final = (1 << 32) - 1
-"""Stands for a token id. Larger than any of a vocabulary, so that it is never a stop id."""
+"""Placeholder for a token id. It is larger than any id of a vocabulary, so that it is never a stop id."""
 DIGEST_BYTES: Final = 8
 
 EndReason = Literal["stopped", "full", "too_slow", "failed"]
-"""`stopped`: the router was; `full`: the limit of bytes was reached; `too_slow`: more waited to be written than may;
-`failed`: an entry could not be made."""
+"""Why a recording ended. `stopped`: with the router; `full`: at the limit of bytes; `too_slow`: too many bytes waited
+to be written; `failed`: an entry could not be made."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first record."""
+    """The first record of a file."""
 
     config: RouterConfig
     gateway_id: GatewayId
     disagg: str
-    """Version of the code."""
+    """Version of the `disagg` package."""
     python: str
     """Version of the interpreter; sums of floats may differ between versions."""
     clock: float
@@ -56,28 +56,28 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handled(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """`RouterCore.handle`."""
+    """A call of `RouterCore.handle`."""
 
     now: float
     event: Event
     num_commands: int = 0
     digest: bytes = b""
-    """Of the commands, or of the exception that was raised; empty where there was neither."""
+    """Digest of the commands, or of the exception that was raised; empty if there was neither."""
     hashed: tuple[tuple[BlockHash, ...], ...] = ()
-    """What each call of the core's `hash_blocks` returned."""
+    """The result of each call of the core's `hash_blocks`."""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """`RouterCore.admit`."""
+    """A call of `RouterCore.admit`."""
 
     now: float
     call: CallDemand
     digest: bytes = b""
-    """Of the error; empty where there was none."""
+    """Digest of the error; empty if there was none."""
 
 
 class Refunded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """`RouterCore.refund`."""
+    """A call of `RouterCore.refund`."""
 
     now: float
     tenant: str
@@ -86,13 +86,13 @@ class Refunded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The last record, unless the process was killed."""
+    """The last record, with the reason of the end; missing if the process was killed."""
 
     reason: EndReason
 
 
 class ChargedElsewhere(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """`RouterCore.charged_elsewhere`."""
+    """A call of `RouterCore.charged_elsewhere`."""
 
     now: float
     charges: tuple[RateCharge, ...]
@@ -106,17 +106,17 @@ _header_decoder: Final = msgspec.msgpack.Decoder(Header)
 
 
 def encode(entry: Entry | Header) -> bytes:
-    """As msgpack. Raises `TypeError` or `ValueError` for what cannot be recorded."""
+    """The entry as msgpack. Raises `TypeError` or `ValueError` if it cannot be recorded."""
     return _encoder.encode(entry)
 
 
 def decode(data: bytes | memoryview) -> Entry:
-    """Raises `msgspec.MsgspecError`."""
+    """The entry of a record. Raises `msgspec.MsgspecError`."""
     return _decoder.decode(data)
 
 
 def decode_header(data: bytes | memoryview) -> Header:
-    """Raises `msgspec.MsgspecError`, or `ConfigError` for a configuration out of bounds."""
+    """The header of a recording. Raises `msgspec.MsgspecError`, or `ConfigError` for a configuration out of bounds."""
     return _header_decoder.decode(data)
 
 
@@ -124,12 +124,12 @@ def decode_header(data: bytes | memoryview) -> Header:
 
 
 def digest(commands: Sequence[Command]) -> bytes:
-    """Of all commands, but for what a recording does not hold. Empty for none."""
+    """Digest of all commands, without what a recording does not hold. Empty without commands."""
     return _digest([_outline(command) for command in commands]) if commands else b""
 
 
 def digest_of_error(error: Exception | None) -> bytes:
-    """Of its type and what it carries. Empty for none."""
+    """Digest of the error's type and its attributes. Empty without an error."""
     return b"" if error is None else _digest([type(error).__name__, str(error), vars(error)])
 
 
@@ -168,7 +168,7 @@ class TokenHider:
         self._stop_ids: dict[RequestId, tuple[int, ...]] = {}
 
     def hide(self, event: Event) -> Event:
-        """The event as it is recorded."""
+        """The event with its token ids replaced, as it is recorded."""
         match event:
             case FromWorker(worker_id=worker_id, incarnation=incarnation, update=update):
                 return FromWorker(worker_id, incarnation, self._hide_update(update)) if update.tokens else event
@@ -187,7 +187,7 @@ class TokenHider:
                 return event
 
     def follow(self, event: Event, commands: Sequence[Command]) -> None:
-        """The core took the event, with these commands: requests began and ended."""
+        """Note the begin and the end of requests, by an event that the core handled and its commands."""
         if isinstance(event, Submit):
             self._stop_ids[event.request.request_id] = event.request.sampling.stop_token_ids
         for command in commands:

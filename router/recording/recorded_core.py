@@ -1,5 +1,5 @@
-"""A router core whose events are recorded. It takes the place of `RouterCore` where recording is on, so that one
-without it has no branch for that."""
+"""A router core whose events are recorded. It replaces `RouterCore` if recording is on, so that one without it has no
+branch for that."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from disagg.router.requests.router_core import RouterCore
 
 
 class Sink(Protocol):
-    """Where the entries go. Must not block."""
+    """The destination of the entries. Must not block."""
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is recorded still; never again once it is not."""
+        """Whether entries are still recorded. Once false, it stays false."""
         ...
 
     def put(self, entry: bytes) -> None:
-        """The next entry."""
+        """Take the next entry."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """The next entry could not be made: the recording ends before it."""
+        """End the recording here, because the next entry could not be made."""
         ...
 
 
 class RecordedCore(RouterCore):
-    """Puts an entry into `sink` for each call that changes the state of the core; see `RouterCore` for the rest."""
+    """Gives `sink` an entry for each call that changes the state of the core; see `RouterCore` for the rest."""
 
     def __init__(self, config: RouterConfig, gateway_id: GatewayId, sink: Sink) -> None:
         # As a replay reads it: an integer where a float is meant would come back as a float.
@@ -113,7 +113,7 @@ class RecordedCore(RouterCore):
             self._record(entry)
 
     def _record(self, entry: Entry) -> None:
-        """A fault here must not become one of the request."""
+        """Give `sink` an entry. A fault here must not fail the request."""
         try:
             encoded = encode(entry)
         except Exception as bug:

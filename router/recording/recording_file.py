@@ -21,9 +21,9 @@ from disagg.router.recording.entries import Ended, EndReason, Entry, Header, dec
 
 MAGIC: Final = b"disagg events\0"
 FORMAT_VERSION: Final = 1
-"""Of the layout and of everything that entries contain: to be raised with any change of an event."""
+"""Version of the layout and of the entries' contents, to be raised with any change of an event."""
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Unpacked."""
+"""Most bytes of a frame's entries, unpacked."""
 
 _VERSION = struct.Struct("<H")
 _FRAME = struct.Struct("<III")
@@ -32,16 +32,16 @@ _LEVEL = 1
 
 
 class RecordingError(ConfigError):
-    """A file that is no recording, or one of another version, or is damaged."""
+    """A file that is no recording, has another version, or is damaged."""
 
 
 def file_start(header: Header) -> bytes:
-    """What a file begins with."""
+    """The first bytes of a file."""
     return MAGIC + _VERSION.pack(FORMAT_VERSION) + pack_frame([encode(header)])
 
 
 def pack_frame(entries: Sequence[bytes]) -> bytes:
-    """Encoded entries, as a frame; at most `MAX_FRAME_BYTES` together."""
+    """A frame of encoded entries, which have at most `MAX_FRAME_BYTES` together."""
     raw = b"".join(part for entry in entries for part in (_SIZE.pack(len(entry)), entry))
     packed = zlib.compress(raw, _LEVEL)
     return _FRAME.pack(len(packed), len(raw), zlib.crc32(packed)) + packed
@@ -58,7 +58,7 @@ class RecordingReader:
         self._file = file
         self._position = 0
         self.ended: EndReason | None = None
-        """Why the recording ends; None before its last entry, and where it is cut off."""
+        """Why the recording ends; None before its last entry, and if it is cut off."""
         if self._read(len(MAGIC)) != MAGIC:
             raise RecordingError("not a recording of a router's events")
         version = self._read(_VERSION.size)
@@ -70,7 +70,7 @@ class RecordingReader:
         self.header = self._read_header()
 
     def entries(self) -> Iterator[Entry]:
-        """All but the `Ended`, up to the last whole frame.
+        """All entries except `Ended`, up to the last whole frame.
 
         Raises:
             RecordingError: at a frame that is damaged; what came before it is good.
@@ -104,7 +104,7 @@ class RecordingReader:
         return f"an entry cannot be read, recorded by disagg {self.header.disagg} ({error})"
 
     def _read_frame(self) -> bytes | None:
-        """Unpacked; None where the file ends before a whole one."""
+        """The unpacked contents of the next frame; None if the file ends before a whole one."""
         begins_at = self._position
         head = self._read(_FRAME.size)
         if len(head) < _FRAME.size:

@@ -29,9 +29,9 @@ class Replayed(NamedTuple):
 
     commands: Sequence[Command] = ()
     error: Exception | None = None
-    """What the core raised, or the refusal of a call."""
+    """The exception of the core, or the refusal of a call."""
     is_same: bool = True
-    """Whether the recorded core did the same. If not, what follows shows nothing: the two cores' states differ."""
+    """Whether the recorded core did the same. If not, later entries show nothing: the two cores' states differ."""
 
 
 class Replay:
@@ -43,7 +43,7 @@ class Replay:
         self._lacks_hashes = False
 
     def apply(self, entry: Entry) -> Replayed:
-        """The next entry."""
+        """Apply the next entry."""
         match entry:
             case Handled():
                 return self._handle(entry)
@@ -71,7 +71,7 @@ class Replay:
         return Replayed(commands, raised, is_same and not self._hashed and not self._lacks_hashes)
 
     def _next_hashes(self, parent: BlockHash, token_ids: PackedTokenIds) -> list[BlockHash]:
-        """Those that the recorded core computed here; none where it computed none."""
+        """The hashes that the recorded core computed here; none if it computed none."""
         if not self._hashed:
             self._lacks_hashes = True
             return []

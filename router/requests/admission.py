@@ -68,7 +68,7 @@ def _may_wait(request: RoutedRequest, in_s: float | None, config: RouterConfig) 
 
 
 def missing_worker(role: RoleName, message: str, fleet: Fleet, config: RouterConfig, now: float) -> UnavailableError:
-    """The error for a request for which there is no worker of a role."""
+    """The error for a request if no worker of a role is present."""
     in_s = fleet.expected.next_in_s(role, now)
     if in_s is not None:
         return UnavailableError(f"{message}; the next one is expected in {in_s:.0f} s", NO_WORKER_YET)
@@ -127,7 +127,7 @@ def predicted_miss(
 
 
 class Forecast(NamedTuple):
-    """Milliseconds from now."""
+    """The expected times of a request in milliseconds: its wait from now on, and its prefill."""
 
     wait_ms: float
     prefill_ms: float
@@ -136,8 +136,8 @@ class Forecast(NamedTuple):
 def forecast(
     fleet: Fleet, queue: RequestQueue, position: int, hashes: Sequence[BlockHash], num_tokens: int, now: float
 ) -> Forecast | None:
-    """For a request of `num_tokens` at `position` of the queue. None while no worker that could compute it was
-    measured."""
+    """The forecast for a request of `num_tokens` at `position` of the queue. None until a worker that could compute it
+    was measured."""
     worker = fleet.fastest()
     if worker is None or not worker.is_measured:
         return None
@@ -149,7 +149,7 @@ def forecast(
 
 
 def work_ms(fleet: Fleet, hashes: Sequence[BlockHash], num_tokens: int, now: float) -> float:
-    """Milliseconds of a prompt's prefill where most of it is cached. 0 without a worker."""
+    """Milliseconds of a prompt's prefill on the worker that has most of it cached. 0 without a worker."""
     worker = fleet.fastest()
     if worker is None:
         return 0.0

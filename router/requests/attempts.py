@@ -51,7 +51,7 @@ TRIAL_TOKENS = 32
 
 
 MayHave = Callable[[Tenant, int], bool]
-"""See `Tenants.may_have`."""
+"""The signature of `Tenants.may_have`."""
 
 
 class Blocked(enum.Enum):
@@ -63,29 +63,30 @@ class Blocked(enum.Enum):
 
 
 class Attempts:
-    """Places requests on workers; counts attempts and keeps the means that demands are made of."""
+    """Places requests on workers. Counts attempts, and keeps the means by which demands are made."""
 
     def __init__(self, config: RouterConfig, gateway_id: GatewayId, fleet: Fleet, policy: Policy, draw: Draw) -> None:
         self._lengths = RunningMean(config.expected_output_tokens)
-        """Of output tokens."""
+        """Mean number of output tokens of an answer."""
         self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
-        """The same, without the prior once an answer was seen: for forecasts, which a wrong prior would mislead."""
+        """Like `_lengths`, without the prior once an answer was seen: for forecasts, which a wrong prior would
+        mislead."""
         self._reuse = RunningMean(0.0)
-        """Of the share of a prompt that was cached where it was placed."""
+        """Mean share of a prompt that was cached on the workers of its placement."""
         self._config = config
         self._gateway_id = gateway_id
         self._fleet = fleet
         self._policy = policy
         self._draw = draw
         self.hopeless_last = policy.hopeless_last
-        """See `Policy`."""
+        """The value of `Policy.hopeless_last`."""
         self._num_started = 0
         self.decisions: Counter[str] = Counter()
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room, no_slot and no_share left the request in the queue."""
 
     def configure(self, config: RouterConfig, policy: Policy) -> None:
-        """Place what comes next so."""
+        """Follow another configuration and policy from the next placement on."""
         self._config, self._policy = config, policy
         self.hopeless_last = policy.hopeless_last
 
@@ -93,8 +94,8 @@ class Attempts:
         self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId], may_have: MayHave
     ) -> Dispatch | Blocked:
         """Place a queued request if a worker has room for it now; the caller takes it out of the queue. For `queued_ms`
-        see `Demand`; `kept`: workers that are held for another request; `may_have`: whether its tenant may have so many
-        KV tokens more."""
+        see `Demand`; `kept`: workers that are held for another request; `may_have`: whether its tenant may have that
+        many more KV tokens."""
         demand = self.demand(record, now, queued_ms)
         avoided: Collection[WorkerId] = record.avoided(now)
         if kept:
@@ -117,8 +118,9 @@ class Attempts:
     def _choose(
         self, record: RequestRecord, demand: Demand, avoided: Collection[WorkerId], now: float
     ) -> tuple[Choice | None, list[Shortlist]]:
-        """Where to place it, and among what. An answer that was begun goes on where it can do so to the bit, if workers
-        of its arithmetic have room and a slot; if not both of a pair, then the one that decodes."""
+        """The choice for a request, and the shortlists that it was made from. An answer that has begun continues bit
+        for bit, if workers of its arithmetic have room and a slot; if not both of a pair have that arithmetic, then the
+        one that decodes."""
         tiers = [avoided]
         if demand.is_continued and record.arithmetic and (others := self._fleet.of_other_arithmetic(record.arithmetic)):
             others_decode = (each for each in others if self._fleet.worker(each).decodes)
@@ -131,8 +133,8 @@ class Attempts:
         return choice, shortlists
 
     def ttft_ms(self, record: RequestRecord, now: float, queued_ms: float) -> float | None:
-        """Predicted milliseconds from now to the first token of a request where it would be placed now; None where no
-        worker has room, or the policy predicts no times."""
+        """Predicted milliseconds from now to the first token of a request if it were placed now; None if no worker has
+        room, or the policy predicts no times."""
         demand = self.demand(record, now, queued_ms)
         choice, _ = self._choose(record, demand, record.avoided(now), now)
         if choice is None or not choice.decode_weight.step_ms:
@@ -141,7 +143,8 @@ class Attempts:
         return first.wait_ms + first.prefill_ms
 
     def room_needed(self, record: RequestRecord) -> int:
-        """Tokens that must fit into the KV cache of the worker that decodes, without those that it has cached."""
+        """Number of tokens that must fit into the KV cache of the worker that decodes, without those that it has
+        cached."""
         left = record.request.sampling.max_tokens - len(record.output.released)
         return record.num_tokens + min(left, self._config.decode_reserve_tokens)
 
@@ -159,7 +162,7 @@ class Attempts:
     def start_on(
         self, record: RequestRecord, pair: tuple[WorkerId, WorkerId], now: float
     ) -> tuple[Dispatch | None, UnavailableError | None]:
-        """Place a new request on this pair, regardless of cost and free slots; or the error if that is impossible
+        """Place a new request on this pair, regardless of cost and free slots. Returns the error if that is impossible
         now."""
         if not self._fleet.forms_pair(*pair):
             return None, UnavailableError(f"{pair[0]} and {pair[1]} form no pair now", "no_such_pair")
@@ -172,7 +175,8 @@ class Attempts:
         return self._start(record, choose_pair(self._policy, demand, prefill, decode), demand, now), None
 
     def computed(self, attempt: Attempt, worker_id: WorkerId, now: float) -> None:
-        """The worker computed the prompt: P waits for the hand-over, a worker alone decodes on. Idempotent."""
+        """Note that the worker computed the prompt: P waits for the hand-over, a worker alone continues with the
+        decodes. Idempotent."""
         if attempt.state is AttemptState.PREFILLING:
             here = attempt.prefill is None
             attempt.advance(AttemptEvent.PREFILLED_HERE if here else AttemptEvent.PREFILLED)
@@ -183,7 +187,7 @@ class Attempts:
             self._fleet.computed(worker_id, attempt.key, now)
 
     def handed_over(self, record: RequestRecord, message: HandedOver, now: float) -> None:
-        """D owns the sequence now, and P is done with it."""
+        """Note that D owns the sequence now, and close P's assignment."""
         attempt = record.running
         if attempt.state is AttemptState.PREFILLING:  # D's message came before P's
             attempt.marks.computed = now
@@ -204,7 +208,7 @@ class Attempts:
         attempt.marks.transfer_s = message.transfer_s
 
     def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
-        """The answer got longer."""
+        """Note that the answer got longer."""
         if attempt.decode in attempt.live:
             self._fleet.assignments.grow(attempt.decode, attempt.key, num_tokens, now)
         if attempt.is_trial:
@@ -214,14 +218,15 @@ class Attempts:
                 attempt.is_trial = False
 
     def passed(self, leg: Leg, attempt: Attempt, now: float) -> None:
-        """A leg of the attempt succeeded."""
+        """Note that a leg of the attempt succeeded."""
         breakers = self._fleet.breakers
         if not breakers.is_clear and breakers.passed(leg, attempt.prefill, attempt.decode, attempt.marks.placed, now):
             self._fleet.reopen()
 
     def failed(self, record: RequestRecord, leg: Leg, end: End, now: float, *, at_once: bool = False) -> bool:
-        """A leg of the attempt failed; for `at_once` see `CircuitBreakers.failed`. Returns whether the failure is not
-        counted for the request: its workers are excluded now, or it was not the decode leg, and others are healthy."""
+        """Note that a leg of the attempt failed; for `at_once` see `CircuitBreakers.failed`. Returns whether the
+        failure is not counted for the request: its workers are excluded now, or it was not the decode leg, and others
+        are healthy."""
         attempt, fleet = record.running, self._fleet
         is_first = not record.num_failures and not record.num_free
         workers, placed = (attempt.prefill, attempt.decode), attempt.marks.placed
@@ -274,17 +279,17 @@ class Attempts:
         return self._fleet.decode_wait_ms(self.demand(record, now), self.answer_tokens, position, now)
 
     def refused(self, record: RequestRecord) -> bool:
-        """D refused for lack of KV blocks. Returns whether waiting may help: with nothing else on it, it would refuse
-        later too."""
+        """Note that D refused for lack of KV blocks. Returns whether waiting may help: with nothing else on it, it
+        would refuse later too."""
         attempt = record.running
         return self._fleet.refused(attempt.decode, attempt.key)
 
     def refused_by(self, attempt: Attempt, worker_id: WorkerId) -> None:
-        """The worker to which it was to move has no room."""
+        """Note that the target of a move has no room."""
         self._fleet.refused(worker_id, attempt.key)
 
     def open_target(self, record: RequestRecord, target: Candidate, demand: Demand, now: float) -> None:
-        """Assign an attempt that decodes to the worker to which it moves, too."""
+        """Open an assignment of a decoding attempt on the worker to which it moves."""
         attempt, worker = record.running, target.worker
         assignment = decode_assignment(demand, target, computes_prompt=False)
         assignment.num_before = len(record.output.released)
@@ -295,12 +300,12 @@ class Attempts:
         attempt.live.append(worker.worker_id)
 
     def leave(self, attempt: Attempt, worker_id: WorkerId) -> None:
-        """The worker is done with the attempt; close its assignment."""
+        """Close the assignment of a worker that is done with the attempt."""
         attempt.live.remove(worker_id)
         self._fleet.close(worker_id, attempt.key)
 
     def end(self, record: RequestRecord, now: float) -> list[CancelOn]:
-        """Close the remaining assignments of the attempt, whatever its end; returns cancels for their workers."""
+        """Close the remaining assignments of the attempt. Returns cancels for their workers."""
         attempt = record.running
         cancels = [CancelOn(worker_id, attempt.key) for worker_id in attempt.live]
         for cancel in cancels:
@@ -391,7 +396,7 @@ FAILURE_CODES: Mapping[Leg, str] = MappingProxyType(
 
 
 def failed_leg(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
-    """The leg that failed when `worker_id` ended the attempt with `end`."""
+    """The leg that failed if `worker_id` ended the attempt with `end`."""
     if attempt.prefill is None or attempt.state is AttemptState.DECODING:
         return "decode"
     if end.in_transfer or attempt.state is AttemptState.TRANSFERRING or worker_id == attempt.decode:
@@ -400,7 +405,7 @@ def failed_leg(attempt: Attempt, worker_id: WorkerId, end: End) -> Leg:
 
 
 def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> float:
-    """Seconds that an attempt may wait for its pair, see `RouterConfig.pair_timeout_s`."""
+    """Seconds for which an attempt may wait for its pair, see `RouterConfig.pair_timeout_s`."""
     if timeout_s is None and demand.ttft_left_ms == math.inf:
         return most_s
     left_s = min(demand.ttft_left_ms / 1000, math.inf if timeout_s is None else timeout_s)
@@ -408,7 +413,7 @@ def pair_timeout(most_s: float, demand: Demand, timeout_s: float | None) -> floa
 
 
 def note_cached(record: RequestRecord, num_tokens: int) -> None:
-    """The worker that computes the prompt had this many of its tokens cached."""
+    """Note how many tokens the worker that computes the prompt had cached."""
     attempt = record.running
     attempt.note_cached(num_tokens)
     if attempt.prefill is None:
@@ -418,7 +423,7 @@ def note_cached(record: RequestRecord, num_tokens: int) -> None:
 
 
 def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
-    """The worker that computes the prompt is done with it."""
+    """Note the message of the worker that has computed the prompt."""
     note_cached(record, message.cached_tokens)
     marks = record.running.marks
     marks.alloc_wait_s = message.alloc_wait_s if marks.prefill_worker else None
@@ -426,8 +431,8 @@ def note_prefilled(record: RequestRecord, message: PrefillDone) -> None:
 
 
 def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
-    """The worker that sampled the last token ended the attempt: D, or the one that computed the prompt. A sequence that
-    moved away from there and back is one that D ended."""
+    """Note the end of the attempt by the worker that sampled the last token: D, or the one that computed the prompt. A
+    sequence that moved away from there and back was ended by D."""
     attempt, marks = record.running, record.running.marks
     if attempt.prefill is None or attempt.is_before_hand_over(worker_id):
         note_cached(record, end.cached_tokens)

@@ -1,4 +1,4 @@
-"""What follows the end of an attempt: the answer is complete, the request fails, or it goes back to the queue.
+"""The handling of the end of an attempt: the answer is complete, the request fails, or it goes back to the queue.
 
     stop, length            ──> finish ─────────────────────────────> Finish
     refused, preempted      ──> refused ──┐           ┌─ all tokens are there ──> Finish
@@ -6,7 +6,7 @@
                                 fault     │  attempt  └─ else ──────────────────> the queue
     cancel, a deadline      ──> fail ───────────────────────────────> Fail
 
-Owner: the router core. Whatever a request held is given back here, once.
+Owner: the router core. All that a request held is released here, once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class Endings:
-    """How requests end, or go on. Each method returns the commands to execute, in order.
+    """Ends or requeues requests. Each method returns the commands to execute, in order.
 
     Args:
         config: pauses after failures.
         requests: those that have not ended; a request that ends is removed.
-        counters: of the router core.
+        counters: the counters of the router core.
         hash_blocks: hashes the blocks of an answer that is to be continued.
     """
 
@@ -75,14 +75,14 @@ class Endings:
         self._telemetry = telemetry
 
     def configure(self, config: RouterConfig) -> None:
-        """Pause and retry so from now on."""
+        """Follow another configuration of pauses and retries."""
         self._config = self.retries.config = config
 
     # ---------------------------------------------------------------- an attempt
 
     def refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
-        """Not a fault of the request: D has no room (P may report that, so D is the worker to avoid), the sequence was
-        preempted, or the pair was not formed."""
+        """Handle an end that is no fault of the request: D has no room (P may report that, so D is the worker to
+        avoid), the sequence was preempted, or the pair was not formed."""
         self._counters[end.reason] += 1
         leg: Leg = "transfer" if end.in_transfer else "decode"
         if end.in_transfer:
@@ -97,7 +97,7 @@ class Endings:
         return self.lost_attempt(record, error, now)
 
     def failed(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
-        """A worker ended the attempt as failed."""
+        """Handle an attempt that a worker ended as failed."""
         self.retries.note_progress(record)
         leg = failed_leg(record.running, worker_id, end)
         is_free = self._attempts.failed(record, leg, end, now)
@@ -116,7 +116,7 @@ class Endings:
         is_free: bool = False,
         suspicion: Suspicion = NO_CAUSE,
     ) -> list[Command]:
-        """The attempt failed. The next one continues after the released tokens, while attempts are left."""
+        """Handle a failed attempt. While attempts are left, the next one continues after the released tokens."""
         self._counters[code] += 1
         error = self.retries.after_fault(record, message, code, is_free=is_free, suspicion=suspicion)
         if isinstance(error, SuspectRequestError):
@@ -125,7 +125,7 @@ class Endings:
         return self.lost_attempt(record, error, now)
 
     def lost_attempt(self, record: RequestRecord, error: DisaggError | None, now: float) -> list[Command]:
-        """End the attempt: finish where all tokens of the answer are there, fail with `error`, or requeue."""
+        """End the attempt: finish if all tokens of the answer are there, fail with `error`, or requeue."""
         if (reason := record.end_of_answer()) is not None:
             return self.finish(record, reason, now)
         if error is not None:
@@ -139,7 +139,7 @@ class Endings:
     # ---------------------------------------------------------------- a request
 
     def finish(self, record: RequestRecord, reason: EndOfAnswer, now: float) -> list[Command]:
-        """The answer is complete."""
+        """Finish a request whose answer is complete."""
         commands = self._end_attempt(record, now)
         record.advance(RequestEvent.ANSWERED)
         self._attempts.answered(len(record.output.released))
@@ -155,7 +155,7 @@ class Endings:
         event: RequestEvent = RequestEvent.FAILED,
         num_answered: int | None = None,
     ) -> list[Command]:
-        """It ends with an error, wherever it is. `num_answered`: tokens that a client has, which needs no more."""
+        """End a request with an error, in any state. `num_answered`: tokens that a client has that needs no more."""
         commands: list[Command] = []
         if record.attempt is None:
             self._waiting.remove(record.request_id)

@@ -35,7 +35,7 @@ class CancelRequest(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     request_id: RequestId
     num_answered: int | None = None
-    """Tokens of a complete answer, where the gateway ended it; None where the client gave up."""
+    """Number of tokens of an answer that the gateway ended as complete; None if the client gave up."""
 
 
 class WorkerUp(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -57,9 +57,9 @@ class WorkerSuspected(msgspec.Struct, frozen=True, gc=False, tag=True):
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    """Continues a sentence that begins with its id, such as `was unresponsive for 2.6 s`."""
+    """The reason, as the rest of a sentence that begins with the worker's id, such as `was unresponsive for 2.6 s`."""
     is_stuck: bool = False
-    """Whether it responds, and never ends its step."""
+    """Whether the worker responds but does not end its step."""
 
 
 class WorkerRecovered(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -85,13 +85,13 @@ class ResumeWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class WorkerReported(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Load and KV events."""
+    """A worker reported its load and KV events."""
 
     report: WorkerReport
 
 
 class FromWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """One step of one worker: tokens, prefills done, hand-overs, ends, taken in this order."""
+    """The updates of one step of one worker: tokens, prefills done, hand-overs, ends, handled in this order."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -99,35 +99,36 @@ class FromWorker(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 class LimitsChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The file of keys was read again."""
+    """The key file was read again."""
 
     limits: Mapping[str, TenantLimits]
-    """By tenant, of all in the file."""
+    """The limits of each tenant in the file, by name."""
 
 
 class WorkersExpected(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """These workers are coming; replaces what was known of them."""
+    """The controller expects these workers, and no others, to come."""
 
     in_s: dict[WorkerId, float]
     """Seconds from now until each is expected to be ready."""
 
 
 class SetDecodes(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """From now on answers are placed so (policy `elastic`; others ignore it). What runs stays where it is."""
+    """Answers are placed by this setting from now on (policy `elastic`; others ignore it). Running sequences stay where
+    they are."""
 
     decodes: Decodes
 
 
 class ConfigChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """From now on the router follows this configuration, as far as `RouterCore.configure` says; nothing that runs or
-    waits is lost by it."""
+    """The router follows this configuration from now on, as far as `RouterCore.configure` says. No running or waiting
+    request is lost by it."""
 
     config: RouterConfig
 
 
 class StoodStill(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The gateway's process stood still for so long, which its clock does not count: deadlines, which are the clients'
-    own, come that much earlier."""
+    """The gateway's process stood still for a time that its clock does not count. Deadlines, which are the clients'
+    own, come earlier by that time."""
 
     seconds: float
 
@@ -157,7 +158,7 @@ Event = (
 
 
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
-    """Send this to the worker."""
+    """Send the dispatch to the worker."""
 
     worker_id: WorkerId
     message: messages.Dispatch
@@ -178,14 +179,14 @@ class ConnectPair(msgspec.Struct, frozen=True, gc=False):
 
 
 class Migrate(msgspec.Struct, frozen=True, gc=False):
-    """Have the worker move an attempt to another one."""
+    """Tell the worker to move an attempt to another one."""
 
     worker_id: WorkerId
     message: messages.Migrate
 
 
 class CancelMigration(msgspec.Struct, frozen=True, gc=False):
-    """Have the worker keep an attempt that it was to move."""
+    """Tell the worker to keep an attempt that it was to move."""
 
     worker_id: WorkerId
     key: AttemptKey
@@ -206,7 +207,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The request is over without an answer, or with a part of one."""
+    """The request has ended without an answer, or with a part of one."""
 
     request_id: RequestId
     error: DisaggError

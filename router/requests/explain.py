@@ -1,8 +1,8 @@
-"""A placement as an operator reads it: the option that was taken, and all that were compared.
+"""A placement for operators: the option that was chosen, and all that were compared.
 
 A placement keeps the weights in one flat tuple, and the options are put together from it on demand: as many placements
 are kept as traces. The garbage collector stops tracking such a tuple at its first pass, because nothing in it is
-tracked. The predicted time of a link is kept for the option that was taken only; for the others it is the present one.
+tracked. The predicted time of a link is kept only for the option that was chosen; for the others it is the present one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from disagg.router.placement.placement import Candidate, Choice, Demand, Policy,
 
 MAX_OPTIONS = 16
 _SIDE_FIELDS = 2
-"""The weight and the candidate."""
+"""Number of entries of one side: the weight and the candidate."""
 
 
 class _Kept(NamedTuple):
-    """One side, unpacked."""
+    """The weight and the candidate of one side."""
 
     weight: Weight
     candidate: Candidate
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """Implements `api.Placement`. Made once for each placement."""
+    """One placement. Implements `api.Placement`."""
 
     policy: Policy
     demand: Demand
@@ -37,23 +37,23 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ttft_ms(self) -> float | None:
-        """Predicted, from the placement on; None where the policy predicts no times."""
+        """Predicted milliseconds from the placement to the first token; None if the policy predicts no times."""
         first = self.choice.prefill_weight or self.choice.decode_weight
         return first.wait_ms + first.prefill_ms if self.choice.decode_weight.step_ms > 0 else None
 
     @property
     def tpot_ms(self) -> float | None:
-        """Predicted; None where the policy predicts no times."""
+        """Predicted milliseconds per output token; None if the policy predicts no times."""
         step_ms = self.choice.decode_weight.step_ms
         return step_ms if step_ms > 0 else None
 
     @property
     def transfer_ms(self) -> float:
-        """Predicted exposed time of the transfer."""
+        """Predicted exposed time of the transfer, in milliseconds."""
         return self.choice.link_ms
 
     def decision(self) -> Decision:
-        """The option that was taken."""
+        """The option that was chosen."""
         parts = next(parts for parts, taken in self._all() if taken)
         return Decision(policy=self.policy.name, num_options=self.choice.num_options, **parts)
 
@@ -64,7 +64,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
         return options[:MAX_OPTIONS]
 
     def _all(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The fields of every option, and whether it was taken."""
+        """The fields of every option, and whether it was chosen."""
         position, flat = 0, self.choice.weighed
         taken_prefill = None if self.choice.prefill is None else self.choice.prefill.worker
         taken_decode = self.choice.decode.worker
@@ -85,7 +85,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
                 yield _parts(None, side, 0.0, 0.0), taken_prefill is None and side.candidate.worker is taken_decode
 
     def _pair_ms(self, prefill: _Kept, decode: _Kept) -> tuple[float, float]:
-        """Present cost of the link and of forming the pair."""
+        """The present costs of the link and of forming the pair."""
         return self.policy.known_pair(self.demand, prefill.candidate, decode.candidate)
 
 
@@ -99,7 +99,7 @@ def _unpack(flat: Sequence[Any], position: int, counts: Sequence[int]) -> list[l
 
 
 def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float, setup_ms: float) -> dict[str, Any]:
-    """The fields of an `Option`. `prefill` is None where `decode` is the weight of a colocated worker."""
+    """The fields of an `Option`. `prefill` is None if `decode` is the weight of a colocated worker."""
     weight = decode.weight
     first = weight if prefill is None else prefill.weight
     other = Weight(0.0) if prefill is None else prefill.weight

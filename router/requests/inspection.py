@@ -1,6 +1,6 @@
 """Views of the router core, made on demand: the cluster for operators, and whether all parts are consistent.
 
-The cost grows with the number of requests in flight; between two views the core does nothing for them.
+The cost grows with the number of requests in flight; between two views they cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _STAGE_OF = {
 def cluster_view(
     fleet: Fleet, records: Iterable[RequestRecord], telemetry: Telemetry, events: Mapping[str, int], now: float
 ) -> ClusterView:
-    """The cluster now. `records` are the requests in flight; `events` counts what failed or was dropped, by name."""
+    """The present state of the cluster. `records` are the requests in flight; `events` counts failures and dropped
+    messages, by name."""
     records = list(records)
     stages = Counter(stage_of(record) for record in records)
     num_queued = stages["queued"]
@@ -46,7 +47,7 @@ def cluster_view(
 
 
 def notes_on(workers: Iterable[WorkerView], tpot_slo_s: float | None) -> tuple[str, ...]:
-    """What an operator should know of the configured TPOT target."""
+    """Notes for operators on the configured TPOT target."""
     steps = {
         worker.info.worker_id: worker.steps
         for worker in workers
@@ -67,7 +68,7 @@ def _background(records: Iterable[RequestRecord]) -> BackgroundView:
 
 
 def stage_of(record: RequestRecord) -> str:
-    """What a request in flight waits for, one of `STAGES`."""
+    """The stage of a request in flight, one of `STAGES`."""
     return "queued" if record.attempt is None else _STAGE_OF[record.attempt.state]
 
 

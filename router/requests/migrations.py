@@ -40,28 +40,28 @@ from disagg.router.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-"""How often to look for room for what could not move."""
+"""Seconds between two looks for room for sequences that could not move."""
 FEWEST_LEFT = 8
-"""An answer that has at most so many tokens to come ends where it is: that takes no longer than to move it."""
+"""Most tokens left of an answer that is not moved: it ends as fast as it would move."""
 MOST_USED = 0.8
-"""The share of a worker's blocks up to which it takes sequences of one that lacks blocks."""
+"""Share of a worker's blocks up to which it takes sequences of a worker that lacks blocks."""
 PAUSE_S = 0.1
-"""After a move that failed; doubles with each of the attempt, up to `MAX_PAUSE_S`."""
+"""Seconds of pause after a move that failed; doubles with each move of the attempt, up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
 class _Drain:
-    """A worker that drains."""
+    """The draining of one worker."""
 
     began: float
     num_sequences: int
-    """On the worker then."""
+    """Number of sequences on the worker at the beginning."""
     num_moved: int = 0
 
 
 class Migrations:
-    """The moves of one router."""
+    """The moves between the workers of one router."""
 
     def __init__(
         self,
@@ -80,37 +80,37 @@ class Migrations:
         self._attempts = attempts
         self._telemetry = telemetry
         self._num_moving: Counter[WorkerId] = Counter()
-        """By the worker that they leave."""
+        """Number of moves from each worker."""
         self._drains: dict[WorkerId, _Drain] = {}
         self._look_at = math.inf
 
     def configure(self, config: RouterConfig, policy: Policy) -> None:
-        """Move so many at a time from now on, by this policy."""
+        """Follow another number of simultaneous moves, and another policy."""
         self._most, self._policy = config.migrations, policy
         self.changed()
 
     def next_wakeup(self) -> float:
-        """When `look` is due; infinite where nothing has to move."""
+        """When `look` is due; infinite if no sequence has to move."""
         return self._look_at if self._fleet.to_drain or self._fleet.lacking else math.inf
 
     def changed(self) -> None:
-        """Workers changed, or a move is over: `look` is due."""
+        """Make `look` due, because workers changed or a move is over."""
         if self._fleet.to_drain or self._fleet.lacking:
             self._look_at = -math.inf
 
     def reported(self, worker_id: WorkerId) -> None:
-        """A worker reported: where it lacks blocks, and nothing moves away from it, `look` is due."""
+        """Make `look` due after a report of a worker that lacks blocks, if nothing moves away from it."""
         if worker_id in self._fleet.lacking and self._look_at == math.inf:
             self._look_at = -math.inf
 
     # ---------------------------------------------------------------- drains
 
     def drain_begins(self, worker: Worker, now: float) -> None:
-        """A worker drains from now on."""
+        """Note that a worker drains from now on."""
         self._drains.setdefault(worker.worker_id, _Drain(now, worker.num_sequences))
 
     def drain_ends(self, worker_id: WorkerId, now: float, how: str) -> None:
-        """Nothing is left there, or it drains no longer; `how` continues a sentence that begins with its id."""
+        """Note that a worker is empty, or no longer drains; `how` continues a sentence that begins with its id."""
         drain = self._drains.pop(worker_id, None)
         if drain is not None:
             taken_s = now - drain.began
@@ -122,8 +122,8 @@ class Migrations:
     # ---------------------------------------------------------------- which, and where to
 
     def look(self, now: float) -> list[Command]:
-        """Begin the moves that are due, to workers with room: from those that drain, and one from each that lacks
-        blocks, instead of a preemption there."""
+        """Begin the moves that are due, to workers with room: from draining workers, and one from each worker that
+        lacks blocks, instead of a preemption there."""
         commands: list[Command] = []
         self._look_at = math.inf
         if not self._most:
@@ -145,14 +145,14 @@ class Migrations:
         return commands
 
     def _movable(self, source: Worker, now: float) -> Iterator[RequestRecord]:
-        """What decodes there and would for a while, the longest first."""
+        """The sequences that decode on `source` and will for a while, the longest first."""
         records = [self._requests[key.request_id] for key in source.assigned.assignments]
         found = [(_num_left(record), record) for record in records if _may_move(record, source.worker_id, now)]
         found.sort(key=lambda each: (-each[0], each[1].arrival_order))
         return (record for num_left, record in found if num_left > FEWEST_LEFT)
 
     def _target(self, source: Worker, demand: Demand) -> Candidate | None:
-        """The worker with room where decoding it costs least; one of the same arithmetic, if any is."""
+        """The worker with room on which decoding costs least; one of the same arithmetic, if there is any."""
         found = self._fleet.targets(demand, source)
         found = [each for each in found if each.worker.info.arithmetic == source.info.arithmetic] or found
         if not source.is_draining:
@@ -180,7 +180,7 @@ class Migrations:
     # ---------------------------------------------------------------- how they end
 
     def arrived(self, record: RequestRecord, move: Move, message: HandedOver, now: float) -> None:
-        """The target owns the sequence."""
+        """Note that the target owns the sequence."""
         attempt, trace = record.running, record.trace
         move.has_arrived = True
         attempt.decode = attempt.awaited = move.target
@@ -195,13 +195,13 @@ class Migrations:
             self._over(attempt, move, "moved")
 
     def left(self, attempt: Attempt, move: Move) -> None:
-        """The source has sent all that it had of the sequence; its assignment is closed."""
+        """Note that the source has sent all its tokens of the sequence; its assignment is closed."""
         move.has_left = True
         if move.has_arrived:
             self._over(attempt, move, "moved")
 
     def stayed(self, record: RequestRecord, message: MigrationFailed, now: float) -> None:
-        """The sequence goes on on the source."""
+        """Note that the move failed and the sequence continues on the source."""
         attempt = record.running
         move = attempt.move
         assert move is not None
@@ -214,15 +214,15 @@ class Migrations:
         self._over(attempt, move, "refused" if message.refused else "failed")
 
     def lost_target(self, attempt: Attempt, worker_id: WorkerId) -> CancelMigration | None:
-        """A worker of the attempt was lost. Where that is the target of a move that did not arrive, the attempt may
-        stay: what the source is to be sent then."""
+        """The message to the source if an attempt may stay on it, because the lost worker is the target of a move that
+        has not arrived; else None."""
         move = attempt.move
         if move is None or worker_id != move.target or move.has_arrived or move.has_left:
             return None
         return CancelMigration(move.source, attempt.key)
 
     def attempt_ends(self, attempt: Attempt, now: float) -> None:
-        """The attempt is over, whatever became of its move."""
+        """End the move of an attempt that has ended."""
         move = attempt.move
         if move is not None:
             if attempt.marks.moves[-1].ended is None:
@@ -230,7 +230,8 @@ class Migrations:
             self._over(attempt, move, "moved" if move.has_arrived else "ended")
 
     def awaits_tokens(self, attempt: Attempt, end: End, worker_id: WorkerId, *, has_gap: bool) -> bool:
-        """Whether the end of an answer on the target comes before the last tokens of the source: it is kept."""
+        """Whether the end of an answer on the target came before the last tokens of the source; then the move keeps
+        it."""
         move = attempt.move
         if move is None or move.has_left or worker_id != move.target or not has_gap:
             return False
@@ -264,7 +265,7 @@ def _may_move(record: RequestRecord, worker_id: WorkerId, now: float) -> bool:
 
 
 def _has_much_room(target: Candidate) -> bool:
-    """Whether a sequence that moves for want of blocks does not have to move again soon."""
+    """Whether a sequence that moves for lack of blocks can stay on the target for long."""
     worker = target.worker
     num_used = worker.used_blocks + target.assigned_blocks
     return not worker.lacks_blocks and num_used <= MOST_USED * worker.num_blocks

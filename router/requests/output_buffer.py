@@ -28,7 +28,7 @@ class OutputBuffer(msgspec.Struct, gc=False):
 
     max_tokens: int
     wants_logprobs: bool = False
-    """Whether each token must have logprobs; logprobs that were not requested are dropped."""
+    """Whether each token must have logprobs; unrequested logprobs are dropped."""
     released: list[int] = []
     """Output tokens from index 0 on. A further attempt continues after these."""
     attempt: int = -1
@@ -55,7 +55,7 @@ class OutputBuffer(msgspec.Struct, gc=False):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many tokens were not released as they came, by reason."""
+        """Numbers of tokens that were not released as they came, by reason."""
         return {
             "duplicate_tokens": self.num_duplicate,
             "contradicting_tokens": self.num_contradicting,

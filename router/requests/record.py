@@ -37,59 +37,59 @@ from disagg.router.telemetry.prefix_marks import marks_in
 EndOfAnswer = Literal["stop", "length"]
 
 HashBlocks = Callable[[BlockHash, PackedTokenIds], list[BlockHash]]
-"""`chain_hashes`, or what stands for it where the tokens are not known."""
+"""`chain_hashes`, or its substitute if the tokens are not known."""
 
 _NO_WORKERS: Mapping[WorkerId, float] = MappingProxyType({})
 
 
 class Move(msgspec.Struct, gc=False):
-    """A move of an attempt, which decodes, to another worker; see `migrations.py`."""
+    """A move of a decoding attempt to another worker; see `migrations.py`."""
 
     source: WorkerId
     target: WorkerId
     has_arrived: bool = False
-    """The target has it."""
+    """Whether the target owns the sequence."""
     has_left: bool = False
-    """The source is done with it."""
+    """Whether the source has sent all its tokens."""
     last_end: End | None = None
-    """Of the target, where it came before the last tokens of the source."""
+    """End of the answer by the target, if it came before the last tokens of the source."""
 
 
 class Attempt(msgspec.Struct, gc=False):
-    """One attempt: its workers, and which of them are not done."""
+    """One attempt with its workers."""
 
     key: AttemptKey
     prefill: WorkerId | None
-    """None where `decode` computes prompt and answer."""
+    """None if `decode` computes prompt and answer."""
     decode: WorkerId
     live: list[WorkerId]
     """Workers with an open assignment: P until the hand-over, D until its end."""
     marks: AttemptMarks
-    """Its progress with times, for the trace."""
+    """The progress of the attempt with times, for the trace."""
     state: AttemptState = AttemptState.PREFILLING
     is_trial: bool = False
     """Whether it is the trial of a half-open circuit breaker."""
     num_trial_tokens: int = 0
-    """Tokens of the answer that it brought, counted while it is a trial."""
+    """Number of tokens of the answer that the attempt brought, counted while it is a trial."""
     num_before: int = 0
-    """Tokens of the answer that were released before it."""
+    """Number of tokens of the answer that were released before the attempt."""
     kv_tokens: int = 0
-    """Tokens of the KV blocks that were assigned where it decodes."""
+    """Number of tokens in the KV blocks that were assigned on the worker that decodes."""
     pair_timeout_s: float | None = None
-    """Seconds that it may wait for its pair to be formed; None without a pair."""
+    """Seconds for which the attempt may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
-    """Known tokens that were cached on the worker which computes the prompt; None until it reported that."""
+    """Number of known tokens that the worker which computes the prompt had cached; None until it reported that."""
     move: Move | None = None
-    """Of the move that is not over."""
+    """The move that is under way; None without one."""
     num_moves: int = 0
-    """Moves that were begun."""
+    """Number of moves that were begun."""
     move_after: float = 0.0
-    """It is not moved before this time."""
+    """Time before which the attempt is not moved."""
     awaited: WorkerId | None = None
-    """The worker that it moved to, until its first token from there is released."""
+    """The target of the latest move, until its first token is released."""
 
     def note_cached(self, num_tokens: int) -> None:
-        """The worker that computes the prompt had this many of its tokens cached. Of two reports the larger counts."""
+        """Note how many tokens the worker that computes the prompt had cached. Of two reports the larger counts."""
         self.cached_tokens = max(self.cached_tokens or 0, num_tokens)
 
     def advance(self, event: AttemptEvent) -> None:
@@ -97,18 +97,18 @@ class Attempt(msgspec.Struct, gc=False):
         self.state = next_attempt_state(self.state, event)
 
     def is_before_hand_over(self, worker_id: WorkerId) -> bool:
-        """Whether that is P, which has not handed the sequence over."""
+        """Whether that worker is P and has not handed the sequence over."""
         return worker_id == self.prefill and self.state is not AttemptState.DECODING
 
     def is_computed_on(self, worker_id: WorkerId) -> bool:
-        """Whether this worker computes it now, or is to."""
+        """Whether this worker computes the sequence now, or is the next to compute it."""
         if self.state is AttemptState.PREFILLING:
             return worker_id == self.computes_prompt
         return self.state is AttemptState.DECODING and worker_id == self.decode
 
     @property
     def computes_prompt(self) -> WorkerId:
-        """The worker that computes the prompt."""
+        """Id of the worker that computes the prompt: P, or else D."""
         return self.prefill or self.decode
 
 
@@ -118,55 +118,57 @@ class RequestRecord(msgspec.Struct, gc=False):
     request: RoutedRequest
     tenant: Tenant
     cost: int
-    """Upper limit of its tokens, prompt and answer: what its tenant is charged."""
+    """Upper limit of the tokens of prompt and answer: the charge to the tenant."""
     kv_tokens: int
-    """Tokens for which KV blocks are assigned where it decodes, if none of them is shared."""
+    """Number of tokens for which KV blocks are assigned on the worker that decodes, if none of them is shared."""
     arrival_order: int
     output: OutputBuffer
     trace: RequestTrace
     due: float
-    """When the first token is due, the sort key of the queue."""
+    """When the first token is due; the sort key of the queue."""
     deadline: float | None
-    """On the gateway's clock, which does not count the time for which the gateway stood still; the client does."""
+    """Deadline on the gateway's clock. The time for which the gateway's process stood still, which that clock does not
+    count, is subtracted."""
     block_hashes: tuple[BlockHash, ...]
-    """Of the full blocks of prompt and released tokens, as of the last time it was queued."""
+    """Hashes of the full blocks of prompt and released tokens, as of the last time it was queued."""
     state: RequestState = RequestState.QUEUED
     attempt: Attempt | None = None
     num_attempts: int = 0
-    """Attempts begun so far; the next one's number."""
+    """Number of attempts begun so far; also the number of the next one."""
     num_failures: int = 0
-    """Since an attempt last made progress, see `Retries`."""
+    """Number of failures since an attempt last made progress, see `Retries`."""
     num_losses: int = 0
-    """Of `num_failures`, those by the loss of a worker."""
+    """Number of these failures that are losses of a worker which it may have caused."""
     num_suspicions: int = 0
-    """Of `num_losses`, the ends of workers, or of steps that never ended, that it may have caused."""
+    """Number of lost workers that it may have ended, or whose step it may have kept from ending."""
     is_isolated: bool = False
     """Whether it is to be computed without others that may end workers, see `suspects.py`."""
     num_losses_ever: int = 0
-    """Losses since the request was submitted."""
+    """Number of losses since the request was submitted."""
     num_free: int = 0
-    """Faults that were not counted as failures, see `Retries`."""
+    """Number of faults that were not counted as failures, see `Retries`."""
     num_refusals: int = 0
-    """In a row; the pause after a refusal grows with them."""
+    """Number of refusals in a row; the pause after a refusal grows with it."""
     num_refusals_by_idle: int = 0
-    """Of these, in a row, those by workers that have no other sequences: waiting would not help there."""
+    """Number of refusals in a row by workers without other sequences, on which waiting would not help."""
     avoid_until: Mapping[WorkerId, float] = _NO_WORKERS
     is_hopeless: bool = False
-    """Whether it was too late for its TTFT target while it was queued; then `due` is later."""
+    """Whether it became too late for its TTFT target in the queue; then `due` was moved back."""
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""
     is_charged: bool = False
-    """Whether its tenant's turn was charged for it."""
+    """Whether the tenant's turn was charged for it."""
     unservable_since: float | None = None
-    """Since when no present worker could hold it even when empty."""
+    """Time from which on no present worker could hold it even if empty."""
     lacks_room_since: float | None = None
-    """Since when no worker has had room for it."""
+    """Time from which on no worker has had room for it."""
     is_overtaken: bool = False
-    """Whether it waits for KV blocks while there are enough for smaller ones, which are placed before it."""
+    """Whether it waits for KV blocks while there are enough for smaller requests, which are placed before it."""
     version: Version | None = None
-    """Of the model that made the first released token; it makes the others, too."""
+    """Version of the model that made the first released token; it must make the others, too."""
     arithmetic: str = ""
-    """Of the worker that decoded first, or was to: the next attempt of a begun answer prefers workers of the same."""
+    """Arithmetic of the first worker that was to decode it. The next attempt of a begun answer prefers workers with the
+    same."""
     cached_tokens: int | None = None
     """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
 
@@ -188,23 +190,23 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     @property
     def num_used(self) -> int:
-        """Tokens that it has used so far."""
+        """Number of tokens that it has used so far."""
         return self.num_tokens if self.num_attempts else 0
 
     @property
     def priority(self) -> int:
-        """Its priority, within the limit of its tenant."""
+        """The priority, limited to that of its tenant."""
         limit = self.tenant.limits.max_priority
         return self.request.priority if limit is None else min(self.request.priority, limit)
 
     @property
     def urgency(self) -> Urgency:
-        """Its sort key among the requests of its tenant."""
+        """The sort key among the requests of its tenant."""
         return Urgency(-self.priority, self.num_attempts == 0, self.due, self.arrival_order)
 
     @property
     def is_probe(self) -> bool:
-        """Whether it must run on one given pair; then it has one attempt only."""
+        """Whether it must run on one given pair; then it has only one attempt."""
         return self.request.pair is not None
 
     def advance(self, event: RequestEvent) -> None:
@@ -216,13 +218,13 @@ class RequestRecord(msgspec.Struct, gc=False):
         return self.deadline is not None and self.deadline <= now
 
     def avoided(self, now: float) -> Collection[WorkerId]:
-        """Workers that it must not go to now."""
+        """Ids of the workers to which it must not go now."""
         if self.avoid_until:
             self.avoid_until = {worker_id: until for worker_id, until in self.avoid_until.items() if until > now}
         return self.avoid_until
 
     def end_attempt(self) -> None:
-        """Remove the attempt, which has ended."""
+        """Remove the attempt that has ended."""
         attempt = self.running
         attempt.advance(AttemptEvent.ENDED)
         if attempt.cached_tokens is not None:
@@ -231,7 +233,8 @@ class RequestRecord(msgspec.Struct, gc=False):
         self.attempt = None
 
     def spec(self, key: AttemptKey, gateway_id: GatewayId, output_tokens: float, now: float) -> SequenceSpec:
-        """What a worker needs to run attempt `key` from here on; an answer is expected to have `output_tokens`."""
+        """What a worker needs to run attempt `key`, after the released tokens. The answer is expected to have
+        `output_tokens`."""
         request = self.request
         return SequenceSpec(
             request_id=key.request_id,
@@ -269,7 +272,7 @@ class RequestRecord(msgspec.Struct, gc=False):
         self.block_hashes += tuple(new)
 
     def completion(self, reason: EndOfAnswer) -> Completion:
-        """The end of the answer as it stands."""
+        """The completion of the answer with the tokens released so far."""
         return Completion(reason, len(self.output.released), self.cached_tokens or 0)
 
     def end_of_answer(self) -> EndOfAnswer | None:

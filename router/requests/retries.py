@@ -4,13 +4,13 @@
                itself may have caused; and no more retries than `retry_share` of all requests, so that a fault of every
                attempt does not multiply the load that may have caused it. An attempt that brought `PROGRESS_TOKENS`
                resets the count, but there are never more than twice `max_losses` losses
-    suspect    what was computed twice on a worker that ended then, the second time alone, is not tried again
-               (`suspects.py`)
+    suspect    a request that was computed twice on workers that ended then, the second time as the only suspect, is not
+               tried again (`suspects.py`)
     moved      its worker left on purpose (drain, scale-down): no fault, and without a limit
     free       a fault of a worker while others are healthy: it counts for none of these, but there are at most
                `max_attempts` of them
-    refusal    not a fault; without a limit where the worker has other sequences, whose room comes back; by workers that
-               have nothing else at most `max_refusals` in a row
+    refusal    not a fault; without a limit if the worker has other sequences, whose blocks become free; by workers
+               without other sequences at most `max_refusals` in a row
     preempted  not a fault either, and without a limit: such an attempt brought the request further, and the one that is
                furthest on a worker is not preempted, so that all of them come to an end
 
@@ -36,8 +36,8 @@ PROGRESS_TOKENS = 64
 WORKER_GONE = ("worker_lost", "worker_stuck", "worker_suspected")
 """Error codes of the loss of a worker: it ended, never ends its step, or is silent."""
 MOST_SUSPICIONS = 2
-"""So many workers a request may have ended, before it is computed apart from others like it, and at most where it was
-the only one that they computed."""
+"""Number of workers that a request may have ended. With so many it fails if it is the only possible cause of the last
+loss; else it is computed apart from other suspects."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Retries:
 
     config: RouterConfig
     _left: float = field(init=False)
-    """Retries that may be made now."""
+    """Number of retries that may be made now."""
 
     def __post_init__(self) -> None:
         self._left = float(self.config.retry_burst)
@@ -59,8 +59,8 @@ class Retries:
     def after_fault(
         self, record: RequestRecord, message: str, code: str, *, is_free: bool = False, suspicion: Suspicion = NO_CAUSE
     ) -> DisaggError | None:
-        """Count a fault of its attempt; the error that ends the request, or None for a retry. `is_free`: a fault of the
-        worker while others are healthy."""
+        """Count a fault of the request's attempt. Returns the error that ends the request, or None for a retry.
+        `is_free`: a fault of the worker while others are healthy."""
         if code == MOVED and not record.is_probe:
             return None
         self.note_progress(record)
@@ -101,8 +101,8 @@ class Retries:
     def after_refusal(
         self, record: RequestRecord, worker_id: WorkerId, end: End, *, can_wait: bool
     ) -> UnavailableError | None:
-        """Count a refusal of its attempt, or reset the count where it was preempted or waiting helps (`can_wait`); the
-        error that ends the request, or None for a retry."""
+        """Count a refusal of the request's attempt, or reset the count if it was preempted or waiting helps
+        (`can_wait`). Returns the error that ends the request, or None for a retry."""
         is_preempted = end.reason == "preempted"
         record.num_refusals = 0 if is_preempted else record.num_refusals + 1
         record.num_refusals_by_idle = 0 if is_preempted or can_wait else record.num_refusals_by_idle + 1

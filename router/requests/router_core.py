@@ -90,7 +90,7 @@ class RouterCore:
         hash_blocks: HashBlocks = chain_hashes,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """What went wrong or was dropped, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
+        """Counts of failures and dropped messages, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
         if draw is None:
             draw = draw_of(gateway_id) if config.num_gateways > 1 else uniform_draw
@@ -122,7 +122,7 @@ class RouterCore:
             telemetry=self._telemetry,
         )
         self._cancel_on_return: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
-        """Attempts given up when a session broke: if the same incarnation reconnects, they are cancelled there."""
+        """Attempts given up when a session broke. If the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0
         self._out: list[Command] = []
 
@@ -181,8 +181,8 @@ class RouterCore:
         return out
 
     def configure(self, config: RouterConfig) -> None:
-        """Follow another configuration: policy, targets, queue, retries, what is reserved. Limits of circuit breakers,
-        pairs, fairness, traces and sessions stay as they were at the start."""
+        """Follow another configuration: policy, targets, queue, retries, reserves. Limits of circuit breakers, pairs,
+        fairness, traces and sessions stay as they were at the start."""
         before, self._config = self._config, config
         if before == config:
             return
@@ -196,7 +196,7 @@ class RouterCore:
         self._waiting.configure(config)
 
     def admit(self, call: CallDemand, now: float) -> LimitError | None:
-        """Charge a call to its tenant; the error where all of it is refused."""
+        """Charge a call to its tenant. Returns the error if all of it is refused."""
         error = self._tenants.admit(call, len(self._waiting), now)
         if error is not None:
             self._telemetry.refused(error)
@@ -211,11 +211,11 @@ class RouterCore:
         return self._tenants.quota(tenant, limits, now)
 
     def share_rates(self) -> None:
-        """Note what is charged from now on, for the routers of other models."""
+        """Record all charges from now on, for the routers of other models."""
         self._tenants.charges = []
 
     def take_charges(self) -> list[RateCharge]:
-        """What was noted since the last call."""
+        """Return the charges recorded since the last call."""
         charges = self._tenants.charges
         if not charges:
             return []
@@ -223,15 +223,15 @@ class RouterCore:
         return charges
 
     def taken(self, now: float) -> list[RateCharge]:
-        """What is missing of all tenants' limits for a minute."""
+        """The used part of all tenants' limits per minute."""
         return self._tenants.taken(now)
 
     def charged_elsewhere(self, charges: Sequence[RateCharge], now: float) -> None:
-        """Another router of the gateway charged these."""
+        """Take charges of another router of the gateway."""
         self._tenants.charged_elsewhere(charges, now)
 
     def next_wakeup(self) -> float | None:
-        """When `Tick` is due at the latest; None when nothing is due."""
+        """When `Tick` is due at the latest; None if nothing is due."""
         due = self._fleet.breakers.next_of(self._timers.earliest())
         look_at = self._migrations.next_wakeup()
         return due if look_at == math.inf else look_at if due is None else min(due, look_at)
@@ -241,7 +241,7 @@ class RouterCore:
         return queue_refusal(len(self._waiting), self._config)
 
     def view(self, now: float) -> ClusterView:
-        """The cluster now."""
+        """The present state of the cluster."""
         events = {**self.counters, **self._fleet.breakers.changes}
         view = cluster_view(self._fleet, self._requests.values(), self._telemetry, events, now)
         policy, config = self._policy, self._config
@@ -250,7 +250,7 @@ class RouterCore:
         return replace(view, tenants=self._tenants.in_flight(), placement=placement, notes=notes)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:
-        """A running or recent request."""
+        """The trace of a running or recent request."""
         return self._telemetry.traces.get(request_id)
 
     def recent(self, limit: int) -> list[RequestTrace]:
@@ -263,13 +263,13 @@ class RouterCore:
         return len(self._waiting)
 
     def holdings(self) -> dict[str, int]:
-        """What is held: requests, queue entries, admitted answers that are not submitted, and the sums of all
-        assignments. All zero when nothing is in flight."""
+        """Counts of requests, queue entries, admitted answers that are not submitted, and the sums of all assignments.
+        All zero when nothing is in flight."""
         held = {"requests": len(self._requests), "queued": len(self._waiting), "admitted": self._tenants.num_admitted}
         return {**held, **self._fleet.assignments.holdings()}
 
     def check_integrity(self) -> list[str]:
-        """What does not fit together; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         problems = integrity_problems(self._requests, self._waiting, self._fleet, self._tenants.in_flight())
         return problems + self._tenants.check_integrity()
 
@@ -368,7 +368,8 @@ class RouterCore:
         self._waiting.workers_changed(now)
 
     def _on_worker_suspected(self, event: events.WorkerSuspected, now: float) -> None:
-        """Requeue its attempts. The worker gets their cancels too, and reads them before anything new if it resumes."""
+        """Requeue the attempts on the worker. It also gets their cancels, and reads them before any new message if it
+        resumes."""
         worker_id = event.worker_id
         if not self._is_present(worker_id, event.incarnation):
             return
@@ -449,7 +450,7 @@ class RouterCore:
     def _find(
         self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | MigrationFailed | End
     ) -> RequestRecord | None:
-        """The request of a worker's message, if it is for the current attempt and from one of its workers."""
+        """The request of a worker's message, if the message is for the current attempt and from one of its workers."""
         record = self._requests.get(message.request_id)
         if record is None:
             self.counters["unknown_request"] += 1
@@ -556,7 +557,7 @@ class RouterCore:
                 self._out += self._endings.failed(record, worker_id, end, now)
 
     def _on_moved(self, record: RequestRecord, worker_id: WorkerId, now: float) -> None:
-        """The worker has handed the sequence over, and has sent all that it had of it."""
+        """Handle the end of a sequence on a worker that has handed it over and sent all its tokens."""
         attempt, move = record.running, record.running.move
         if move is None or worker_id != move.source:
             self._out += self._endings.fault(record, f"{worker_id} moved it to nowhere", "decode_failed", now)
@@ -568,7 +569,8 @@ class RouterCore:
                 self._on_end(move.target, move.last_end, now)
 
     def _on_answer(self, record: RequestRecord, worker_id: WorkerId, end: End, reason: EndOfAnswer, now: float) -> None:
-        """A worker's stream has all tokens of its answer before the end, so that a gap is a fault of that worker."""
+        """Handle the end of an answer. A worker's stream has all tokens of its answer before the end, so that a gap is
+        a fault of that worker."""
         if record.output.has_gap:
             self.counters["end_before_tokens"] += 1
             self._out += self._endings.failed(record, worker_id, end, now)

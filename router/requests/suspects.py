@@ -1,13 +1,13 @@
-"""Requests that may be what ends workers. Pure.
+"""Requests that may be the cause of the end of workers. Pure.
 
-A worker that ends, or never ends its step, may have been brought to that by one of the requests that it computed: by a
-prompt that a kernel cannot compute, or one for which there is no memory. It must not get worker after worker, and those
-that were computed beside it must be answered all the same.
+The cause of a worker that ends, or never ends its step, may be one of the requests that it computed: a prompt that a
+kernel cannot compute, or one for which the memory is too small. That request must not end worker after worker, and the
+requests that were computed beside it must be answered nevertheless.
 
-    first loss     all that the worker computed may be the cause, and all of it is tried again at once: most losses
-                   have another one
-    second loss    of a request that was computed alone: it ends. Of one in company: it is isolated, that is, of all
-                   such requests one is tried at a time, and only it is suspected of what happens to its worker then
+    first loss     all requests that the worker computed may be the cause, and all are tried again at once: most
+                   losses have another cause
+    second loss    of a request that was computed alone: it ends. Of one beside others: it is isolated, that is, of all
+                   such requests one is tried at a time, and only it is suspected if its worker is lost
     third loss     it ends
     `PASSED_TOKENS` more of the answer, or its end: it was another one, and the next isolated one is tried
 
@@ -29,26 +29,27 @@ from disagg.router.requests.record import RequestRecord
 from disagg.router.workers.worker import Worker
 
 PASSED_TOKENS = 16
-"""Tokens of the answer by which an isolated request is past the place where it was lost: the last ones before a loss
-may not have arrived."""
+"""Number of tokens of the answer by which an isolated request has passed the place where it was lost: the last ones
+before a loss may not have arrived."""
 
 
 class Suspicion(NamedTuple):
-    """What the loss of a worker says of one of its requests."""
+    """Whether a request may have caused the loss of its worker."""
 
     may_be_cause: bool
     was_computed: bool = False
-    """Whether the worker computed it, and ended or did not end its step: else it was silent, or only held blocks."""
+    """Whether the worker computed it, and ended or did not end its step. Else the worker was silent, or only held
+    blocks for it."""
     is_sole: bool = False
-    """Whether nothing else may be the cause."""
+    """Whether no other request may be the cause."""
 
 
 NO_CAUSE = Suspicion(may_be_cause=False)
 
 
 class Suspects:
-    """What one lost worker had, and what of it may be the cause: the isolated one of those that it computed, else all
-    that it computed, else all."""
+    """The requests of a lost worker that may be the cause: the isolated one of those that it computed, else all that it
+    computed, else all."""
 
     def __init__(self, worker: Worker, records: Iterable[RequestRecord], *, is_silent: bool) -> None:
         found = list(records)
@@ -62,14 +63,14 @@ class Suspects:
         self._ids: set[RequestId] = {record.request_id for record in isolated or computed or found}
 
     def suspicion(self, record: RequestRecord) -> Suspicion:
-        """Of one of its requests."""
+        """The suspicion against one of its requests."""
         if record.request_id not in self._ids:
             return NO_CAUSE
         return Suspicion(True, self._are_computed, is_sole=self._are_computed and len(self._ids) == 1)
 
 
 def suspect_error(num_lost: int, message: str) -> SuspectRequestError:
-    """The end of a request that was computed on so many workers when they were lost."""
+    """The error of a request that was computed on `num_lost` workers when they were lost."""
     return SuspectRequestError(
         f"{num_lost} workers were lost while they computed this request, the last one while it computed nothing else "
         f"that is suspected: it is not tried on another one; {message}"
@@ -77,5 +78,5 @@ def suspect_error(num_lost: int, message: str) -> SuspectRequestError:
 
 
 def has_passed(record: RequestRecord) -> bool:
-    """Whether a request that runs is past the place where workers were lost before."""
+    """Whether a running request has passed the place where workers were lost before."""
     return len(record.output.released) - record.running.num_before >= PASSED_TOKENS

@@ -23,12 +23,12 @@ class Timers:
 
     _heap: list[tuple[float, int, RequestId]] = field(default_factory=list)
     _entries: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
-    """By live request: the serial number of its first entry, and how many are in the heap."""
+    """For each live request: the serial number of its first entry, and the number of its entries in the heap."""
     _num_added: int = 0
     _num_dead: int = 0
 
     def __len__(self) -> int:
-        """Entries in memory, dead ones included."""
+        """Number of entries in memory, including dead ones."""
         return len(self._heap)
 
     def add(self, when: float, request_id: RequestId) -> None:
@@ -39,7 +39,7 @@ class Timers:
         self._entries[request_id] = (first, count + 1)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request has ended; its entries are dead."""
+        """Mark the entries of an ended request as dead."""
         entries = self._entries.pop(request_id, None)
         if entries is not None:
             self._num_dead += entries[1]

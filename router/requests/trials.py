@@ -1,11 +1,11 @@
-"""Trials: requests that are let in although they are predicted to miss their TTFT target on any worker, idle or not.
+"""Trials: requests that are admitted although they are predicted to miss their TTFT target even on an idle worker.
 
-    predicted miss ──no prompt was computed lately, no trial runs, the pause is over──> let in ──> met or missed
-                                                                                           pause anew <─┴─> doubled
+    predicted miss ──no prompt was computed recently, no trial runs, the pause is over──> admitted ──> met or missed
+                                                                                           first pause <─┴─> doubled
 
-Such a prediction would confirm itself: what it refuses is never computed, so no worker shows that it is quicker than
-its router believes, for example because its machine was busy when it calibrated. A request that is let in loses nothing
-that a refusal would have given it, but for the time until it knows.
+Such a prediction would never be corrected: refused requests are not computed, so no step shows that a worker is faster
+than predicted, for example because its machine was busy when it calibrated. Compared with a refusal, an admitted
+request loses only the time until its end.
 
 Owner: the router core.
 """
@@ -15,23 +15,23 @@ from __future__ import annotations
 from disagg.router.api import RUNNING, RequestTrace
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""From one trial to the next."""
+"""Shortest and longest pause in seconds from one trial to the next."""
 MOST_WRONG = 1000.0
-"""A target that is so many times below the prediction cannot be met, however wrong the prediction is: no trial."""
+"""Ratio of prediction to target from which on the target cannot be met, however wrong the prediction is: there is no
+trial."""
 
 
 class Trials:
-    """Which requests are trials, one at a time."""
+    """Decides which requests are trials, one at a time."""
 
     def __init__(self) -> None:
         self._trace: RequestTrace | None = None
-        """The trial under way, or the last one, as long as its result was not looked at."""
+        """The trace of the present trial, or of the last one until its result was read."""
         self._pause_s = FIRST_PAUSE_S
         self._next_at = 0.0
 
     def may_begin(self, confirmed_at: float, now: float) -> bool:
-        """Whether a request may be one now. `confirmed_at`: when a prompt was last computed by the workers that the
-        prediction is of."""
+        """Whether a request may be a trial now. `confirmed_at`: when the predicted workers last computed a prompt."""
         if self._trace is not None:
             met = _result(self._trace)
             if met is None:
@@ -42,7 +42,7 @@ class Trials:
         return now >= self._next_at and now >= confirmed_at + FIRST_PAUSE_S
 
     def begin(self, trace: RequestTrace, now: float) -> None:
-        """This request is one."""
+        """Note that this request is a trial."""
         self._trace, self._next_at = trace, now + FIRST_PAUSE_S
 
 

@@ -8,12 +8,12 @@ could even if empty.
          unschedulable ──the grace is over──> the core fails it
 
 A pass goes through the queue from its head. A request that is not placed lets others pass: it avoids a worker, or the
-best worker for it has no free slot just now and waiting is cheaper than what is free, or its tenant has its share of
-the KV blocks (then those of other tenants), or it needs more KV blocks than are free. In the last case only smaller
+best worker for it has no free slot just now and waiting is cheaper than the free workers, or its tenant has its share
+of the KV blocks (then those of other tenants), or it needs more KV blocks than are free. In the last case only smaller
 ones are tried, and after a while a worker is held for it: else large requests would starve, see `WorkerHold`. At most
-`MAX_LOOKS` requests are tried for one event, and none when nothing happened that could have freed capacity, so an event
-costs the same however long the queue. The request for which a worker is
-held is tried in every pass, however far back it is: those before it may not use that worker, and could take all tries.
+`MAX_LOOKS` requests are tried for one event, and none if no event could have freed capacity, so the cost of an event
+does not depend on the length of the queue. The request for which a worker is held is tried in every pass, at any
+position: those before it may not use that worker, and could take all tries.
 
 Owner: the router core.
 """
@@ -37,13 +37,13 @@ from disagg.router.requests.timers import Timers
 from disagg.router.workers.worker import Worker
 
 MAX_LOOKS = 16
-"""Requests tried and not placed in one pass."""
+"""Most requests of one pass that are tried and not placed."""
 MAX_PASSED = 64
-"""Requests from the head of the queue among which smaller ones are looked for, where one waits for room."""
+"""Number of requests from the head of the queue among which smaller ones are placed before one that waits for room."""
 
 
 class Waiting:
-    """Decides which waiting request is placed when.
+    """Decides when each waiting request is placed.
 
     Args:
         config: how long to wait for a worker that could hold a request at all.
@@ -73,16 +73,17 @@ class Waiting:
         self._timers = timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
         self._isolated: RequestRecord | None = None
-        """The one request that is queued or runs of those that may end workers."""
+        """The only request that is queued or runs, of those that may end workers."""
         self._to_isolate: dict[RequestId, RequestRecord] = {}
-        """The others, in order. Not of the tenants in turn: one that is let go runs beside the next one that is tried,
-        so innocent ones would be let go only to lose their attempts with the workers of those."""
+        """The others of these requests, in order. Tenants do not take turns here: a request that is no longer isolated
+        runs beside the next one that is tried, so innocent ones would only lose their attempts with the workers of
+        those."""
         self._hold = WorkerHold(fleet, config.bypass_s, self.queue.level)
         self._must_look = False
         self._least_lacking: int | None = None
-        """The fewest tokens for which there is no room; None where no request waits for room."""
+        """The fewest tokens for which there is no room; None if no request waits for room."""
         self._least_lacking_unheld: int | None = None
-        """The same on the workers that are not held for another request."""
+        """The fewest tokens for which there is no room on the workers that are not held for another request."""
         self._seen_openings = 0
         self._seen_releases = 0
 
@@ -93,7 +94,7 @@ class Waiting:
         return request_id in self.queue or request_id in self._unschedulable or request_id in self._to_isolate
 
     def add(self, record: RequestRecord, now: float) -> Dispatch | None:
-        """A new request: placed at once, or queued."""
+        """Add a new request. Returns its dispatch if it is placed at once; else it waits."""
         position = 0
         if self.queue:
             position = self.queue.position(record.urgency, record.tenant.share, record.tenant.num_kept)
@@ -119,7 +120,7 @@ class Waiting:
         return None
 
     def put_back(self, record: RequestRecord, now: float) -> None:
-        """A request whose attempt was lost."""
+        """Add a request again whose attempt was lost."""
         record.tenant.num_waiting += 1
         if record.is_isolated and self._isolated not in (None, record):
             self._to_isolate[record.request_id] = record
@@ -130,7 +131,7 @@ class Waiting:
         self._must_look = True
 
     def no_longer_isolated(self, record: RequestRecord, now: float) -> None:
-        """An isolated request has ended no worker, or has ended itself: the next one is tried."""
+        """End the isolation of a request that has ended no worker, or has itself ended. The next one is tried."""
         record.is_isolated = False
         if self._isolated is not record:
             return
@@ -141,7 +142,7 @@ class Waiting:
             self._must_look = True
 
     def remove(self, request_id: RequestId) -> None:
-        """A waiting request ended."""
+        """Remove a waiting request that has ended."""
         record = self._records[request_id]
         record.tenant.num_waiting -= 1
         if self._unschedulable.pop(request_id, None) is None and self._to_isolate.pop(request_id, None) is None:
@@ -149,14 +150,14 @@ class Waiting:
             self._must_look = True
 
     def settle(self, record: RequestRecord, now: float) -> None:
-        """A request ended: its tenant gets back what it was charged and did not use."""
+        """Refund the unused part of an ended request's charge to its tenant."""
         if record.is_isolated:
             self.no_longer_isolated(record, now)
         if record.is_charged:
             self.queue.settle(record.tenant.share, record.cost, record.num_used)
 
     def workers_changed(self, now: float) -> None:
-        """A worker came up, was lost, or drains."""
+        """Look again after a worker came up, was lost, or drains."""
         self._must_look = True
         self._hold.workers_changed()
         if not self._unschedulable:
@@ -167,21 +168,22 @@ class Waiting:
             self._push(record, now)
 
     def costs_changed(self) -> None:
-        """Another choice may be the best now."""
+        """Look again, because another choice may be the best now."""
         self._must_look = True
         self._hold.workers_changed()
 
     def configure(self, config: RouterConfig) -> None:
-        """Another configuration: the policy of the attempts, grace and costs may be others."""
+        """Follow another configuration: the policy of the attempts, the grace and the costs may have changed."""
         self._config, self._hopeless_last = config, self._attempts.hopeless_last
         self.costs_changed()
 
     def limits_changed(self) -> None:
-        """A tenant may have become able to run more."""
+        """Look again, because a tenant may have become able to run more."""
         self._must_look = True
 
     def wake(self, record: RequestRecord, now: float) -> bool:
-        """A timer of a waiting request is due. Returns whether the grace for a worker that could hold it is over."""
+        """Handle the due timer of a waiting request. Returns whether the grace for a worker that could hold it is
+        over."""
         self._must_look = True
         since = record.unservable_since
         if record.request_id in self.queue and self._hopeless_in_s(record, now) == 0.0:
@@ -190,12 +192,13 @@ class Waiting:
         return since is not None and self._is_grace_over(record, since, now)
 
     def expectations_changed(self, now: float) -> None:
-        """Others are coming than it was known: look again at what waits for a worker."""
+        """Check the requests that wait for a worker again, because other workers are expected."""
         for record in self._unschedulable.values():
             self._timers.add(now, record.request_id)
 
     def _is_grace_over(self, record: RequestRecord, since: float, now: float) -> bool:
-        """Whether a request has waited for long enough for a worker that could hold it; sets a timer for that."""
+        """Whether a request has waited long enough for a worker that could hold it; sets a timer for the end of the
+        grace."""
         config, expected = self._config, self._fleet.expected
         end, last = since + config.no_worker_grace_s, since + config.expected_worker_grace_s
         missing = self._fleet.missing_role()
@@ -261,7 +264,7 @@ class Waiting:
         return placed
 
     def needs_pass(self) -> bool:
-        """Whether something happened that could let a waiting request be placed."""
+        """Whether a waiting request may be placeable after the latest events."""
         if not self.queue:
             return False
         fleet = self._fleet
@@ -272,12 +275,13 @@ class Waiting:
         return waits_for_release and fleet.num_releases != self._seen_releases
 
     def _queued_ms(self, position: int) -> float:
-        """Prefill time of the prompts before a position, divided by the workers that compute prompts."""
+        """Milliseconds of prefill of the prompts before a position, divided by the number of workers that compute
+        prompts."""
         num_workers = self._fleet.backlog()[1] if position else 0
         return self.queue.work_before(position) / num_workers if num_workers else 0.0
 
     def _mark_seen(self) -> None:
-        """What happened so far is no reason for another pass."""
+        """Note that the events so far need no other pass."""
         self._must_look = False
         self._tenants.begin_pass()
         self._least_lacking = self._least_lacking_unheld = None
@@ -296,7 +300,7 @@ class Waiting:
         return result
 
     def _try_queued(self, record: RequestRecord, now: float, position: int) -> Dispatch | Blocked:
-        """Try a request of the queue, and note what it waits for where it is not placed."""
+        """Try a request of the queue. If it is not placed, note what it waits for."""
         result = self._try_start(record, now, position)
         if isinstance(result, Dispatch):
             record.tenant.num_waiting -= 1
@@ -315,7 +319,7 @@ class Waiting:
         return False
 
     def _may_fit(self, record: RequestRecord) -> bool:
-        """Whether it is worth trying: it needs less than what there is no room for."""
+        """Whether a request needs fewer tokens than those for which there is no room, so that it is worth a try."""
         if self._least_lacking is None and self._least_lacking_unheld is None:
             return True
         needed = self._attempts.room_needed(record)
@@ -328,7 +332,7 @@ class Waiting:
         return self._least_lacking is None or needed < self._least_lacking
 
     def _note_lacking(self, record: RequestRecord, now: float) -> None:
-        """No worker has room for a request in the queue."""
+        """Note that no worker has room for a queued request."""
         needed = self._attempts.room_needed(record)
         self._seen_releases = self._fleet.num_releases
         if self._hold.kept_from(record):
@@ -344,14 +348,14 @@ class Waiting:
             self._hold.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
     def _note_large(self, record: RequestRecord, now: float) -> None:
-        """Where there is room for half its size, a request waits because it is large. Others pass it, so its prompt is
-        not counted as work before them."""
+        """Note that a request waits because it is large, if there is room for half its size. Others pass it, so its
+        prompt is not counted as work before them."""
         if not record.is_overtaken and self._attempts.has_room_for_half(record, now):
             record.is_overtaken = True
             self.queue.set_work(record.request_id, 0.0)
 
     def _note_room(self, record: RequestRecord, now: float) -> None:
-        """There is room for a queued request again, and it waits for something else."""
+        """Note that there is room for a queued request again, and it waits for something else."""
         record.lacks_room_since = None
         if record.is_overtaken:
             record.is_overtaken = False
@@ -392,8 +396,8 @@ class Waiting:
         self.queue.push(record.request_id, record.urgency, self._work_ms(record, now), record.tenant.share, cost)
 
     def _hopeless_in_s(self, record: RequestRecord, now: float) -> float:
-        """When a request would miss its TTFT target even if it were computed at once, from now; infinite for one of
-        which that is known, or that has no such target."""
+        """Seconds from now until a request misses its TTFT target even if it is computed at once. Infinite if that is
+        already noted, or it has no such target."""
         if not self._hopeless_last or record.is_hopeless or record.trace.ttft_slo_s is None or record.output.released:
             return math.inf
         return max(0.0, record.due - self._work_ms(record, now) / 1000 - now)
@@ -470,7 +474,7 @@ class WorkerHold:
         self._kept = frozenset(kept)
 
     def release(self, record: RequestRecord) -> bool:
-        """The request no longer waits. Returns whether it was the holder."""
+        """End the hold for a request that no longer waits. Returns whether it was the holder."""
         if record is not self.holder:
             return False
         self.holder = None
@@ -478,5 +482,5 @@ class WorkerHold:
         return True
 
     def workers_changed(self) -> None:
-        """A worker came up, was lost, or drains, or costs changed: choose again in the next pass."""
+        """Choose the workers again in the next pass, because workers or costs have changed."""
         self._decode, self._kept = None, frozenset()

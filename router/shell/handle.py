@@ -19,14 +19,15 @@ from disagg.proto.ids import RequestId
 from disagg.router.api import Completion, RequestHandle, TokenBatch
 
 MAX_UNREAD_BYTES = 256 << 10
-"""About 7,000 tokens; with log probabilities, which take up to forty times as much, `LOGPROBS_FACTOR` times this."""
+"""Most unread bytes: about 7,000 tokens. With log probabilities, which take up to forty times as much, the limit is
+`LOGPROBS_FACTOR` times this."""
 LOGPROBS_FACTOR = 4
 _ID_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 36, 170, 68
-"""Of an id in a list, of a `TokenLogprobs` without alternatives, and of each of these."""
+"""Estimated bytes of an id in a list, of a `TokenLogprobs` without alternatives, and of each alternative."""
 
 
 class Handle(RequestHandle):
-    """Used on the router's event loop; not for other threads."""
+    """The handle of one request. Used only on the router's event loop."""
 
     def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId], None]) -> None:
         self.request_id = request_id
@@ -39,7 +40,7 @@ class Handle(RequestHandle):
         self._changed = asyncio.Event()
 
     def put(self, batch: TokenBatch) -> None:
-        """The next tokens."""
+        """Add the next tokens to the unread ones."""
         if self._end is not None:
             return
         self._unread.token_ids.extend(batch.token_ids)
@@ -50,12 +51,12 @@ class Handle(RequestHandle):
         self._changed.set()
 
     def finish(self, completion: Completion) -> None:
-        """All tokens were put."""
+        """End the iteration after the unread tokens."""
         self._end = self._end or completion
         self._changed.set()
 
     def fail(self, error: DisaggError) -> None:
-        """There are no more tokens. The first end counts."""
+        """End the iteration with an error. Only the first end counts."""
         if self._end is None and isinstance(error, RequestCancelledError):
             self._unread = TokenBatch([])
         self._end = self._end or error
@@ -63,7 +64,7 @@ class Handle(RequestHandle):
 
     @property
     def error(self) -> DisaggError | None:
-        """What it failed with, if it did."""
+        """The error of a failed request, else None."""
         return self._end if isinstance(self._end, DisaggError) else None
 
     @override
@@ -81,7 +82,7 @@ class Handle(RequestHandle):
         return self
 
     async def __anext__(self) -> TokenBatch:
-        """The batch of all tokens that came since the last one; waits for at least one."""
+        """The batch of all tokens since the last one; waits for at least one token."""
         while not self._unread.token_ids:
             if isinstance(self._end, DisaggError):
                 raise self._end
@@ -96,7 +97,7 @@ class Handle(RequestHandle):
 
 
 def num_bytes(batch: TokenBatch) -> int:
-    """Roughly what a batch takes in memory."""
+    """Approximate bytes of a batch in memory."""
     size = _ID_BYTES * len(batch.token_ids)
     if batch.logprobs:
         size += sum(_LOGPROBS_BYTES + _TOP_BYTES * len(one.top_ids) for one in batch.logprobs)

@@ -1,7 +1,7 @@
 """Writes a recording of the router's events: a queue of encoded entries, and a thread that writes them to a file.
 
 The event loop only appends to the queue. Where the disk is too slow, or the file would become too large, the recording
-ends there, with its reason as the last entry: a gap would make the rest worthless. Serving goes on in any case.
+ends there, with its reason as the last entry: a gap would make the rest worthless. The router continues to serve.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".events"
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Of entries that wait to be written."""
+"""Most bytes of entries that wait to be written."""
 WRITE_EVERY_S: Final = 0.1
 _FRAME_BYTES: Final = 256 << 10
-"""Entries of one frame, unpacked; a larger one has its own."""
+"""Most bytes of a frame's entries, unpacked; a larger entry has a frame of its own."""
 _CLOSE_TIMEOUT_S: Final = 5.0
 _MODE: Final = 0o600
 
@@ -36,7 +36,7 @@ _MODE: Final = 0o600
 def start_recording(
     options: RecordingOptions, config: RouterConfig, gateway_id: GatewayId, clock: float
 ) -> Recorder | None:
-    """A recorder into a new file; None, with a line in the log, where there can be none. `clock`: the router's time."""
+    """A recorder into a new file. None, with a line in the log, if that is impossible. `clock`: the router's time."""
     folder = Path(options.folder)
     header = Header(
         config=config,
@@ -65,9 +65,9 @@ class Recorder:
     """One recording. Implements `recorded_core.Sink`; used on one event loop.
 
     Args:
-        file: to be made, for its owner only.
-        max_bytes: of the file.
-        header: its first record.
+        file: the file to create, for its owner only.
+        max_bytes: the most bytes of the file.
+        header: the first record.
 
     Raises (at construction):
         OSError: if the file is there already, or cannot be written.
@@ -82,9 +82,9 @@ class Recorder:
         self._entries: deque[bytes] = deque()
         self._is_open = True
         self._put_bytes = 0
-        """Of all entries so far; written by `put` only."""
+        """Bytes of all entries so far; written by `put` only."""
         self._taken_bytes = 0
-        """Of those that the thread took; written by it only."""
+        """Bytes of the entries that the thread has taken; written by the thread only."""
         self._why: EndReason | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether entries are taken."""
+        """Whether entries are still taken."""
         return self._is_open
 
     def put(self, entry: bytes) -> None:
@@ -112,7 +112,7 @@ class Recorder:
         logger.error("%s: an event cannot be recorded; what follows is not recorded", self.file, exc_info=error)
 
     def close(self) -> None:
-        """Write what was put, and end the file. Idempotent; waits for at most `_CLOSE_TIMEOUT_S` seconds."""
+        """Write the queued entries, and end the file. Idempotent; waits for at most `_CLOSE_TIMEOUT_S` seconds."""
         self._end("stopped")
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -141,7 +141,7 @@ class Recorder:
             os.close(self._descriptor)
 
     def _write_frame(self) -> bool:
-        """Write the next entries; false, and the end of the file, where they do not fit."""
+        """Write the next entries. If they do not fit, end the file and return False."""
         taken: list[bytes] = []
         size = 0
         while self._entries and (not taken or size + len(self._entries[0]) <= _FRAME_BYTES):

@@ -1,4 +1,4 @@
-"""The routers of one gateway, one for each model: what comes of a worker goes to the router of its model, by the key in
+"""The routers of one gateway, one for each model. All messages of a worker go to the router of its model, by the key in
 its name."""
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RouterServers:
         self._unused: dict[WorkerId, WorkerInfo] = {}
         """Workers of models that have no router here, or none yet."""
         self._unused_draining: dict[WorkerId, Incarnation] = {}
-        """Of these."""
+        """The incarnations of those workers in `_unused` that drain."""
         self._leaving: set[str] = set()
-        """Models whose router ends: workers that come are kept for the next one."""
+        """Keys of models whose router is to end. Their new workers are kept for the next router."""
 
     @property
     def routers(self) -> Mapping[str, RouterServer]:
-        """Those that are there now; changes with `add` and `remove`."""
+        """The present routers by key; changes with `add` and `remove`."""
         return self._routers
 
     @property
@@ -47,8 +47,7 @@ class RouterServers:
             router.on_drained = value
 
     async def add(self, key: str, router: RouterServer) -> None:
-        """Start a router of a further model, and connect it to the workers of that model that are there; returns at
-        once."""
+        """Start the router of another model, and connect it to the present workers of that model; returns at once."""
         router.on_drained = self._on_drained
         if (other := next(iter(self._routers.values()), None)) is not None:
             router.join_rates(other)
@@ -58,17 +57,17 @@ class RouterServers:
         await self._use(key, router)
 
     def leave(self, key: str) -> None:
-        """The router of a model is to end once it has nothing left. Workers that come may be of other files under the
-        same key: they are not for its requests."""
+        """Prepare for the end of a model's router. New workers may have other files under the same key, so they get
+        none of its requests."""
         self._leaving.add(key)
 
     async def stay(self, key: str) -> None:
-        """Take back `leave`."""
+        """Undo `leave` for the router of a model."""
         self._leaving.discard(key)
         await self._use(key, self._routers[key])
 
     async def remove(self, key: str) -> None:
-        """Stop the router of a model; workers of it that come later are not used."""
+        """Stop the router of a model. Later workers of the model are not used."""
         self._leaving.discard(key)
         if (router := self._routers.pop(key, None)) is not None:
             self._share_rates()
@@ -90,11 +89,11 @@ class RouterServers:
             raise TimeoutError("; ".join(late))
 
     async def stop(self) -> None:
-        """Stop them, side by side."""
+        """Stop all routers concurrently."""
         await asyncio.gather(*(router.stop() for router in self._routers.values()))
 
     async def add_worker(self, info: WorkerInfo) -> None:
-        """Connect the router of its model to a worker; one of a model that is not served is not used before it is."""
+        """Connect the router of its model to a worker. A worker of a model without a router is kept for a later one."""
         router = self._of(info.worker_id)
         if router is not None and model_of(info.worker_id) in self._leaving:
             await router.remove_worker(info.worker_id)
@@ -107,14 +106,14 @@ class RouterServers:
             await router.add_worker(info)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Disconnect from a worker; its requests are requeued at its model."""
+        """Disconnect from a worker. Its requests are requeued at the router of its model."""
         self._unused.pop(worker_id, None)
         self._unused_draining.pop(worker_id, None)
         if (router := self._of(worker_id)) is not None:
             await router.remove_worker(worker_id)
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Place nothing there any more. Nothing runs on a worker that is not used."""
+        """Place nothing new on that incarnation of a worker. Nothing runs on a worker that is not used."""
         router = None if worker_id in self._unused else self._of(worker_id)
         if router is None:
             self._unused_draining[worker_id] = incarnation
@@ -130,29 +129,29 @@ class RouterServers:
             router.resume_worker(worker_id, incarnation)
 
     def expect_workers(self, in_s: Mapping[WorkerId, float]) -> None:
-        """These workers are coming, in so many seconds, and no others."""
+        """Expect these workers, in that many seconds, and no others."""
         for key, router in self._routers.items():
             router.expect_workers({name: seconds for name, seconds in in_s.items() if model_of(name) == key})
 
     def configure(self, configs: Mapping[str, RouterConfig]) -> None:
-        """Follow other configurations, each router that of its key."""
+        """Let each router follow the configuration of its key."""
         for key, router in self._routers.items():
             if key in configs:
                 router.configure(configs[key])
 
     def load_reports(self) -> Sequence[LoadReport]:
-        """For the controller's autoscalers."""
+        """The load report of each router, for the controller's autoscalers."""
         return [router.load_report(key) for key, router in self._routers.items()]
 
     async def _use(self, key: str, router: RouterServer) -> None:
-        """Connect it to the workers of its model that were kept for it."""
+        """Connect a router to the workers of its model that were kept for it."""
         for worker_id in [worker_id for worker_id in self._unused if model_of(worker_id) == key]:
             await router.add_worker(self._unused.pop(worker_id))
             if (incarnation := self._unused_draining.pop(worker_id, None)) is not None:
                 router.drain_worker(worker_id, incarnation)
 
     def _share_rates(self) -> None:
-        """Limits of keys for a minute hold for all models together."""
+        """Let all routers share the charges, because the keys' limits per minute hold for all models together."""
         for router in self._routers.values():
             router.share_rates([other for other in self._routers.values() if other is not router])
 

@@ -77,7 +77,7 @@ from disagg.router.telemetry.load_report import load_report
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 0.5
-"""How long `RouterServer.stop` lets the last cancels go out."""
+"""Seconds for which `RouterServer.stop` lets the last cancels go out."""
 
 
 class RouterServer(Router):
@@ -126,7 +126,7 @@ class RouterServer(Router):
         self._link_came_up = asyncio.Event()
         self._stopped = False
         self._others: tuple[RouterServer, ...] = ()
-        """Routers of the gateway's other models, which take what this one charges."""
+        """Routers of the gateway's other models, which take the charges of this one."""
 
     # ---------------------------------------------------------------- start, stop, membership
 
@@ -159,7 +159,7 @@ class RouterServer(Router):
         return sorted(name for name, link in self._links.items() if not link.is_up and name not in self._draining)
 
     async def stop(self) -> None:
-        """Fail what still runs, send the workers its cancels, and end every task."""
+        """Fail all running requests, send the workers their cancels, and end every task."""
         for handle in list(self._handles.values()):
             handle.fail(UnavailableError("the router is stopping", "shutting_down"))
             self._cancel(handle.request_id)
@@ -196,11 +196,11 @@ class RouterServer(Router):
             await link.stop(flush_s=0)
 
     def expect_workers(self, in_s: dict[WorkerId, float]) -> None:
-        """These workers are coming, in so many seconds, and no others."""
+        """Expect these workers, in that many seconds, and no others."""
         self._handle_event(WorkersExpected(in_s))
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Place nothing on that incarnation of a worker any more; `on_drained` is called when nothing is left there."""
+        """Place nothing new on that incarnation of a worker; `on_drained` is called when nothing is left there."""
         link = self._links.get(worker_id)
         if link is None or self._draining.get(worker_id) == incarnation:
             return
@@ -225,18 +225,18 @@ class RouterServer(Router):
         self._handle_event(ResumeWorker(worker_id, incarnation))
 
     def share_rates(self, others: Sequence[RouterServer]) -> None:
-        """Limits for a minute hold for this router and `others` together, which run on the same event loop."""
+        """Share the limits per minute between this router and `others`, which run on the same event loop."""
         self._others = tuple(others)
         if self._others:
             self._core.share_rates()
 
     def join_rates(self, other: RouterServer) -> None:
-        """Begin with what is missing of the limits for a minute at another router, as if it had been charged here."""
+        """Begin with the used part of the limits per minute at another router, as if it had been charged here."""
         if charges := other._core.taken(self._clock()):
             self.charged_elsewhere(charges)
 
     def charged_elsewhere(self, charges: Sequence[RateCharge]) -> None:
-        """Another router charged these to tenants."""
+        """Take charges of another router."""
         self._core.charged_elsewhere(charges, self._clock())
 
     # ---------------------------------------------------------------- api.Router
@@ -293,7 +293,7 @@ class RouterServer(Router):
         return replace(self._core.view(self._clock()), unreachable=missing, exported_traces=traces)
 
     def load_report(self, model: str = "") -> LoadReport:
-        """For the controller's autoscaler of the model with that key."""
+        """The load report for the controller's autoscaler of the model with that key."""
         now = self._clock()
         return load_report(self._core.view(now), self._core.recent(MAX_REQUEST_SAMPLES), now, model)
 
@@ -312,15 +312,16 @@ class RouterServer(Router):
         return self._core.holdings()
 
     def check_integrity(self) -> list[str]:
-        """Contradictions in the core's state; empty when all is well."""
+        """Inconsistencies of the core's state; empty when there are none."""
         return self._core.check_integrity()
 
     def counters(self) -> dict[str, int]:
-        """Events so far, by name: what failed or was dropped."""
+        """Counts of failures and dropped messages so far, by name."""
         return dict(self._core.counters)
 
     async def audit(self, timeout_s: float = 5.0) -> list[AuditReport]:
-        """What every worker holds. Raises `UnavailableError` if one does not answer, after all calls have ended."""
+        """The holdings of every worker. Raises `UnavailableError` if one does not answer, after all calls have
+        ended."""
         found = await asyncio.gather(*(link.audit(timeout_s) for link in self._links.values()), return_exceptions=True)
         reports: list[AuditReport] = []
         for each in found:
@@ -336,7 +337,7 @@ class RouterServer(Router):
         self._handle_event(CancelRequest(request_id, None if handle is None else handle.num_answered))
 
     def _drop(self, request_id: RequestId) -> None:
-        """A bug while a request was accepted: its client gets no handle, so nothing may be left of it."""
+        """Release all that a request holds whose submission failed by a bug: its client gets no handle."""
         try:
             self._handle_event(CancelRequest(request_id))
         except Exception:
@@ -364,7 +365,8 @@ class RouterServer(Router):
                 other.charged_elsewhere(charges)
 
     def _listen(self, event: Event) -> None:
-        """Any message of a worker is a heartbeat; a report also has the time that its engine has been in its step."""
+        """Update the failure detector by an event. Any message of a worker is a heartbeat; a report also has the time
+        that its engine has been in its step."""
         match event:
             case WorkerUp(info=info):
                 self._detector.watch((info.worker_id, info.incarnation), self._clock())
@@ -383,7 +385,7 @@ class RouterServer(Router):
             self._handle_event(WorkerRecovered(*incarnation))
 
     async def _sweep(self) -> None:
-        """Look periodically for workers that hang."""
+        """Look for workers that hang, periodically."""
         while True:
             try:
                 for incarnation, why, is_stuck in self._detector.sweep(self._clock()):
@@ -394,7 +396,8 @@ class RouterServer(Router):
             await asyncio.sleep(SWEEP_S)
 
     def _keep_draining(self, event: Event) -> None:
-        """A draining worker counts as drained when its session breaks, and goes on draining when it reconnects."""
+        """Handle draining workers: one counts as drained when its session breaks, and drains again when it
+        reconnects."""
         if isinstance(event, WorkerLost) and self._draining.get(event.worker_id) == event.incarnation:
             self.on_drained(event.worker_id, event.incarnation)
         elif isinstance(event, WorkerUp) and self._draining.get(event.info.worker_id) == event.info.incarnation:

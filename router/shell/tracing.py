@@ -1,8 +1,8 @@
 """Sends ended requests as spans by OTLP: a queue that the event loop appends to, and a thread that exports.
 
-Whether a request is sent is known at its end only (`exported_spans.is_sent`), so nothing is sampled before. Where the
-collector is slow or down, what does not fit the queue is dropped and counted; serving does not notice. The exporter is
-OpenTelemetry's, with its retries.
+Whether a request is sent is known at its end only (`exported_spans.is_sent`), so nothing is sampled before. If the
+collector is slow or down, traces that do not fit into the queue are dropped and counted, without effect on serving. The
+exporter is OpenTelemetry's, with its retries.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ logger = logging.getLogger(__name__)
 
 EXPORT_EVERY_S: Final = 1.0
 MAX_REQUESTS: Final = 64
-"""Of one export: some 600 spans."""
+"""Most requests of one export, with some 600 spans."""
 _MAX_RESOURCES: Final = 1024
-"""Processes whose description is kept; beyond it all are made again."""
+"""Most processes whose description is kept; above it all are made again."""
 
 
 class Export(Protocol):
     """Sends spans to the collector."""
 
     def __call__(self, spans: Sequence[ExportedSpan]) -> bool:
-        """Blocks until they are sent, or given up. Returns whether they were."""
+        """Send spans; blocks until they are sent or given up. Returns whether they were sent."""
         ...
 
     def close(self) -> None:
-        """Give up what waits between two tries."""
+        """Give up spans that wait for another try."""
         ...
 
 
 class Tracer:
-    """One gateway's; `ended` is called on its event loop.
+    """Sends the ended requests of one gateway. `ended` is called on its event loop.
 
     Args:
-        options: what is sent, and where.
+        options: the sample and the collector.
         model: name of the served model.
-        export: what sends.
-        clock: of the traces.
+        export: sends the spans.
+        clock: the clock of the traces.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Tracer:
         self._clock = process_clock().now if clock is None else clock
         self._waiting: deque[RequestTrace] = deque()
         self.counts: Counter[str] = Counter()
-        """Requests by what became of their spans: `sent`, `failed` (the collector did not take them), `dropped` (too
-        many waited), `not_sampled`."""
+        """Number of requests by the fate of their spans: `sent`, `failed` (the collector did not take them), `dropped`
+        (too many waited), `not_sampled`."""
         self._has_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
         self._thread.start()
 
     def ended(self, trace: RequestTrace) -> None:
-        """A request has ended."""
+        """Queue the trace of an ended request, if it is to be sent."""
         if not is_sent(trace, self._options):
             self.counts["not_sampled"] += not trace.is_probe
         elif len(self._waiting) >= self._options.max_waiting:
@@ -84,7 +84,7 @@ class Tracer:
             self._waiting.append(trace)
 
     def close(self) -> None:
-        """Send what waits, in at most the time of one export. Idempotent."""
+        """Send the queued traces, in at most the time of one export. Idempotent."""
         self._stop.set()
         self._thread.join(self._options.timeout_s)
         self._export.close()
@@ -122,7 +122,7 @@ class Tracer:
 
 
 def start_tracing(options: TracingOptions | None, model: str, gateway: str) -> Tracer | None:
-    """What sends the spans of the gateway of that name; None where none are wanted. Raises `ConfigError`."""
+    """The tracer of the gateway of that name; None if no spans are wanted. Raises `ConfigError`."""
     if options is None:
         return None
     logger.info("traces are sent to %s", options.endpoint)

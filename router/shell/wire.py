@@ -40,7 +40,7 @@ def cancel(key: AttemptKey) -> Cancel:
 
 
 def cancel_migration(key: AttemptKey) -> CancelMigration:
-    """The frame that has an attempt stay where it is."""
+    """The frame that makes a worker keep an attempt that it was to move."""
     return CancelMigration(request_id=key.request_id, attempt=key.attempt)
 
 

@@ -1,5 +1,5 @@
-"""The gateway's streams to one worker: its session, and its reports. A worker's death is noticed here, by its session
-that breaks; of a worker that hangs the session stands (`connections/failure_detector.py`).
+"""The gateway's streams to one worker: its session, and its reports. The death of a worker is detected here, by the
+break of its session; the session of a worker that hangs does not break (`connections/failure_detector.py`).
 
     connect ──hello──> WorkerUp ──frames──> FromWorker, WorkerReported ──break──> WorkerLost ──pause──> connect
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SessionCall = grpc.aio.StreamStreamCall[bytes, bytes]
 _FAULTS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, msgspec.MsgspecError, DisaggError, TimeoutError)
-"""Expected faults of a stream; each ends the stream, and none the link."""
+"""Expected faults of a stream. Each ends the stream, but not the link."""
 
 
 class WorkerLink:
@@ -71,7 +71,7 @@ class WorkerLink:
         self._task = asyncio.create_task(self._run(), name=f"link-{self.info.worker_id}")
 
     async def stop(self, flush_s: float) -> None:
-        """Send what is queued, for at most `flush_s` seconds, then close. With 0 the tasks are cancelled at once."""
+        """Send the queued frames, for at most `flush_s` seconds, then close. With 0 the tasks are cancelled at once."""
         if self._is_up and flush_s:
             try:
                 await asyncio.wait_for(self._outbox.join(), flush_s)
@@ -100,7 +100,7 @@ class WorkerLink:
         self._watch_again = True
 
     async def audit(self, timeout_s: float) -> AuditReport:
-        """What the worker holds. Raises `UnavailableError` if it does not answer."""
+        """The holdings of the worker. Raises `UnavailableError` if it does not answer."""
         try:
             call = self._channel.unary_unary(AUDIT, None, None)
             frame = await call(encode(AuditRequest()), timeout=timeout_s, metadata=self._secret.metadata)

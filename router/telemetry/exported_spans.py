@@ -41,14 +41,14 @@ class ExportedSpan(NamedTuple):
     end_ns: int
     attributes: Mapping[str, Value]
     events: tuple[tuple[str, int], ...] = ()
-    """Name and time."""
+    """Events of the span: name, and nanoseconds since the epoch."""
     error: str = ""
-    """Of a request that failed, the code of its error."""
+    """Code of the error of a failed request; empty otherwise."""
 
 
 def is_sent(trace: RequestTrace, options: TracingOptions) -> bool:
-    """Whether an ended request is sent: a missed target, a failure, a caller that records, or the sampled share, which
-    is chosen by the id, so that all gateways choose alike."""
+    """Whether an ended request is sent: for a missed target, a failure, a caller that records, or as one of the sampled
+    share, which is chosen by the id, so that all gateways choose alike."""
     if trace.is_probe:
         return False
     if trace.outcome not in (*ANSWERED, RequestCancelledError.code) or met_targets(trace) is False:
@@ -59,8 +59,8 @@ def is_sent(trace: RequestTrace, options: TracingOptions) -> bool:
 
 
 def exported_spans(trace: RequestTrace, clock_to_epoch_s: float, model: str) -> list[ExportedSpan]:
-    """The spans of an ended request, its own first. `clock_to_epoch_s` is what to add to the gateway's clock for
-    seconds since the epoch."""
+    """The spans of an ended request, that of the whole request first. `clock_to_epoch_s` added to the gateway's clock
+    gives seconds since the epoch."""
     if trace.trace_parent:
         _, trace_id, span_id, _ = trace.trace_parent.split("-")
     else:

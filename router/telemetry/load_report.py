@@ -1,8 +1,7 @@
-"""What a gateway tells the autoscaler: demand as it came in at the door, refused requests included, and how busy the
-workers are.
+"""The report of a gateway to the autoscaler: the arriving demand, including refused requests, and the load of the
+workers.
 
-Output tokens lag behind demand when it grows, and stay below it while workers are overloaded. So what is counted are
-arrivals.
+Output tokens lag behind demand when it grows, and stay below it while workers are overloaded. So arrivals are counted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from disagg.router.telemetry.telemetry import ANSWERED
 
 
 def load_report(view: ClusterView, traces: Iterable[RequestTrace], now: float, model: str = "") -> LoadReport:
-    """From a router's own views; `traces` are the latest requests, the latest arrival first. `model`: its key."""
+    """The load report by a router's own views; `traces` are the latest requests, the latest arrival first. `model`: its
+    key."""
     met, judged = view.slos.get("both", (0, 0))
     samples = [_request(trace, now) for trace in traces if not trace.is_probe]
     return LoadReport(

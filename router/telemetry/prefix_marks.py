@@ -14,7 +14,7 @@ from typing import Final
 from disagg.proto.ids import BlockHash
 
 MAX_MARKS: Final = 128
-"""Of one prompt: up to its block 270,000."""
+"""Most marks of one prompt, which reach up to its block 270,000."""
 _PER_DOUBLING: Final = 8
 
 
@@ -31,7 +31,7 @@ PLACES: Final = _places()
 """Blocks from the beginning of a prompt to the end of each mark: 1, 2, ... 16, 18, 20, ..."""
 _INDICES: Final = tuple(place - 1 for place in PLACES)
 _GETTERS: Final = tuple(itemgetter(*_INDICES[:num_marks]) for num_marks in range(2, MAX_MARKS + 1))
-"""For two marks and more. Half the time of taking one after the other, which each request costs."""
+"""Getters of all marks at once, by their number from two on: twice as fast as one after the other, for each request."""
 
 
 def marks_in(block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:

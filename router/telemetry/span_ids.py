@@ -10,10 +10,10 @@ _SPAN_BYTES = 8
 
 
 def trace_of(name: str) -> str:
-    """32 hex digits."""
+    """The id of a trace: 32 hex digits."""
     return blake2b(name.encode(), digest_size=_TRACE_BYTES, person=b"trace").hexdigest()
 
 
 def span_of(name: str) -> str:
-    """16 hex digits."""
+    """The id of a span: 16 hex digits."""
     return blake2b(name.encode(), digest_size=_SPAN_BYTES, person=b"span").hexdigest()

@@ -26,14 +26,14 @@ from disagg.router.api import AttemptMarks, RequestTrace
 
 
 class Span(NamedTuple):
-    """One stage. Times are on the gateway's monotonic clock."""
+    """One stage of a request. Times are on the gateway's monotonic clock."""
 
     stage: str
     worker_id: WorkerId | None
-    """None in the gateway."""
+    """None for a stage in the gateway."""
     start: float
     end: float | None
-    """None while it lasts."""
+    """None while the stage lasts."""
 
 
 _Part = tuple[str, "WorkerId | None", float, "float | None"]
@@ -84,7 +84,7 @@ def _add_alone(marks: AttemptMarks, parts: list[_Part]) -> None:
 
 
 def _add_decode(marks: AttemptMarks, begun: float, parts: list[_Part]) -> None:
-    """One part for each worker that decoded."""
+    """Add one part for each worker that decoded."""
     worker_id = marks.decode_worker
     for move in marks.moves:
         if move.has_arrived and move.ended is not None:

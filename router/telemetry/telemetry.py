@@ -1,4 +1,4 @@
-"""What is recorded of requests: a trace each, and the sums over all of them.
+"""The records of requests: a trace of each, and the sums over all of them.
 
     arrived ──> token* ──> ended          refused: recorded without having begun
 
@@ -48,11 +48,11 @@ class Telemetry:
     # ---------------------------------------------------------------- events
 
     def arrived(self, trace: RequestTrace) -> None:
-        """A request was accepted."""
+        """Begin the trace of an accepted request."""
         self.traces.begin(trace)
 
     def tokens(self, trace: RequestTrace, num_tokens: int, now: float) -> None:
-        """The next tokens of an answer came, at least one, all at once."""
+        """Count the next tokens of an answer: at least one, all of which came together."""
         trace.num_output_tokens += num_tokens
         before, trace.last_token_at = trace.last_token_at, now
         if trace.is_probe:
@@ -73,21 +73,21 @@ class Telemetry:
             stats.itl.observe(0.0, num_tokens - 1)
 
     def moved(self, trace: RequestTrace, now: float) -> None:
-        """The first token came from the worker to which an answer moved; to be called before `tokens`."""
+        """Note the first token from the worker to which an answer moved; to be called before `tokens`."""
         if trace.last_token_at is not None:
             self.stats.migration_pause.observe(now - trace.last_token_at)
 
     def ended(
         self, trace: RequestTrace, outcome: str, now: float, *, cached_tokens: int = 0, num_answered: int | None = None
     ) -> None:
-        """A request is over, or was refused.
+        """Record the end of a request, or its refusal.
 
         Args:
-            trace: of it.
+            trace: the trace of the request.
             outcome: `stop`, `length`, or the code of an error.
             now: the time.
-            cached_tokens: of the prompt, that no worker had to compute.
-            num_answered: output tokens that the client got, where the rest was cut off.
+            cached_tokens: prompt tokens that no worker had to compute.
+            num_answered: output tokens that the client got, if the rest was cut off.
         """
         trace.outcome = outcome
         if num_answered is not None:
@@ -99,19 +99,19 @@ class Telemetry:
             _log(trace, now)
 
     def refused(self, error: LimitError) -> None:
-        """A call or a request was refused because of a limit of its tenant."""
+        """Count a call or a request that a limit of its tenant refused."""
         self._usage(error.tenant).refused[error.limit] += 1
 
     # ---------------------------------------------------------------- questions
 
     def rates(self, now: float) -> Rates:
-        """Of the last ten seconds, of which the present one is not over."""
+        """The rates over the last ten seconds, of which the present one is not over."""
         totals = self._recent.totals(now, RATE_WINDOW_S)
         span_s = RATE_WINDOW_S - 1 + now % 1.0
         return Rates(totals["requests"] / span_s, totals["tokens"] / span_s)
 
     def slos(self, now: float) -> dict[str, tuple[int, int]]:
-        """Of the last minute: target -> (requests that met it, requests that had it)."""
+        """Targets in the last minute: target -> (requests that met it, requests that had it)."""
         totals = self._recent.totals(now)
         return {slo: (met := totals[f"{slo} met"], met + totals[f"{slo} missed"]) for slo in SLOS}
 
@@ -148,8 +148,9 @@ class Telemetry:
 
 
 def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
-    """Which of its targets an ended request met, and whether all: `ttft`, `tpot`, `both`. Without targets that it did
-    not have, and those that are unknown because its client left first; none of one in the background."""
+    """Whether an ended request met each of its targets, and all of them: `ttft`, `tpot`, `both`. Targets that it did
+    not have are left out, and those that are unknown because its client left first; so are all of a background
+    request."""
     if trace.is_background or (trace.ttft_slo_s is None and trace.tpot_slo_s is None):
         return {}
     targets = {"ttft": trace.ttft_slo_s, "tpot": trace.tpot_slo_s}
@@ -164,14 +165,14 @@ def slos_met(trace: RequestTrace, now: float) -> dict[str, bool]:
 
 
 def met_targets(trace: RequestTrace) -> bool | None:
-    """Whether a request met all of its targets; None while it runs, where it has none, and where its client left."""
+    """Whether a request met all of its targets; None while it runs, if it has none, and if its client left."""
     if trace.outcome in (RUNNING, RequestCancelledError.code):
         return None
     return slos_met(trace, math.inf).get("both")
 
 
 def prediction_ratios(trace: RequestTrace) -> dict[str, float]:
-    """What was measured over what was predicted, of an answer that took one attempt and whose policy predicts."""
+    """The ratios of measured to predicted times of an answer that took one attempt and whose policy predicts times."""
     placement = trace.placement
     if placement is None or len(trace.marks) != 1:
         return {}
@@ -189,14 +190,14 @@ def prediction_ratios(trace: RequestTrace) -> dict[str, float]:
 
 
 def _measured(trace: RequestTrace, slo: str, now: float) -> float:
-    """Seconds; so far, where there is no first token yet; 0 where there is no gap to measure."""
+    """The measured seconds of a target: until now without a first token; 0 without a gap to measure."""
     if slo == "ttft":
         return trace.stages.get("first_token", now) - trace.arrival
     return _mean_gap(trace) or 0.0
 
 
 def _mean_gap(trace: RequestTrace) -> float | None:
-    """Seconds between two tokens, on average; None with fewer than two. Of a cut answer all that came counts."""
+    """Mean seconds between two tokens; None with fewer than two. Of a cut answer all tokens count."""
     first, last = trace.stages.get("first_token"), trace.last_token_at
     if first is None or last is None or trace.num_output_tokens < 2:
         return None

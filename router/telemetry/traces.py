@@ -16,7 +16,8 @@ from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
 
 Ring = OrderedDict[RequestId, RequestTrace]
-"""Oldest first. To find the first entry of a plain dict takes the longer, the more entries were removed before it."""
+"""Traces, the oldest first. In a plain dict, finding the first entry takes longer the more entries were removed before
+it."""
 
 
 class TraceRing:
@@ -31,9 +32,9 @@ class TraceRing:
         self._running: dict[RequestId, RequestTrace] = {}
         self._tenant_of: dict[RequestId, str] = {}
         self._rings: dict[str, Ring] = {}
-        """Ended requests by tenant; none is empty."""
+        """Ended requests by tenant; no ring is empty."""
         self._by_size: dict[int, dict[str, None]] = {}
-        """Tenants by the size of their ring, the one that came to it first in front."""
+        """Tenants by the size of their rings; of one size, the tenant that reached it first is first."""
         self._largest = 0
 
     def begin(self, trace: RequestTrace) -> None:
@@ -41,7 +42,7 @@ class TraceRing:
         self._running[trace.request_id] = trace
 
     def end(self, trace: RequestTrace, now: float) -> None:
-        """The request ended, or was refused; an old trace is dropped if there are too many."""
+        """Keep the trace of a request that ended or was refused. The oldest trace is dropped if there are too many."""
         self._running.pop(trace.request_id, None)
         trace.stages["end"] = now
         if trace.request_id in self._tenant_of:
@@ -59,14 +60,14 @@ class TraceRing:
             self._drop_one()
 
     def get(self, request_id: RequestId) -> RequestTrace | None:
-        """A running or recent request."""
+        """The trace of a running or recent request; None without one."""
         if (running := self._running.get(request_id)) is not None:
             return running
         tenant = self._tenant_of.get(request_id)
         return None if tenant is None else self._rings[tenant][request_id]
 
     def latest(self, limit: int) -> list[RequestTrace]:
-        """At most `limit` of them, the latest arrival first."""
+        """At most `limit` traces, the latest arrival first."""
         ended = (islice(reversed(ring.values()), limit) for ring in self._rings.values())
         both = chain(reversed(self._running.values()), *ended)
         return heapq.nlargest(limit, both, key=lambda trace: trace.arrival)

@@ -1,4 +1,4 @@
-"""What the router has assigned to each worker and not got back: prompt tokens to compute, sequences, KV blocks.
+"""The open assignments of the router to each worker: prompt tokens to compute, sequences, KV blocks.
 
 One assignment per (worker, attempt), opened when the attempt is dispatched and closed exactly once, whatever its end.
 Closing one that is not open is a bug and raises. When nothing runs, every sum is zero.
@@ -26,59 +26,61 @@ import msgspec
 from disagg.proto.ids import AttemptKey, BlockHash, WorkerId
 
 MARK_BLOCKS = 16
-"""A chain of hashes is marked after every so many blocks: few enough marks for the rate of placements. Of a prefix that
-is shared up to a block between two marks, the blocks behind the last mark count as not shared."""
+"""Number of blocks between two marks of a chain of hashes: few enough marks for the rate of placements. Of a prefix
+that is shared up to a block between two marks, the blocks behind the last mark count as not shared."""
 
 
 class Assignment(msgspec.Struct, gc=False):
-    """What one attempt takes of one worker, besides a decode place."""
+    """The resources of one worker that one attempt takes, besides a decode place."""
 
     tokens: int = 0
     """Prompt tokens that the worker must compute and has not reported as done."""
     pairs: int = 0
     """Query-key pairs of these tokens: the sum over them of the tokens that each one attends to."""
     blocks: int = 0
-    """KV blocks, in the worker's own block size."""
+    """Number of KV blocks, in the worker's own block size."""
     is_handed_over: bool = False
-    """Whether its answer is decoded by another worker."""
+    """Whether another worker decodes the answer."""
     context: int = 0
-    """Tokens that each decode step of the sequence attends to; grows with the answer. 0 where it does not decode."""
+    """Number of tokens that each decode step of the sequence attends to; grows with the answer. 0 if the worker does
+    not decode it."""
     known_tokens: int = 0
-    """Where it decodes: what `context` was at first."""
+    """The first value of `context`, if the worker decodes."""
     most_output_tokens: int = 0
-    """Where it decodes: output tokens that there can be."""
+    """Most output tokens, if the worker decodes."""
     marks: tuple[BlockHash, ...] = ()
-    """Of the chain that the sequence holds; see `marks_of`."""
+    """Marks of the chain that the sequence holds; see `marks_of`."""
     num_matched: int = 0
-    """Blocks of that chain that the worker had: where the last mark is, unless that is behind `MARK_BLOCKS` others."""
+    """Number of blocks of that chain that the worker had. It is the place of the last mark, unless it is a multiple of
+    `MARK_BLOCKS`."""
     tpot_ms: float = math.inf
-    """Where it decodes: its TPOT target."""
+    """TPOT target in milliseconds, if the worker decodes."""
     first_at: float = math.inf
-    """Where it decodes: when the first token of the answer came, also of an earlier attempt; infinite before."""
+    """When the first token of the answer came (in any attempt), if the worker decodes; infinite before."""
     num_before: int = 0
-    """Where it decodes: output tokens of earlier attempts."""
+    """Number of output tokens of earlier attempts, if the worker decodes."""
     shared_blocks: int = 0
-    """KV blocks that are not in `blocks`, because other assignments hold them."""
+    """Number of KV blocks that are not in `blocks`, because other assignments hold them."""
 
 
 @dataclass(slots=True, eq=False)
 class AssignedLoad:
-    """All assignments of one worker and their sums. Not a struct: to set an attribute of one takes several times as
-    long, and these change with every token."""
+    """All assignments of one worker and their sums. Not a struct: setting an attribute of a struct takes several times
+    as long, and these change with every token."""
 
     tokens: int = 0
     pairs: int = 0
     blocks: int = 0
     context: int = 0
     num_prefills: int = 0
-    """Assignments of prompts that are handed over to another worker."""
+    """Number of assignments whose answer another worker decodes."""
     held: dict[BlockHash, int] = field(default_factory=dict)
-    """Mark -> assignments that have it."""
+    """For each mark: the number of assignments that have it."""
     assignments: dict[AttemptKey, Assignment] = field(default_factory=dict)
 
     @property
     def sequences(self) -> int:
-        """Attempts on the worker."""
+        """Number of attempts on the worker."""
         return len(self.assignments)
 
 
@@ -117,8 +119,8 @@ class Assignments:
             held[mark] = held.get(mark, 0) + 1
 
     def computed(self, worker_id: WorkerId, key: AttemptKey) -> int:
-        """The prompt is computed: give back the assignment's tokens, keep the rest. Returns their number; 0 the second
-        time."""
+        """Release the tokens of an assignment whose prompt is computed, and keep the rest. Returns their number; 0 the
+        second time."""
         load = self._loads[worker_id]
         assignment = load.assignments[key]
         num_tokens = assignment.tokens
@@ -128,7 +130,7 @@ class Assignments:
         return num_tokens
 
     def grow(self, worker_id: WorkerId, key: AttemptKey, num_tokens: int, now: float) -> None:
-        """The answer got longer by `num_tokens`, which later steps attend to as well."""
+        """Add `num_tokens` new output tokens to the context of later steps."""
         load = self._loads[worker_id]
         assignment = load.assignments[key]
         assignment.context += num_tokens
@@ -137,7 +139,7 @@ class Assignments:
         load.context += num_tokens
 
     def close(self, worker_id: WorkerId, key: AttemptKey) -> Assignment:
-        """Close an assignment and give back all of it; returns it. Raises `KeyError` if it is not open."""
+        """Close an assignment and release all of it; returns it. Raises `KeyError` if it is not open."""
         load = self._loads[worker_id]
         assignment = load.assignments.pop(key)
         load.tokens -= assignment.tokens
@@ -154,7 +156,7 @@ class Assignments:
         return assignment
 
     def entries(self) -> Iterator[tuple[WorkerId, AttemptKey]]:
-        """All open assignments."""
+        """The worker and the attempt of each open assignment."""
         for worker_id, load in self._loads.items():
             for key in load.assignments:
                 yield worker_id, key
@@ -169,7 +171,7 @@ class Assignments:
         }
 
     def check_integrity(self) -> list[str]:
-        """What does not add up; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         problems = []
         for worker_id, load in self._loads.items():
             for name in ("tokens", "pairs", "blocks", "context"):
@@ -192,8 +194,8 @@ def marks_of(hashes: Sequence[BlockHash], num_matched: int) -> tuple[BlockHash, 
 
 
 def num_left(assignment: Assignment, held: Mapping[BlockHash, int]) -> int:
-    """Of the chain of an assignment that was closed how many blocks other assignments still hold. One that has a mark
-    has all before it."""
+    """Number of blocks in the chain of a closed assignment that other assignments still hold. One that has a mark has
+    all blocks before it."""
     if not held:
         return 0
     marks, num_regular = assignment.marks, len(assignment.marks)
@@ -206,7 +208,8 @@ def num_left(assignment: Assignment, held: Mapping[BlockHash, int]) -> int:
 
 
 def num_held(hashes: Sequence[BlockHash], num_matched: int, held: Mapping[BlockHash, int]) -> int:
-    """How many of the first `num_matched` blocks of a chain assignments hold, as far as their marks show it."""
+    """Number of blocks among the first `num_matched` of a chain that assignments hold, as far as their marks show
+    it."""
     if not num_matched or not held:
         return 0
     if hashes[num_matched - 1] in held:

@@ -27,11 +27,11 @@ from disagg.proto.ids import AttemptKey
 from disagg.router.states import IllegalTransitionError
 
 WINDOW = 20
-"""Results that the share is taken of."""
+"""Number of latest results that the share of failures is taken of."""
 MIN_RESULTS = 10
-"""With fewer results the share does not count."""
+"""Number of results below which the share does not count."""
 RELAPSE_S = 60.0
-"""An opening so soon after the last one ended goes on doubling the pause."""
+"""Seconds after its closing in which another opening continues to double the pause."""
 
 
 class BreakerState(enum.Enum):
@@ -82,14 +82,14 @@ class BreakerLimits:
     """When a breaker opens, and for how long."""
 
     failures: int
-    """In a row."""
+    """Number of failures in a row that opens a breaker."""
     share: float
-    """Of the latest `WINDOW` results, once there are `MIN_RESULTS`."""
+    """Share of failures in the latest `WINDOW` results that opens a breaker, once there are `MIN_RESULTS`."""
     pause_s: float
-    """Before the first trial."""
+    """Seconds before the first trial."""
     max_pause_s: float
     peers: int = 1
-    """Different peers that the failures must be with."""
+    """Number of different peers that the failures must be with."""
 
 
 @dataclass(slots=True)
@@ -99,13 +99,13 @@ class CircuitBreaker:
     limits: BreakerLimits
     state: BreakerState = BreakerState.CLOSED
     opened_at: float = 0.0
-    """Since when it is not closed."""
+    """When it left the state CLOSED."""
     trial_at: float = 0.0
-    """End of the pause, while open."""
+    """End of the pause, while OPEN."""
     trial: AttemptKey | None = None
-    """The attempt of the trial, in TRIAL."""
+    """The attempt that is the trial, in state TRIAL."""
     pause_s: float = 0.0
-    """The latest pause."""
+    """Seconds of the latest pause."""
     detail: str = ""
     """The worker's message of the latest failure."""
     _closed_at: float = float("-inf")
@@ -114,12 +114,12 @@ class CircuitBreaker:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it takes no new request, not even a trial."""
+        """Whether the worker or pair takes no new request, not even a trial."""
         return self.state is BreakerState.OPEN or self.state is BreakerState.TRIAL
 
     def failed(self, placed_at: float, now: float, peer: str = "", detail: str = "", *, at_once: bool = False) -> bool:
-        """The leg failed for an attempt placed at `placed_at`; `at_once` opens without waiting for more failures.
-        Returns whether the breaker opened, or opened again."""
+        """Note that the leg failed for an attempt placed at `placed_at`; `at_once` opens without waiting for more
+        failures. Returns whether the breaker opened, or opened again."""
         if self.state is not BreakerState.CLOSED and placed_at < self.opened_at:
             return False
         self.detail = detail
@@ -139,7 +139,7 @@ class CircuitBreaker:
         return True
 
     def passed(self, placed_at: float, now: float) -> bool:
-        """The leg succeeded for an attempt placed at `placed_at`. Returns whether that closed the breaker."""
+        """Note that the leg succeeded for an attempt placed at `placed_at`. Returns whether that closed the breaker."""
         if self.state is BreakerState.CLOSED:
             self._failed_peers.append(None)
             return False
@@ -151,7 +151,7 @@ class CircuitBreaker:
         return True
 
     def tick(self, now: float) -> bool:
-        """Time passed. Returns whether the pause ended just now."""
+        """Update the state by the time. Returns whether the pause ended just now."""
         if self.state is not BreakerState.OPEN or now < self.trial_at:
             return False
         self._enter(BreakerEvent.PAUSE_OVER)
@@ -163,7 +163,8 @@ class CircuitBreaker:
         self.trial = key
 
     def withdraw(self, key: AttemptKey) -> bool:
-        """The attempt ended without a result; if it was the trial, another may follow. Returns whether it was."""
+        """Withdraw an attempt that ended without a result; if it was the trial, another may follow. Returns whether it
+        was."""
         if self.trial != key:
             return False
         self._enter(BreakerEvent.WITHDRAWN)

@@ -33,7 +33,8 @@ from disagg.router.workers.worker import Worker, can_decode_for_others, can_pref
 logger = logging.getLogger(__name__)
 
 Leg = Literal["prefill", "transfer", "decode"]
-"""A phase of a request that can fail on its own. `decode` is all of it where one worker computes prompt and answer."""
+"""A phase of a request that can fail on its own. `decode` is the whole request if one worker computes prompt and
+answer."""
 Pair = tuple[WorkerId, WorkerId]
 """A prefill and a decode worker."""
 
@@ -41,28 +42,28 @@ _NEVER = float("inf")
 
 
 class Subject(NamedTuple):
-    """What a breaker is for."""
+    """The leg, and the worker or pair, of a breaker."""
 
     leg: Leg
     worker_id: WorkerId
     peer: WorkerId | None = None
-    """The decode worker, where it is for a pair."""
+    """The decode worker of a pair; None for a single worker."""
 
     def __str__(self) -> str:
         return self.worker_id if self.peer is None else f"{self.worker_id} -> {self.peer}"
 
 
 class Exclusions(NamedTuple):
-    """What a placement must not use."""
+    """The workers and pairs that a placement must not use."""
 
     prefills: frozenset[WorkerId]
-    """As the P of a pair."""
+    """Workers that must not be the P of a pair."""
     decodes: frozenset[WorkerId]
-    """As the D of a pair."""
+    """Workers that must not be the D of a pair."""
     colocated: frozenset[WorkerId]
-    """As the worker that computes prompt and answer."""
+    """Workers that must not compute prompt and answer."""
     pairs: frozenset[Pair]
-    """Whose two workers may be used with others."""
+    """Pairs that must not be used, though their workers may be used with others."""
 
 
 NO_EXCLUSIONS = Exclusions(frozenset(), frozenset(), frozenset(), frozenset())
@@ -73,9 +74,9 @@ class CircuitBreakers:
 
     def __init__(self, config: RouterConfig) -> None:
         self.changes: Counter[str] = Counter()
-        """breaker_opened, breaker_closed."""
+        """Counts of the changes, by name: breaker_opened, breaker_closed."""
         self.version = 0
-        """Counts what may have changed `excluded`."""
+        """Counts the events that may have changed `excluded`."""
         self._limits = BreakerLimits(
             failures=config.breaker_failures,
             share=config.breaker_share,
@@ -84,12 +85,13 @@ class CircuitBreakers:
         )
         self._breakers: dict[Subject, CircuitBreaker] = {}
         self._due = _NEVER
-        """End of the first pause."""
+        """When the first pause ends."""
         self._unformed: dict[Pair, tuple[float, float]] = {}
-        """Pairs that were not formed in time: when the first attempt began to wait, and when the last one gave up."""
+        """For each pair that was not formed in time: when the first attempt began to wait, and when the last one gave
+        up."""
 
     def __len__(self) -> int:
-        """Breakers that are kept."""
+        """Number of existing breakers."""
         return len(self._breakers)
 
     @property
@@ -106,7 +108,7 @@ class CircuitBreakers:
     # ---------------------------------------------------------------- attempts
 
     def placed(self, key: AttemptKey, prefill: WorkerId | None, decode: WorkerId) -> bool:
-        """An attempt was placed there. Returns whether it is a trial."""
+        """Note that an attempt was placed on these workers. Returns whether it is a trial."""
         is_trial = False
         for subject in _subjects_of(prefill, decode):
             breaker = self._breakers.get(subject)
@@ -129,10 +131,10 @@ class CircuitBreakers:
         is_first: bool = True,
         at_once: bool = False,
     ) -> bool:
-        """A leg of an attempt failed.
+        """Note that a leg of an attempt failed.
 
         Args:
-            leg: which one.
+            leg: the failed leg.
             prefill, decode: the workers of the attempt.
             placed_at: when it was placed.
             now: the time.
@@ -162,9 +164,9 @@ class CircuitBreakers:
     def pair_timed_out(
         self, prefill: WorkerId, decode: WorkerId, placed_at: float, now: float, pair_timeout_s: float
     ) -> bool:
-        """An attempt gave up waiting for its pair earlier than `pair_timeout_s`, because of its request's target or
-        deadline. Returns whether that counts as a failure: the pair has not been formed for `pair_timeout_s`, over all
-        attempts that waited, or its breaker is not closed."""
+        """Note that an attempt gave up waiting for its pair earlier than `pair_timeout_s`, because of its request's
+        target or deadline. Returns whether that counts as a failure: the pair has not been formed for `pair_timeout_s`,
+        over all attempts that waited, or its breaker is not closed."""
         breaker = self._breakers.get(Subject("transfer", prefill, decode))
         if breaker is not None and breaker.state is not BreakerState.CLOSED:
             return True
@@ -175,7 +177,7 @@ class CircuitBreakers:
         return now - first >= pair_timeout_s
 
     def passed(self, leg: Leg, prefill: WorkerId | None, decode: WorkerId, placed_at: float, now: float) -> bool:
-        """A leg of an attempt succeeded. Returns whether a breaker closed because of it."""
+        """Note that a leg of an attempt succeeded. Returns whether a breaker closed because of it."""
         closed = False
         if leg == "transfer" and prefill is not None:
             self._unformed.pop((prefill, decode), None)
@@ -195,14 +197,16 @@ class CircuitBreakers:
         return closed
 
     def attempt_ended(self, key: AttemptKey) -> bool:
-        """The attempt of a trial ended. Returns whether another trial may follow, because it had no result."""
+        """Note that the attempt of a trial ended. Returns whether another trial may follow, because it had no
+        result."""
         withdrawn = [breaker.withdraw(key) for breaker in self._breakers.values()]
         if any(withdrawn):
             self.version += 1
         return any(withdrawn)
 
     def tick(self, now: float) -> bool:
-        """Time passed. Returns whether the pause of a breaker ended, so that it is half-open now."""
+        """Update the breakers by the time. Returns whether the pause of a breaker ended, so that it is half-open
+        now."""
         if now < self._due:
             return False
         ended = [breaker.tick(now) for breaker in self._breakers.values()]
@@ -225,7 +229,7 @@ class CircuitBreakers:
     def excluded(
         self, prefills: frozenset[WorkerId], decodes: frozenset[WorkerId], colocated: frozenset[WorkerId]
     ) -> Exclusions:
-        """What to exclude of these workers: P, D, and those with both roles."""
+        """The exclusions among these workers: P, D, and those with both roles."""
         blocked: dict[Leg, dict[WorkerId, float]] = {"prefill": {}, "transfer": {}, "decode": {}}
         pairs: dict[Pair, float] = {}
         for subject, breaker in self._breakers.items():
@@ -247,7 +251,7 @@ class CircuitBreakers:
         return Exclusions(no_prefill, no_decode, no_colocated, frozenset(pairs))
 
     def states(self) -> dict[Subject, CircuitBreaker]:
-        """The breakers that are not closed."""
+        """The state of each breaker that is not closed."""
         return {
             subject: breaker
             for subject, breaker in sorted(self._breakers.items(), key=lambda each: str(each[0]))
@@ -255,7 +259,7 @@ class CircuitBreakers:
         }
 
     def describe(self, now: float) -> dict[WorkerId, tuple[str, ...]]:
-        """For operators: one line for each breaker that is not closed, by worker (of a pair, by its prefill worker)."""
+        """One line for operators for each breaker that is not closed, by worker (of a pair, by its prefill worker)."""
         lines: dict[WorkerId, list[str]] = {}
         for subject, breaker in self.states().items():
             with_peer = "" if subject.peer is None else f" to {subject.peer}"
@@ -268,7 +272,7 @@ class CircuitBreakers:
         return {worker_id: tuple(each) for worker_id, each in lines.items()}
 
     def check_integrity(self) -> list[str]:
-        """What does not fit together; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         found = []
         for subject, breaker in self._breakers.items():
             if (breaker.trial is not None) != (breaker.state is BreakerState.TRIAL):
@@ -278,7 +282,7 @@ class CircuitBreakers:
         return found
 
     def trials(self) -> Mapping[Subject, AttemptKey]:
-        """The trials under way."""
+        """The attempts of the present trials."""
         return MappingProxyType(
             {subject: breaker.trial for subject, breaker in self._breakers.items() if breaker.trial is not None}
         )
@@ -311,7 +315,8 @@ class CircuitBreakers:
 
 
 def _limits_of(subject: Subject, limits: BreakerLimits) -> BreakerLimits:
-    """A worker's transfers must fail with different peers before the worker itself is excluded."""
+    """The limits of a subject. A worker's transfers must fail with different peers before the worker itself is
+    excluded."""
     peers = 2 if subject.leg == "transfer" and subject.peer is None else 1
     return BreakerLimits(limits.failures, limits.share, limits.pause_s, limits.max_pause_s, peers)
 
@@ -334,15 +339,15 @@ def _subjects_of(prefill: WorkerId | None, decode: WorkerId) -> tuple[Subject, .
 
 
 def _peer_in(subject: Subject, prefill: WorkerId | None, decode: WorkerId) -> str:
-    """The other end of a transfer."""
+    """The other end of a transfer; empty for other legs."""
     if subject.leg != "transfer":
         return ""
     return decode if subject.worker_id == prefill else prefill or ""
 
 
 def _worst(workers: frozenset[WorkerId], *blocked: Mapping[WorkerId, float]) -> frozenset[WorkerId]:
-    """The blocked ones, by the pauses of their breakers. Where all are blocked, those with the shortest pause are not
-    returned."""
+    """The blocked workers, by the pauses of their breakers. If all are blocked, those with the shortest pause are left
+    out."""
     pauses = {worker_id: max(each.get(worker_id, 0.0) for each in blocked) for worker_id in workers}
     least = min(pauses.values(), default=0.0)
     return frozenset(worker_id for worker_id, pause_s in pauses.items() if pause_s > least)
@@ -351,8 +356,8 @@ def _worst(workers: frozenset[WorkerId], *blocked: Mapping[WorkerId, float]) -> 
 def _reachable(
     workers: frozenset[WorkerId], peers: frozenset[WorkerId], blocked: Iterable[Pair]
 ) -> frozenset[WorkerId]:
-    """Of the workers (second in a pair) those that have a pair with one of the peers (first) that is not blocked; all
-    where none has."""
+    """The workers (second in a pair) that have an unblocked pair with one of the peers (first); all workers if none
+    has."""
     blocked_peers = Counter(worker for peer, worker in blocked if peer in peers)
     found = frozenset(worker_id for worker_id in workers if blocked_peers[worker_id] < len(peers))
     return found or workers
@@ -366,13 +371,14 @@ class UsableWorkers(NamedTuple):
     colocated: frozenset[WorkerId]
     excluded: Exclusions
     longest_prefill: int
-    """Tokens of the longest sequence that fits on a P that is not excluded; below, on a D and on a colocated worker."""
+    """Tokens of the longest sequence that fits on a P that is not excluded. The next two fields are those of a D and of
+    a colocated worker."""
     longest_decode: int
     longest_colocated: int
 
     def excluded_for(self, num_tokens: int) -> Exclusions:
-        """What a request of so many tokens must not use: nothing of a role where only excluded workers could take
-        it."""
+        """The exclusions for a request of `num_tokens` tokens. A role has none if only excluded workers could take the
+        request."""
         excluded = self.excluded
         if num_tokens < min(self.longest_prefill, self.longest_decode, self.longest_colocated):
             return excluded
@@ -385,7 +391,7 @@ class UsableWorkers(NamedTuple):
 
 
 def find_usable(workers: Collection[Worker], breakers: CircuitBreakers) -> UsableWorkers:
-    """The usable ones of these workers, with what the breakers exclude."""
+    """The usable workers among these, with the exclusions of the breakers."""
     prefills = frozenset(w.worker_id for w in workers if can_prefill_for_others(w.info))
     decodes = frozenset(w.worker_id for w in workers if can_decode_for_others(w.info))
     colocated = frozenset(w.worker_id for w in workers) - prefills - decodes

@@ -1,8 +1,8 @@
 """The exposed part of KV transfers, predicted: fitted online, as step times are (`step_times/step_model.py`).
 
-A link that was slow for a while is avoided, and nothing would show that it is as fast as before. So one that has become
-much slower, and that no request used for `STALE_S`, counts as at its best for the next request: its trial. If that
-shows another pace, all that was seen before counts at that pace.
+A link that was slow for a while is avoided, so no transfer would show that it has recovered. So a link that has become
+much slower, and that no request used for `STALE_S`, is predicted at its best for the next request: its trial. If the
+trial is much faster than the fit, all earlier observations count at its pace.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from disagg.step_times.step_model import LEAST_MS, NUM_LEARNED, Outliers, next_f
 _LINK_UNKNOWNS = 2
 _MEGABYTE = 1e6
 _LATENCY_MS, _MEGABYTE_MS = 1.0, 0.5
-"""Of a transfer of no bytes, and of each megabyte: the default."""
+"""Default milliseconds of a transfer: its latency, and the time of each megabyte."""
 _LINK_FLOOR_MS = 1.0
-"""Errors below this do not matter, however large they are relatively."""
+"""Least milliseconds by which errors are divided: smaller errors do not matter, however large they are relatively."""
 _FLEET_WINDOW, _PAIR_WINDOW = 1024.0, 64.0
 STALE_S = 6.0
-"""A slow link is tried again after so long without a request."""
+"""Seconds without a request after which a slow link is tried again."""
 STALE_PLACEMENTS = 8
-"""And after so many placements on any links, or without, so that few of few requests are trials."""
+"""Number of placements, on any link or without one, that must also have passed. So few of few requests are trials."""
 _SLOW, _SLOW_MS = 2.0, 5.0
-"""Slow: a transfer of a megabyte takes more than so many times as long as at its best, and so many milliseconds
-more."""
+"""A link is slow if a transfer of a megabyte takes more than `_SLOW` times as long as at its best, and more than
+`_SLOW_MS` milliseconds longer."""
 _LEAST_SEEN = 4
-"""Transfers after which a fit may be its best."""
+"""Number of transfers from which on a fit may be the link's best."""
 _PAIR_PRIOR = 4.0
-"""A pair is assumed to be typical until about this many transfers were observed."""
+"""Number of transfers that the assumption that a pair is typical counts for."""
 
 
 class _Link(msgspec.Struct, gc=False):
-    """One fit: of a pair, or of all of them."""
+    """The fit of one pair, or of the whole fleet."""
 
     recent: Moments
     multiples: tuple[float, ...]
@@ -46,41 +46,41 @@ class _Link(msgspec.Struct, gc=False):
     refit_at: int = 1
     latency_ms: float = 0.0
     byte_ms: float = 0.0
-    """Like `latency_ms` by the latest fit."""
+    """Milliseconds of each byte by the latest fit; `latency_ms` is that of a transfer of no bytes."""
     best: tuple[float, float] = (math.inf, math.inf)
-    """Of a transfer of no bytes, and of each byte, by the fit of the shortest times."""
+    """The least latency and milliseconds of each byte, by the fit with the shortest time of a megabyte."""
     is_slow: bool = False
-    """By the latest fit, beside `best`."""
+    """Whether the latest fit is slow, compared with `best`."""
     used_at: float = -math.inf
-    """When a request was last placed there, or a transfer was seen."""
+    """When a request was last placed on the link, or a transfer was observed."""
     used_turn: int = 0
     """Number of placements at that time."""
     is_tried: bool = False
-    """A request is a trial of it."""
+    """Whether a request is a trial of the link."""
 
     def __post_init__(self) -> None:
         self._take(self.multiples)
 
     def predict(self, byte_factor: float) -> float:
-        """By the latest fit."""
+        """Predicted milliseconds by the latest fit."""
         latency, per_megabyte = self.multiples
         return max(_LINK_FLOOR_MS, _LATENCY_MS * latency + byte_factor * per_megabyte)
 
     def observe(self, byte_factor: float, exposed_ms: float, size: float) -> None:
-        """Observe one transfer; `size` is what to divide it by."""
+        """Observe one transfer; the observation is divided by `size`."""
         predicted = self.predict(byte_factor)
         weight = self.outliers.weight(abs(exposed_ms - predicted) / predicted)
         self.recent.add_two(_LATENCY_MS / size, byte_factor / size, exposed_ms / size, weight)
         self.num_observed += 1
 
     def fit(self, prior: Moments) -> None:
-        """Find the coefficients anew, if that is due."""
+        """Compute the coefficients again, if that is due."""
         if self.num_observed >= self.refit_at:
             system = total(_LINK_UNKNOWNS, (prior, self.recent))
             self.fitted(solve_two(system.gram, system.moment) or tuple(system.solve()))
 
     def fitted(self, multiples: tuple[float, ...]) -> None:
-        """Set the coefficients until more was observed."""
+        """Set the coefficients until more transfers are observed."""
         self._take(multiples)
         self.refit_at = next_fit(self.num_observed)
 
@@ -95,12 +95,12 @@ class _Link(msgspec.Struct, gc=False):
             self.is_slow = ms > max(_SLOW * best_ms, best_ms + _SLOW_MS)
 
     def is_stale(self, now: float, turn: int) -> bool:
-        """Whether it is slow by what was seen long ago."""
+        """Whether the link is slow by old observations only."""
         return self.is_slow and now >= self.used_at + STALE_S and turn >= self.used_turn + STALE_PLACEMENTS
 
     def end_trial(self, byte_factor: float, exposed_ms: float) -> None:
-        """The transfer of its trial was seen: if it was much faster than predicted, so would have been the earlier
-        ones."""
+        """End the trial with its transfer. If it was much faster than predicted, the earlier ones count as faster by
+        the same factor."""
         self.is_tried = False
         factor = max(_LINK_FLOOR_MS, exposed_ms) / self.predict(byte_factor)
         if factor < 1.0 / _SLOW:
@@ -131,7 +131,7 @@ class LinkModel:
         self._num_placed = 0
 
     def placed(self, prefill_id: WorkerId | None, decode_id: WorkerId, now: float) -> bool:
-        """A request was placed on a pair, or without one. Returns whether that is a trial of its link."""
+        """Note that a request was placed on a pair, or without one. Returns whether that is a trial of its link."""
         self._num_placed += 1
         if prefill_id is None:
             return False
@@ -170,8 +170,8 @@ class LinkModel:
             fit.observe(byte_factor, exposed_ms, size)
 
     def exposed_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int, now: float = -math.inf) -> float:
-        """The predicted time for `kv_bytes` that D does not hold; positive, and more for more bytes. `now`: of a
-        request that may be a trial of the link."""
+        """The predicted milliseconds for `kv_bytes` that D does not hold; positive, and more for more bytes. `now`: the
+        time of a request that may be a trial of the link."""
         fleet, links = self._fleet, self._pairs.get(prefill_id)
         link = fleet if links is None else links.get(decode_id, fleet)
         if link.num_observed >= link.refit_at:
@@ -186,13 +186,14 @@ class LinkModel:
         return exposed_ms if exposed_ms > LEAST_MS else LEAST_MS
 
     def known_ms(self, prefill_id: WorkerId, decode_id: WorkerId, kv_bytes: int) -> float:
-        """The same by the fit of the latest placement. For views: a fit that they made would change later ones."""
+        """Like `exposed_ms`, by the fit of the latest placement. For views: a fit that they made would change later
+        ones."""
         link = self._pairs.get(prefill_id, {}).get(decode_id, self._fleet)
         latency, per_megabyte = link.multiples
         return max(LEAST_MS, _LATENCY_MS * latency + _byte_factor(kv_bytes) * per_megabyte)
 
     def typical(self) -> tuple[float, float]:
-        """The latency in seconds, and the seconds of each byte, of all pairs together, as of the latest fit."""
+        """The latency in seconds, and the seconds of each byte, of all pairs together, by the latest fit."""
         latency, per_megabyte = self._fleet.multiples
         return max(0.0, latency * _LATENCY_MS / 1e3), max(0.0, per_megabyte * _MEGABYTE_MS / _MEGABYTE / 1e3)
 
@@ -203,8 +204,8 @@ class LinkModel:
             links.pop(worker_id, None)
 
     def _fit_pair(self, link: _Link) -> None:
-        """Fit a pair with what is typical as its prior. The sums are written out, in the order of `Moments`: with a
-        hundred workers there is a pair to fit at every placement."""
+        """Fit a pair with the fleet's typical times as its prior. The sums are written out, in the order of `Moments`:
+        with a hundred workers there is a pair to fit at every placement."""
         fleet, recent = self._fleet.recent, link.recent
         a, b, c = self._prior.gram
         seen = fleet.weight * fleet.scale
@@ -234,5 +235,5 @@ class LinkModel:
 
 
 def _byte_factor(kv_bytes: int) -> float:
-    """Of the multiple of `_MEGABYTE_MS`, as `_LATENCY_MS` is that of the other one."""
+    """The factor of the multiple of `_MEGABYTE_MS`. That of the multiple of `_LATENCY_MS` is `_LATENCY_MS` itself."""
     return max(0, kv_bytes) / _MEGABYTE * _MEGABYTE_MS

@@ -1,4 +1,5 @@
-"""Workers that are coming, as the controller has said: requests wait for them where no other one could take them. Pure.
+"""Workers that will come, by the controller's messages: requests wait for them if no present worker could take them.
+Pure.
 
 Owner: the fleet.
 """
@@ -12,18 +13,18 @@ from disagg.proto.ids import WorkerId, kind_of
 from disagg.proto.messages import RoleName
 
 CONNECT_S = 5.0
-"""One that is expected no longer may be ready: so long is it waited for until it is connected."""
+"""Seconds for which a worker that is no longer expected is still waited for: it may be ready and not connected yet."""
 
 
 class ExpectedWorkers:
-    """When which worker is expected to be ready, on the router's clock."""
+    """The time on the router's clock at which each worker is expected to be ready."""
 
     def __init__(self) -> None:
         self._expected: dict[WorkerId, tuple[float, float]] = {}
-        """When, and until when it is waited for."""
+        """For each worker: when it is expected, and until when it is waited for."""
 
     def expect(self, in_s: Mapping[WorkerId, float], now: float) -> None:
-        """These are coming, in so many seconds, and no others."""
+        """Expect these workers, in that many seconds, and no others."""
         kept = {
             worker_id: (min(at, now), min(until, now + CONNECT_S))
             for worker_id, (at, until) in self._expected.items()
@@ -32,7 +33,7 @@ class ExpectedWorkers:
         self._expected = kept | {worker_id: (now + seconds, math.inf) for worker_id, seconds in in_s.items()}
 
     def came(self, worker_id: WorkerId) -> None:
-        """It is connected."""
+        """Stop expecting a worker that is connected."""
         self._expected.pop(worker_id, None)
 
     def next_in_s(self, role: RoleName, now: float) -> float | None:
@@ -45,11 +46,11 @@ class ExpectedWorkers:
         return min(waits, default=None)
 
     def known_until(self, now: float) -> float:
-        """When fewer may be expected though nothing was said; infinite where that does not happen."""
+        """When fewer workers may be expected without another message; infinite if that does not happen."""
         return min((until for _, until in self._expected.values() if until > now), default=math.inf)
 
 
 def _may_have(worker_id: WorkerId, role: RoleName) -> bool:
-    """By the pool in its name: workers of all others have both roles."""
+    """Whether a worker may have a role, by the pool in its name: workers of other pools have both roles."""
     pool = kind_of(worker_id).rpartition("-")[0]
     return pool == role or pool not in ("prefill", "decode")

@@ -3,11 +3,11 @@
     a worker comes ──> the few pairs that are formed right away and kept ("warm"), at most `warm_pairs` for each worker
     a placement    ──> forms the pair, which stays formed until it was not used for `pair_idle_s`
 
-A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So the others are formed
-by the first request that is placed there, and the expected time of that is a part of what such a placement costs.
+A worker of 400 has 200 possible peers, and each pair costs both ends memory and descriptors. So other pairs are
+formed by the first request that is placed on them, and the expected time of that is a part of its placement's cost.
 
 The workers own their pairs, and may have closed one that is assumed to be formed here. Then the next request waits
-until it is formed again; nothing else happens.
+until it is formed again, without another effect.
 
 Owner: the fleet.
 """
@@ -26,23 +26,24 @@ _NONE: AbstractSet[WorkerId] = frozenset()
 
 
 class Pairs:
-    """The formed pairs of one router: warm ones, and those that requests used lately."""
+    """The formed pairs of one router: warm ones, and those that requests used recently."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._most_warm = config.warm_pairs
         self._setup_ms = config.pair_setup_ms
         self._idle_s = config.pair_idle_s
         self._warm: defaultdict[WorkerId, dict[WorkerId, None]] = defaultdict(dict)
-        """Both ways. Not sets: the order of the peers settles ties, and that of a set of texts differs by process."""
+        """The peers of each worker's warm pairs. Not sets: the order of the peers settles ties, and that of a set of
+        texts differs by process."""
         self._used: dict[tuple[WorkerId, WorkerId], float] = {}
-        """(P, D) -> when it was used, the one that was used the longest time ago first."""
+        """For each pair (P, D): when it was last used, the longest ago first."""
         self._expires_at = math.inf
-        """No used pair is idle for too long before this time."""
+        """Time before which no used pair is idle for too long."""
         self._formed: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
-        """Worker -> the peers of its warm pairs, and of a P also those of used ones."""
+        """The peers of each worker's warm pairs; for a P also those of its used pairs."""
 
     def warm_up(self, worker_id: WorkerId, peers: Sequence[WorkerId]) -> frozenset[WorkerId]:
-        """A worker came up: choose the peers with which it forms a pair now, those with the fewest warm pairs first."""
+        """Choose the peers with which a new worker forms a pair now, those with the fewest warm pairs first."""
         own, most = self._warm[worker_id], self._most_warm
         open_peers = [peer for peer in peers if peer not in own and len(self._warm[peer]) < most]
         open_peers.sort(key=lambda peer: len(self._warm[peer]))
@@ -53,7 +54,7 @@ class Pairs:
         return frozenset(own)
 
     def used(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
-        """A request was placed on the pair."""
+        """Note that a request was placed on the pair."""
         pair = (prefill, decode)
         self._used.pop(pair, None)
         self._used[pair] = now
@@ -62,7 +63,7 @@ class Pairs:
             self._expires_at = now + self._idle_s
 
     def failed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """A transfer there failed: the next one may have to form the pair again."""
+        """Note that a transfer of the pair failed: the next one may have to form the pair again."""
         if self._used.pop((prefill, decode), None) is not None:
             self._not_used(prefill, decode)
 
@@ -71,7 +72,7 @@ class Pairs:
             self._formed[prefill].discard(decode)
 
     def expire(self, now: float) -> None:
-        """Time passed: pairs that were not used for `pair_idle_s` are assumed to be closed."""
+        """Assume that pairs that were not used for `pair_idle_s` are closed."""
         while now >= self._expires_at:  # To look for the first entry of `_used` costs more, the more were moved back.
             pair, used_at = next(iter(self._used.items()), (None, math.inf))
             self._expires_at = used_at + self._idle_s
@@ -90,7 +91,7 @@ class Pairs:
             del self._used[pair]
 
     def setup_ms(self, prefill: WorkerId, decode: WorkerId) -> float:
-        """How long a request would wait there for the pair to be formed."""
+        """Milliseconds that a request would wait for the pair to be formed."""
         return 0.0 if decode in self._formed.get(prefill, ()) else self._setup_ms
 
     def formed_with(self, prefill: WorkerId) -> AbstractSet[WorkerId]:

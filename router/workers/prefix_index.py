@@ -38,7 +38,7 @@ from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent, WorkerReport
 
 PREDICTED_FOR_S = 5.0
-"""How long a predicted block counts without a report of it."""
+"""Seconds for which a predicted block counts without a report of it."""
 
 WorkerSet = int
 """A set of workers: the bits that `PrefixIndex.bit` gives them."""
@@ -51,7 +51,7 @@ Python moves it to a larger table is short: a second for 10 million blocks in on
 
 NUM_SHARDS = 256
 _UNKNOWN = ()
-"""Unlike what is kept with a block that a worker reported."""
+"""Result of a lookup for blocks that the worker did not report; that of reported blocks is None."""
 
 
 class _Holder(msgspec.Struct, eq=False, gc=False):
@@ -64,13 +64,13 @@ class _Holder(msgspec.Struct, eq=False, gc=False):
     """Blocks that it reported. Not a set: the garbage collector tracks sets, but no dict of such plain values, which
     for 10 million blocks saves pauses of seconds."""
     predicted: dict[BlockHash, float] = {}
-    """Blocks that it should have soon, and until when that counts."""
+    """Blocks that it is predicted to have, and until when the prediction counts."""
     next_sequence: int | None = None
-    """The sequence that the next report must have; None while not synced."""
+    """The sequence number of the next report; None while not synced."""
 
 
 class _Prediction(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Blocks that a worker should have soon, all at once."""
+    """Blocks of one prompt that a worker is predicted to have, which end at the same time."""
 
     end: float
     holder: _Holder
@@ -90,12 +90,12 @@ class PrefixIndex:
         self._workers: dict[WorkerId, _Holder] = {}
         self._bits: dict[WorkerId, WorkerSet] = {}
         self._slots: list[WorkerId] = []
-        """The worker whose bit is 1 << position; stale where the position is free."""
+        """The worker whose bit is 1 << position; stale if the position is free."""
         self._free_slots: list[int] = []
         self._single: dict[WorkerSet, WorkerSet] = {}
-        """The one object for the set of one worker."""
+        """The shared integer for the set of each single worker."""
         self._predictions: deque[_Prediction] = deque()
-        """By end."""
+        """The predictions in the order of their ends."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -164,8 +164,8 @@ class PrefixIndex:
         Costs what the worker lacks. Does nothing for an unknown worker.
 
         Args:
-            worker_id: of the worker.
-            hashes: of the chain.
+            worker_id: the id of the worker.
+            hashes: the hashes of the chain.
             now: the time.
             num_matched: its leading blocks by `find`, where that is known: it reported no more, and mostly just these.
         """
@@ -198,7 +198,7 @@ class PrefixIndex:
     # ------------------------------------------------------------ lookups
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
-        """How far along the chain each worker has its blocks; good until the index changes."""
+        """The number of leading blocks of the chain that each worker has; valid until the index changes."""
         return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, hashes)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
@@ -206,7 +206,7 @@ class PrefixIndex:
         return self.find(hashes).all()
 
     def check_integrity(self) -> list[str]:
-        """What does not fit together; empty when all is well."""
+        """Inconsistencies; empty when there are none."""
         expected: list[dict[BlockHash, WorkerSet]] = [{} for _ in self._shards]
         for holder in self._workers.values():
             for block_hash in {**holder.hashes, **holder.predicted}:
@@ -301,7 +301,7 @@ def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
 
 
 class PrefixMatch:
-    """How far along one chain each worker has the blocks. Made by `PrefixIndex.find`."""
+    """The number of leading blocks of one chain that each worker has. Made by `PrefixIndex.find`."""
 
     __slots__ = ("_slots", "ends", "hashes")
 

@@ -24,11 +24,11 @@ from disagg.step_times.pace import slack_ms, tokens_left
 from disagg.step_times.step_model import StepModel
 
 LATE_MS = 100.0
-"""An elastic worker is given another prompt only while its prompts take less than this, so that one which becomes free
-can take it instead."""
+"""Milliseconds of outstanding prompts from which on an elastic worker gets no other prompt, so that a worker that
+becomes free can take it instead."""
 
 OTHERS_SHARE = 0.03
-"""Of a mean over reports that the latest one is; there are some fifty a second while much changes."""
+"""Weight of the latest report in a mean over reports; there are some fifty reports a second while much changes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,23 +38,23 @@ class Worker:
     info: WorkerInfo
     assigned: AssignedLoad
     position: int
-    """Counts the workers in the order in which they came; breaks ties of ranks."""
+    """Number of the worker in the order in which the workers came; breaks ties of ranks."""
     slot_tokens: int
-    """It takes another prompt while less than this many tokens are outstanding."""
+    """Number of outstanding tokens below which it takes another prompt."""
     bit: WorkerSet = 0
     """The worker as a set of the prefix index."""
     num_routers: int = 1
-    """Routers that place on it. With several, sequences of the others are among those that decode, as `_others` has
-    them."""
+    """Number of routers that place on it. With several, sequences of the others count among those that decode, by
+    `_others`."""
     load: Load = field(default_factory=Load)
     model: StepModel = field(init=False)
     is_measured: bool = False
     """Whether the model has observed a step of this worker, so that its predictions are usable."""
     is_draining: bool = False
     is_split_off: bool = False
-    """An elastic worker that takes no prompts, see `Fleet.split`."""
+    """Whether it is an elastic worker that takes no prompts, see `Fleet.split`."""
     is_suspected: bool = False
-    """It seems to hang: nothing is placed there."""
+    """Whether it seems to hang. Nothing is placed on it then."""
     last_turn: int = -1
     """Number of the latest placement on it."""
     reported_at: float = 0.0
@@ -63,45 +63,45 @@ class Worker:
     # From `info`.
     worker_id: WorkerId = field(init=False)
     peer: PeerRef = field(init=False)
-    """How another worker reaches this one."""
+    """The reference by which another worker reaches this one."""
     decodes: bool = field(init=False)
     """Whether its sequences decode there (D, or both roles)."""
     is_for_prompts: bool = field(init=False)
     """Whether it computes prompts from the queue (P, or both roles and not split off)."""
     num_blocks: int = field(init=False)
     bytes_per_token: int = field(init=False)
-    """Of KV."""
+    """Bytes of one token's KV."""
 
     # What `refresh` keeps up to date.
     outstanding_tokens: int = 0
-    """Prompt tokens that it was given and has not computed."""
+    """Number of prompt tokens that it was given and has not computed."""
     used_blocks: int = 0
-    """Assigned, plus what the latest report showed beyond that: sequences of other routers, and answers longer than
-    their reserve."""
+    """Number of assigned blocks, plus those that the latest report showed beyond them: of sequences of other routers,
+    and of answers longer than their reserve."""
     free_tokens: int = 0
-    """Tokens of blocks without reusable content, or with a copy of what another worker has: what is written beyond them
-    evicts other cached blocks."""
+    """Number of tokens in blocks without reusable content, or with a copy of another worker's content. Writing beyond
+    them evicts other cached blocks."""
     num_decodes: int = 0
-    """Sequences that decode, or are about to."""
+    """Number of sequences that decode, or are about to."""
     prompt_room: int = 1
-    """Prompt tokens of one step, beside these sequences."""
+    """Number of prompt tokens in one step, beside these sequences."""
     num_sequences: int = 0
-    """Assigned."""
+    """Number of assigned sequences."""
     around_ms: float = 0.0
-    """Predicted time of a step without prompt tokens: of its decodes, or the fixed cost alone."""
+    """Predicted milliseconds of a step without prompt tokens: of its decodes, or the fixed cost alone."""
     backlog_ms: float = 0.0
-    """Until the outstanding prompt tokens are computed."""
+    """Milliseconds until the outstanding prompt tokens are computed."""
     has_slot: bool = True
     """Whether it has a free prefill slot."""
     is_full: bool = False
     """Whether it has no free decode place."""
     _saved: tuple[float, float] | None = None
-    """Until when the sequences there can spare time, and the least target; None until that is asked for after a change.
-    """
+    """Time until which its sequences can spare time, and the least TPOT target in milliseconds. None after a change,
+    until they are needed."""
     is_empty: bool = True
     """Whether no sequence is assigned or reported."""
     refused_blocks: float = math.inf
-    """A request of this many blocks was refused since the latest report; smaller ones may fit."""
+    """Number of blocks of the smallest request that it refused since the latest report; smaller ones may fit."""
 
     # The coefficients of its step times, as of the latest report.
     base_ms: float = 0.0
@@ -113,23 +113,23 @@ class Worker:
     heard_at: float = -math.inf
     """When its latest message came."""
     blocks_beyond: int = 0
-    """Reported as held, and not assigned at the report before."""
+    """Number of blocks that were reported as held, and not assigned at that time."""
     _others: float = 0.0
     """Mean of `num_others`, of which a report changes a small share: each router spreads its own requests evenly, and
-    does not follow what the others have just placed. Where all of them do, all fill up the worker that the same late
-    reports show as the emptiest. What stays uneven for longer counts."""
+    does not follow the latest placements of the others. If all routers followed them, all would fill up the worker that
+    the same late reports show as the emptiest. An imbalance that lasts longer counts."""
     _others_context: float = 0.0
-    """The same of the tokens that these sequences attend to."""
+    """Mean number of tokens that these sequences attend to."""
     _num_blocks_unseen: int = 0
-    """Blocks assigned since the last report, which that report may not include."""
+    """Number of blocks assigned since the last report, which that report may not include."""
     num_others: int = 0
-    """Sequences that were reported, and not assigned then."""
+    """Number of sequences that were reported, and not assigned at that time."""
     _has_preempted: bool = False
-    """Whether preempted sequences wait there. A decode worker refuses everything until they run again."""
+    """Whether preempted sequences wait on it. A decode worker refuses everything until they run again."""
     _num_computed: int = 0
-    """Assigned tokens that the worker computed according to its load, before it reported so by request."""
+    """Number of assigned tokens that it has computed by its load, and not yet reported as computed by request."""
     _num_unseen: int = 0
-    """Tokens assigned since the last report, which that report may not include."""
+    """Number of tokens assigned since the last report, which that report may not include."""
 
     def __post_init__(self) -> None:
         self.model = StepModel(self.info.calibration)
@@ -149,22 +149,23 @@ class Worker:
         self.refresh()
 
     def split_off(self, is_split_off: bool) -> None:
-        """Whether it takes no prompts from now on."""
+        """Set whether it takes no prompts from now on."""
         self.is_split_off = is_split_off
         self.update_info(self.info)
 
     def note_assigned(self, num_tokens: int, num_blocks: int) -> None:
-        """Prompt tokens and KV blocks were assigned."""
+        """Note that prompt tokens and KV blocks were assigned."""
         self._num_unseen += num_tokens
         self._num_blocks_unseen += num_blocks
 
     def note_closed(self, assignment: Assignment) -> None:
-        """An assignment was closed. What it shares with others stays in use until the next report."""
+        """Note that an assignment was closed. The blocks that it shares with others stay in use until the next
+        report."""
         num_left_blocks = num_left(assignment, self.assigned.held) * HASH_BLOCK_TOKENS // self.info.block_size
         self.blocks_beyond += max(0, num_left_blocks - assignment.shared_blocks)
 
     def note_returned(self, num_tokens: int) -> None:
-        """Assigned prompt tokens were given back: computed, or given up. Progress on them no longer counts."""
+        """Note that assigned prompt tokens were released: computed, or given up. Progress on them no longer counts."""
         self._num_computed = max(0, min(self._num_computed - num_tokens, self.assigned.tokens))
         self._num_unseen = min(self._num_unseen, self.assigned.tokens)
 
@@ -175,16 +176,17 @@ class Worker:
 
     @property
     def coefficients(self) -> StepCoefficients:
-        """Of its step times, as of the latest report."""
+        """The coefficients of its step times, as of the latest report."""
         return StepCoefficients(self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms)
 
     def note_refused(self, num_blocks: int) -> None:
-        """It refused a sequence of `num_blocks` blocks: larger ones are not placed there until its next report."""
+        """Note that it refused a sequence of `num_blocks` blocks: larger ones are not placed on it until its next
+        report."""
         self.refused_blocks = min(self.refused_blocks, num_blocks)
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether its latest report shows that it preempted sequences, or is about to: not every sequence that runs can
+        """Whether its latest report shows that it preempted sequences, or is about to: not every running sequence can
         get one more block."""
         load = self.load
         if not self.decodes:
@@ -193,7 +195,7 @@ class Worker:
         return load.num_preempted > 0 or (load.num_running > 1 and num_left < load.num_running)
 
     def take_report(self, report: WorkerReport) -> None:
-        """Load and measured steps. Call `refresh` next."""
+        """Take the load and the measured steps of a report. Call `refresh` next."""
         self.load = load = report.load
         num_computed = self.assigned.tokens - self._num_unseen - load.uncomputed_prompt_tokens
         # If the report includes the tokens assigned since the last one, this is too low by as many.

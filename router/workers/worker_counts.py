@@ -1,4 +1,5 @@
-"""The counters of workers, summed over their incarnations: each one begins at 0, and what is shown must never fall.
+"""The counters of workers, summed over their incarnations: those of each incarnation begin at 0, but the shown sums
+must never fall.
 
     report of the known incarnation ──> replaces the earlier report of that incarnation
     report of another incarnation   ──> the last report of the earlier one is added to the past
@@ -33,11 +34,11 @@ class WorkerCounts:
         self._latest[worker_id] = (report.incarnation, report.metrics)
 
     def restarts(self) -> dict[WorkerId, int]:
-        """How often another incarnation of a worker took the place of one that had reported, by id."""
+        """For each worker by id: the number of times that another incarnation replaced one that had reported."""
         return dict(sorted(self._restarts.items()))
 
     def totals(self) -> dict[WorkerId, WorkerMetrics]:
-        """The sums, of every worker that ever reported, by id."""
+        """The sums for every worker that ever reported, by id."""
         return {
             worker_id: add(self._past[worker_id], latest) if worker_id in self._past else latest
             for worker_id, (_, latest) in sorted(self._latest.items())

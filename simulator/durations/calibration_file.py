@@ -25,30 +25,30 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class StepRecording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Steps of one worker."""
+    """A file of recorded steps of one worker, with the conditions of the measurement."""
 
     format: Literal["disagg-step-times"] = FORMAT
     version: Literal[1] = 1
     model: str
-    """Its name."""
+    """Name of the model."""
     fingerprint: str = ""
-    """Of the weights; see `engine.checkpoint.model_fingerprint`."""
+    """Fingerprint of the weights; see `engine.checkpoint.model_fingerprint`."""
     dtype: str
     quantization: str = "none"
     device: str = "cpu"
     num_threads: _Count = 1
     tp: _Count = 1
     machine: str
-    """CPU or GPU, as the operating system names it."""
+    """Name of the CPU or GPU, as the operating system has it."""
     date: str
-    """UTC, ISO 8601."""
+    """Date in UTC, as in ISO 8601."""
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """All layers, K and V; 0 where it is not recorded."""
+    """Bytes of K and V of one token in all layers; 0 if not recorded."""
     overheads: Overheads = NO_OVERHEADS
     sharing: Sharing | None = None
-    """What workers of one machine take from each other; the samples are without it. None where it is not recorded."""
+    """Slowdown of workers by others on one machine; the samples do not include it. None if not recorded."""
     samples: tuple[StepSample, ...]
-    """`[ms, prefill_tokens, prefill_attended, num_decodes, decode_context]` each."""
+    """The steps, each as `[ms, prefill_tokens, prefill_attended, num_decodes, decode_context]`."""
 
 
 def encode_recording(recording: StepRecording) -> bytes:
@@ -61,7 +61,7 @@ def encode_recording(recording: StepRecording) -> bytes:
 
 
 def decode_recording(content: bytes, name: str) -> StepRecording:
-    """What a file holds; `name` is what errors call it.
+    """The recording in a file; `name` stands for the file in errors.
 
     Raises:
         ConfigError: it is no such file, or something in it cannot be; names the field or the step.
@@ -79,7 +79,7 @@ def decode_recording(content: bytes, name: str) -> StepRecording:
 
 
 def check_samples(samples: Sequence[StepSample], name: str) -> None:
-    """Refuse steps that cannot have been.
+    """Refuse steps with impossible values.
 
     Raises:
         ConfigError: names the first of them.

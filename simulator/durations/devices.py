@@ -1,12 +1,12 @@
-"""What devices can do, as data: dense peak rates, memory, links, power. Each number has its source in a comment.
+"""Device specifications as data: dense peak rates, memory, links, power. Each number has its source in a comment.
 
 Prices are no property of a device: `example_price_per_hour` is only what `disagg plan` assumes where `--price` is not
 given, and its output says so.
 
 How close kernels come to the peaks is in `Kernels`. Those of Hopper and Blackwell are fitted to measured kernel times
 (the tables that `aiconfigurator` publishes, made with vLLM 0.24, bf16, heads of 128) by least mean absolute log
-error; what such a fit is worth shows on a device that it was not made from: Hopper's, made on an H100, is off by 6 %
-on its own GEMMs and 7 % on an H200's, 12 % and 11 % for the attention of prompts, 7 % and 8 % for that of decodes.
+error. Another device shows how general a fit is: that of Hopper, made on an H100, is off by 6 % for the GEMMs of the
+H100 itself and 7 % for those of an H200, 12 % and 11 % for the attention of prompts, 7 % and 8 % for that of decodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What real kernels reach. Times are in seconds, efficiencies shares of the device's peak."""
+    """Performance that real kernels reach. Times are in seconds, efficiencies are shares of the device's peak."""
 
     gemm_start_s: float = 3.7e-6
     gemm_compute: float = 0.81
@@ -35,18 +35,18 @@ class Kernels:
     """Query-key pairs that a prompt token costs besides its own."""
     decode_attention_memory: float = 0.88
     decode_attention_head_s: float = 2.7e-8
-    """Of each sequence and KV head, however short the context."""
+    """Seconds for each sequence and KV head, however short the context."""
     decode_attention_overlap: float = 1.6
     other_memory: float = 0.7
-    """Norms, rotations, activations: limited by memory."""
+    """Share of the peak memory bandwidth that norms, rotations and activations reach."""
     other_start_s: float = 8e-6
-    """All of these of one layer."""
+    """Start-up seconds of all these kernels of one layer."""
     all_reduce_start_s: float = 4e-6
     all_reduce_rank_s: float = 2e-7
     all_reduce_bandwidth: float = 0.3
-    """Share of the link, for 2 (n - 1) / n of the bytes on each rank."""
+    """Share of the link's bandwidth that is reached, for 2 (n - 1) / n of the bytes on each rank."""
     step_s: float = 1.5e-3
-    """Of each step, whatever it computes: scheduling, inputs, sampling, the copy of the tokens."""
+    """Seconds of each step that do not depend on its work: scheduling, inputs, sampling, the copy of the tokens."""
 
 
 HOPPER = Kernels()
@@ -87,17 +87,17 @@ class Device:
 
     name: str
     flops: Mapping[str, float]
-    """By dtype of the operands."""
+    """Peak FLOP/s by dtype of the operands."""
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
-    """Between devices of one node, which the ranks of a worker are: NVLink, or else PCIe."""
+    """Bandwidth between devices of one node, which the ranks of a worker are: NVLink, or else PCIe."""
     network_bandwidth: float
-    """Of each device to other nodes."""
+    """Bandwidth of each device to other nodes."""
     max_tp: int = 8
-    """Devices of one node."""
+    """Number of devices in one node."""
     power_w: float = 0.0
-    """Of the board, at most."""
+    """Maximum power of the board in watts."""
     example_price_per_hour: float
     kernels: Kernels = field(default=HOPPER)
 

@@ -22,17 +22,17 @@ from disagg.step_times.step_model import LEAST_MS, StepModel
 
 MIN_SAMPLES = 8
 NUM_FOLDS = 5
-"""Parts of the cross-validation."""
+"""Number of parts of the cross-validation."""
 ROW_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-"""Where the slope over the rows of a step may change: each matrix is multiplied with all of them."""
+"""Numbers of rows of a step at which the slope may change: each matrix is multiplied with all rows."""
 DECODE_KNOTS = (0, 8, 32)
 PREFILL_KNOTS = (0, 32, 256)
 _RIDGE = 1e-6
-"""Weight of the assumption that all unknowns are 0, in observations: decides what was not measured."""
+"""Weight of the assumption that all unknowns are 0, in observations. It decides where nothing was measured."""
 
 
 def work_of(sample: StepSample) -> StepWork:
-    """What a recorded step computed. Recordings do not say how many prompts it had: one, if any."""
+    """The work of a recorded step. Recordings do not have the number of prompts: one is assumed, if any."""
     return StepWork(
         sample.prefill_tokens,
         sample.prefill_attended,
@@ -84,7 +84,7 @@ class PiecewiseStepTimes:
 
 
 def features(work: StepWork) -> list[float]:
-    """What the piecewise fit is linear in: 1, then the work in each range, then attended pairs and context."""
+    """The terms of the piecewise fit: 1, then the work in each range, then attended pairs and context."""
     rows = work.prefill_tokens + work.num_decodes
     return [
         1.0,
@@ -97,7 +97,7 @@ def features(work: StepWork) -> list[float]:
 
 
 def _ramps(value: float, knots: Sequence[int]) -> list[float]:
-    """How much of `value` lies in each range between knots; the last one is open."""
+    """The part of `value` in each range between knots; the last range is open."""
     inner = [float(min(max(value - low, 0.0), high - low)) for low, high in pairwise(knots)]
     return [*inner, max(0.0, float(value - knots[-1]))]
 
@@ -108,7 +108,7 @@ FITS: dict[str, Fit] = {"linear": LinearStepTimes, "piecewise": PiecewiseStepTim
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Of predictions, relative to what was measured."""
+    """Errors of predictions, relative to the measured times."""
 
     median: float
     p90: float
@@ -117,13 +117,13 @@ class Error:
 
 
 def error_of(times: StepTimes, samples: Sequence[StepSample]) -> Error:
-    """How far off predictions are for these steps."""
+    """The errors of the predictions for these steps."""
     return _error([_distance(times, sample) for sample in samples])
 
 
 def held_out_error(fit: Fit, samples: Sequence[StepSample]) -> Error:
-    """How far off a fit is for steps that it was not made from: each of `NUM_FOLDS` parts, by the others. Every fifth
-    step is in the same part."""
+    """The errors of a fit for steps that it was not made from: each of `NUM_FOLDS` parts is predicted by a fit of the
+    others. Every fifth step is in the same part."""
     distances: list[float] = []
     for start in range(min(NUM_FOLDS, len(samples))):
         times = fit([sample for at, sample in enumerate(samples) if at % NUM_FOLDS != start])

@@ -1,8 +1,8 @@
-"""Which steps `disagg calibrate` measures: prompts of several lengths, alone and behind a context; batches of decodes
-over contexts; and both in one step.
+"""The steps that `disagg calibrate` measures: prompts of several lengths, alone and behind a context; batches of
+decodes over contexts; and both in one step.
 
 Ordered so that every fifth one of a kind is spread over the sizes (`fitted.held_out_error` holds those out), and the
-longest come last: what does not fit into the time is left out.
+longest come last: steps for which the time is too short are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MIXED_CONTEXTS = (128, 1024)
 
 
 class GridStep(NamedTuple):
-    """One step: a prompt's chunk of so many tokens behind `start` others, and so many decodes, each of which attends to
-    `context` tokens, itself included. Either may be missing."""
+    """One step to measure: a chunk of `prefill_tokens` prompt tokens behind `start` others, and `num_decodes` decodes,
+    each of which attends to `context` tokens, itself included. Either part may be missing."""
 
     prefill_tokens: int = 0
     start: int = 0
@@ -30,7 +30,7 @@ class GridStep(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens that the step computes."""
         return self.prefill_tokens + self.num_decodes
 
 
@@ -61,6 +61,6 @@ def _all_steps() -> Iterator[GridStep]:
 
 
 def _size(step: GridStep) -> float:
-    """Roughly how long it takes: rows, and a part of a row for each hundred tokens that they attend to."""
+    """A rough measure of the step's time: its rows, and one more for each thousand attended tokens."""
     attended = step.prefill_tokens * (step.start + step.prefill_tokens / 2) + step.num_decodes * step.context
     return step.num_rows + attended / 1000.0

@@ -1,4 +1,4 @@
-"""What the time and memory of a model depend on: its sizes. Some well-known models come as data, any other from its
+"""The sizes of a model, on which its time and memory depend. Some well-known models come as data, any other from its
 `config.json`."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int
-    """Longest sequence."""
+    """Tokens of the longest sequence."""
     tied_embeddings: bool = False
     """The LM head is the embedding matrix."""
     qkv_bias: bool = False
@@ -36,23 +36,23 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """Outputs of the query projection."""
+        """Number of outputs of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Outputs of the key projection, and of the value projection."""
+        """Number of outputs of the key projection, which is also that of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Numbers in the matrices of one layer: what each token is multiplied with."""
+        """Number of parameters in the matrices of one layer, with which each token is multiplied."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def num_parameters(self) -> int:
-        """All numbers of the checkpoint."""
+        """Number of all parameters in the checkpoint."""
         layer = self.layer_matrix_parameters + 2 * self.hidden_size
         layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
@@ -60,15 +60,15 @@ class ModelShape:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
-        """Keys and values of one token in all layers, once, however many ranks share them."""
+        """Bytes of the keys and values of one token in all layers, counted once for all ranks."""
         return int(2 * self.num_layers * self.kv_size * DTYPE_BYTES[kv_dtype])
 
     def kv_heads_per_rank(self, tp: int) -> int:
-        """KV heads that each of `tp` ranks holds; with fewer heads than ranks, neighbours hold the same one."""
+        """KV heads that each of `tp` ranks holds. With fewer heads than ranks, neighbouring ranks hold the same one."""
         return max(1, self.num_kv_heads // tp)
 
     def check_tp(self, tp: int, flag: str = "--tp") -> None:
-        """Whether `tp` ranks can divide the model; the rules are those of `engine/runner/model/sharding.py`.
+        """Check that `tp` ranks can divide the model; the rules are those of `engine/runner/model/sharding.py`.
 
         Raises:
             ConfigError: they cannot; names the size that stands against it.

@@ -1,4 +1,4 @@
-"""What takes time besides steps and links, and what processes of one machine take from each other."""
+"""Times other than those of steps and links, and how much processes on one machine slow each other down."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.0)]
 
 
 class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What takes time besides steps and links, in seconds. All 0 is a cluster whose processes cost nothing."""
+    """Times other than those of steps and links, in seconds. With all of them 0 the processes cost nothing."""
 
     request_s: float = 0.0
-    """Until the gateway has routed a request: checks, tokenizing, hashing."""
+    """Seconds until the gateway has routed a request: checks, tokenizing, hashing."""
     request_token_s: float = 0.0
-    """The same for each token of its prompt."""
+    """Additional seconds until then for each token of the prompt."""
     message_s: float = 0.0
-    """One message between two processes: dispatch, update, report, control message of a hand-over."""
+    """Seconds of one message between two processes: dispatch, update, report, control message of a hand-over."""
     token_s: float = 0.0
-    """Until a client has its tokens: for each token of the update that brought them."""
+    """Seconds for each token of an update until the client has it."""
     step_s: float = 0.0
-    """A worker's time between two steps: planning, events."""
+    """Seconds of a worker between two steps: planning, events."""
     copy_byte_s: float = 0.0
-    """A worker's time for each byte of KV that it copies between cache and staging or host memory, beside no step."""
+    """Seconds of a worker for each byte of KV that it copies between cache and staging or host memory; no step runs
+    meanwhile."""
     pair_s: float = 0.0
-    """Until a pair of workers is formed that none was asked to form before."""
+    """Seconds until a pair of workers is formed for the first time."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -38,10 +39,11 @@ NO_OVERHEADS = Overheads()
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What processes of one machine take from each other.
+    """How much processes on one machine slow each other down.
 
-    A step falls behind by these shares of the time in which a neighbour computes meanwhile, by the kinds of both; a
-    step with prompt tokens is a prefill. And one worker falls behind by the time that the gateway takes of its core.
+    A step is delayed by a share of the time in which its neighbours compute meanwhile. The share depends on the kinds
+    of both steps; a step with prompt tokens is a prefill. One worker is also delayed by the time that the gateway uses
+    its core.
     """
 
     prefill_by_prefill: Share = 0.0
@@ -49,12 +51,12 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_by_prefill: Share = 0.0
     decode_by_decode: Share = 0.0
     update_s: Seconds = 0.0
-    """What the gateway, with whatever else runs on its core, takes for a message of a worker."""
+    """Seconds that the gateway, with everything else on its core, takes for a message of a worker."""
     token_s: Seconds = 0.0
-    """The same for each token in it."""
+    """Additional seconds for each token in the message."""
 
     def lost_s(self, kind: Literal["prefill", "decode"], beside_prefill_s: float, beside_decode_s: float) -> float:
-        """Seconds by which a step is longer beside so much of the others' steps."""
+        """Seconds of delay of a step, by the seconds of the others' steps meanwhile."""
         if kind == "prefill":
             return self.prefill_by_prefill * beside_prefill_s + self.prefill_by_decode * beside_decode_s
         return self.decode_by_prefill * beside_prefill_s + self.decode_by_decode * beside_decode_s

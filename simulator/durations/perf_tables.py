@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_FACTOR = 20.0
-"""No correction is larger, or smaller than one over it."""
+"""Limit of corrections: each factor is between one over this and this."""
 
 
 class GemmTime(NamedTuple):
-    """`[m, k] x [k, n]`."""
+    """Measured time of one product `[m, k] x [k, n]`."""
 
     m: int
     n: int
@@ -27,8 +27,8 @@ class GemmTime(NamedTuple):
 
 
 class AttentionTime(NamedTuple):
-    """One call for `batch` sequences. `tokens` are those of each prompt, all of them new (prefill), or those that each
-    sequence attends to (decode). Heads are those of one rank."""
+    """Measured time of one attention call for `batch` sequences. `tokens` are those of each prompt, all of them new
+    (prefill), or those that each sequence attends to (decode). Heads are those of one rank."""
 
     batch: int
     tokens: int
@@ -39,7 +39,7 @@ class AttentionTime(NamedTuple):
 
 
 class AllReduceTime(NamedTuple):
-    """Of `num_bytes` on each rank."""
+    """Measured time of one all-reduce of `num_bytes` on each rank."""
 
     num_ranks: int
     num_bytes: int
@@ -48,16 +48,16 @@ class AllReduceTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PerfTables:
-    """What was measured on one device. A table that is missing leaves the roofline as it is."""
+    """The measurements on one device. Where a table is missing, the roofline stays uncorrected."""
 
     source: str = ""
-    """Where it comes from, for reports."""
+    """Origin of the tables, for reports."""
     gemm: Mapping[str, Sequence[GemmTime]] = field(default_factory=dict)
-    """By dtype."""
+    """GEMM times by dtype."""
     prefill_attention: Sequence[AttentionTime] = ()
     decode_attention: Sequence[AttentionTime] = ()
     all_reduce: Sequence[AllReduceTime] = ()
-    """Several rows of one size are several implementations: the quickest counts."""
+    """All-reduce times. Several rows of one size are several implementations: the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Curve:
     ys: tuple[float, ...]
 
     def factor(self, size: float) -> float:
-        """What to multiply the roofline's time with."""
+        """The factor for the roofline's time."""
         return math.exp(_interpolate(self.xs, self.ys, math.log(max(size, 1e-9))))
 
 
@@ -80,7 +80,7 @@ class Surface:
     curves: tuple[Curve, ...]
 
     def factor(self, first: float, second: float) -> float:
-        """What to multiply the roofline's time with."""
+        """The factor for the roofline's time."""
         x, y = math.log(max(first, 1e-9)), math.log(max(second, 1e-9))
         at = min(max(bisect_right(self.xs, x), 1), len(self.xs) - 1)
         if len(self.xs) == 1:
@@ -92,7 +92,7 @@ class Surface:
 
 
 def curve_of(points: Mapping[int, float]) -> Curve | None:
-    """From factors by size; None without any."""
+    """The curve through factors by size; None without any."""
     if not points:
         return None
     sizes = sorted(points)
@@ -100,7 +100,7 @@ def curve_of(points: Mapping[int, float]) -> Curve | None:
 
 
 def clip(factor: float) -> float:
-    """Within what is believed."""
+    """Limit a factor to at most `MAX_FACTOR` and at least one over it."""
     return min(MAX_FACTOR, max(1.0 / MAX_FACTOR, factor))
 
 
@@ -116,8 +116,8 @@ class GemmCorrections:
         self._ks = sorted({k for _, k in self._curves})
 
     def curve(self, n: int, k: int) -> Curve | None:
-        """The factor of `[m, k] x [k, n]` over m: between the four measured neighbours of (n, k), those of them that
-        there are. None where nothing was measured."""
+        """The factor of `[m, k] x [k, n]` over m, from up to four measured neighbours of (n, k). None where nothing was
+        measured."""
         corners = [
             (self._curves[(near_n, near_k)], weight_n * weight_k)
             for near_n, weight_n in _neighbours(self._ns, n)

@@ -1,13 +1,12 @@
-"""Step times, sharing and overheads from recordings of a router's events (`router/recording`): what a serving cluster
-measured of itself.
+"""Step times, sharing and overheads of a serving cluster, from recordings of a router's events (`router/recording`).
 
     trace(events)      -> WorkerTrace of each worker: its steps with their times, its messages
     calibrate(traces)  -> samples of steps as they are without neighbours, Sharing, Overheads
 
-A measured step is what it takes alone, plus shares of the time in which other workers of the machine computed, plus
-what the gateway took of its core. All of this is linear in its unknowns, which come from one least-squares fit of
-relative errors, none negative. The gateway's part is found before that, from the time between two steps: it is longer
-on the worker whose core the gateway has.
+The measured time of a step is its time alone, plus shares of the time in which other workers of the machine computed,
+plus the time that the gateway took of its core. All of this is linear in its unknowns, which come from one
+least-squares fit of relative errors, none negative. The gateway's part is found before that, from the time between two
+steps: it is longer on the worker whose core the gateway has.
 
 A report of steps comes up to an interval after they ended (20 ms), which blurs which neighbour computed meanwhile, so
 that shares come out too low. So a step ended when the message with its tokens came, where there is one.
@@ -30,21 +29,21 @@ from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.step_times.least_squares import Moments
 
 WARM_UP_S = 3.0
-"""Steps of the first seconds after the first one are left out."""
+"""Seconds after the first step whose steps are ignored."""
 LONGEST_GAP_S = 0.05
-"""Messages that are further apart are not of two steps that follow each other."""
+"""Longest time in seconds between the messages of two consecutive steps."""
 SEEN_S = 0.03
-"""By so much the time of a step may be off, where no message says when it ended."""
+"""Uncertainty, in seconds, of a step's end where no message shows it."""
 SAME_S = 0.005
-"""The message of a step may come so long after the report of it."""
+"""Seconds by which the message of a step may come after its report."""
 MOST_ENDED = 8
-"""Prompts that may end in one step: each has a token more in its message."""
+"""Most prompts that may end in one step. Each adds a token to its message."""
 MIN_GAPS = 20
-"""Of a kind, for a mean."""
+"""Least number of gaps, and of steps, with one number of decodes for which a mean is taken."""
 CONTEXT_BUCKET = 128
-"""Decode steps whose contexts differ by less, a sequence, are one kind of step."""
+"""Width, in tokens a sequence, of the ranges of context in which decode steps count as one kind."""
 MAX_MEANS = 8
-"""Of one kind of step: so many samples stand for all of it."""
+"""Most samples that stand for all steps of one kind."""
 
 
 class TimedStep(NamedTuple):
@@ -57,40 +56,40 @@ class TimedStep(NamedTuple):
 
 @dataclass
 class WorkerTrace:
-    """What one worker did."""
+    """The steps and messages of one worker."""
 
     info: WorkerInfo | None = None
     steps: list[TimedStep] = field(default_factory=list)
     messages: list[tuple[float, int]] = field(default_factory=list)
-    """Time and number of tokens of each of its updates."""
+    """The time and the number of tokens of each update."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What it registered for."""
+        """The roles that the worker registered for."""
         return () if self.info is None else self.info.roles
 
 
 @dataclass
 class Trace:
-    """One recording."""
+    """The contents of one recording, by worker."""
 
     workers: dict[WorkerId, WorkerTrace] = field(default_factory=dict)
     first_tokens_s: list[tuple[WorkerId, float, float]] = field(default_factory=list)
-    """Worker, when the request came, when its first token came."""
+    """For each request: the worker of the first token, the arrival, the time of that token."""
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """What its workers registered."""
+        """The infos with which the workers registered."""
         return [worker.info for worker in self.workers.values() if worker.info is not None]
 
 
 class Calibration(NamedTuple):
-    """What was found."""
+    """The result of `calibrate`."""
 
     samples: tuple[StepSample, ...]
-    """Means of steps, each as it is alone on its machine."""
+    """Means of steps, each without the influence of neighbours."""
     sharing: Sharing | None
-    """None where no worker had a neighbour."""
+    """The slowdown by neighbours; None where no worker had a neighbour."""
     overheads: Overheads
 
 
@@ -115,7 +114,7 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
             case Submit(request=request):
                 arrived[request.request_id] = now
             case _:
-                """Nothing of it takes time."""
+                """Other events have no durations."""
     for worker_id, worker in found.workers.items():
         worker.steps = _timed(reports.get(worker_id, ()), worker.messages)
     return found
@@ -124,8 +123,9 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
 def _timed(
     reports: Iterable[tuple[float, tuple[StepSample, ...]]], messages: Sequence[tuple[float, int]]
 ) -> list[TimedStep]:
-    """The steps of a worker's reports with their times: a step ended when the first message came that has as many
-    tokens as it made and is of no step before it; at the latest when its report came, less the steps after it."""
+    """The steps of a worker's reports with their times. A step ended when the first message came that has as many
+    tokens as the step sampled and belongs to no earlier step; at the latest when its report came, less the steps after
+    it."""
     times = [time for time, _ in messages]
     found: list[TimedStep] = []
     first = 0
@@ -174,8 +174,8 @@ def calibrate(traces: Sequence[Trace], *, is_one_machine: bool) -> Calibration:
 
 
 def _gaps(traces: Sequence[Trace], *, is_one_machine: bool) -> tuple[float, float, float]:
-    """A worker's time between two steps, and what the gateway takes of its neighbour's core for a message and for each
-    token of it. Seconds."""
+    """The seconds of a worker between two steps, and those that the gateway takes of its neighbour's core for a message
+    and for each token of it."""
     alone: list[tuple[int, float, int]] = []
     beside: list[tuple[int, float, int]] = []
     for each in traces:
@@ -196,8 +196,8 @@ def _gaps(traces: Sequence[Trace], *, is_one_machine: bool) -> tuple[float, floa
 
 
 def _mean_gaps(worker: WorkerTrace) -> list[tuple[int, float, int]]:
-    """For each number of sequences in a decode step: the mean time between the messages of two steps that follow each
-    other, less the mean step, and how often there was one."""
+    """For each number of sequences in a decode step: that number, the mean seconds between the messages of consecutive
+    steps less the mean step, and the number of such gaps."""
     between: dict[int, list[float]] = {}
     for (before, num_before), (now, num_tokens) in pairwise(worker.messages):
         if num_tokens == num_before > 0 and now - before < LONGEST_GAP_S:
@@ -214,8 +214,9 @@ def _mean_gaps(worker: WorkerTrace) -> list[tuple[int, float, int]]:
 
 
 def _message_s(traces: Sequence[Trace], own_s: float) -> float:
-    """Of one message. From a request to its first token there are two, and four where the worker asks another one for
-    room first; the rest of the time is steps with prompts. The lower quartile is taken: the worker was idle."""
+    """Seconds of one message. From a request to its first token there are two messages, and four where the worker first
+    asks a decode worker for room; the rest of the time is steps with prompts. The lower quartile is taken, as the time
+    on an idle worker."""
     rests: list[float] = []
     for each in traces:
         for worker_id, came, first in each.first_tokens_s:
@@ -236,7 +237,7 @@ def _message_s(traces: Sequence[Trace], own_s: float) -> float:
 
 
 class _Disturbed(NamedTuple):
-    """A step, and how long others computed meanwhile."""
+    """A step, and the milliseconds that other processes computed meanwhile."""
 
     sample: StepSample
     beside_prefill_ms: float
@@ -245,7 +246,7 @@ class _Disturbed(NamedTuple):
 
     @property
     def beside(self) -> tuple[float, float, float, float]:
-        """In the order of the shares of `Sharing`."""
+        """Milliseconds of the neighbours' steps, in the order of the shares of `Sharing`."""
         if self.sample.prefill_tokens:
             return self.beside_prefill_ms, self.beside_decode_ms, 0.0, 0.0
         return 0.0, 0.0, self.beside_prefill_ms, self.beside_decode_ms
@@ -255,7 +256,7 @@ class _Disturbed(NamedTuple):
 
 
 class _Until:
-    """How much of something there was before a time."""
+    """The total length of the intervals before a time."""
 
     def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
         ordered = sorted(intervals)
@@ -274,7 +275,7 @@ class _Until:
 
 
 def gateway_neighbour(workers: Mapping[WorkerId, WorkerTrace]) -> WorkerId | None:
-    """The first worker that computes prompts."""
+    """The worker on the gateway's core: the first one that computes prompts."""
     return min((each for each, worker in workers.items() if "prefill" in worker.roles), default=None)
 
 
@@ -307,8 +308,8 @@ def _disturbed(each: Trace, update_s: float, token_s: float, *, is_one_machine: 
 
 
 def _fit_shares(steps: Sequence[_Disturbed]) -> tuple[float, ...]:
-    """Two passes: the weights of the second are the predictions of the first, so that a step that was disturbed by
-    something else does not count more because it came out short."""
+    """Fit the shares in two passes. The second one weighs steps by the predictions of the first, so that a step that
+    was delayed by another cause does not count more."""
     rows = [[*features(work_of(step.sample)), *step.beside] for step in steps]
     units = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     weights = [step.sample.ms for step in steps]
@@ -331,7 +332,8 @@ def _fit_shares(steps: Sequence[_Disturbed]) -> tuple[float, ...]:
 
 
 def _means(steps: Sequence[tuple[StepSample, float]]) -> tuple[StepSample, ...]:
-    """Steps of one kind as a few means; what is left of a step is at least a tenth of it."""
+    """A few mean samples for each kind of step. The time without neighbours counts as at least a tenth of the measured
+    one."""
     kinds: dict[tuple[int, ...], list[tuple[StepSample, float]]] = {}
     for sample, alone_ms in steps:
         bucket = sample.decode_context // (CONTEXT_BUCKET * max(1, sample.num_decodes))

@@ -35,14 +35,14 @@ from disagg.simulator.durations.perf_tables import (
 from disagg.step_times.interface import StepWork
 
 ACTIVATION_BYTES = 2.0
-"""Of a hidden state; 4 with float32."""
+"""Least bytes of one number of a hidden state; 4 with float32."""
 NETWORK_SHARE = 0.8
-"""Of the network's bandwidth, for a message between nodes."""
+"""Share of the network's bandwidth that a message between nodes reaches."""
 NETWORK_LATENCY_S = 1e-5
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step by what they are spent on."""
+    """Seconds of the parts of one step."""
 
     gemms: float
     prefill_attention: float
@@ -61,7 +61,7 @@ class _Gemm:
 
 
 def check_parallelism(*, pp: int = 1, ep: int = 1) -> None:
-    """Refuse what is neither computed here nor served by the engine.
+    """Refuse pipeline and expert parallelism, which neither this model nor the engine supports.
 
     Raises:
         ConfigError: pipeline or expert parallelism is asked for.
@@ -138,14 +138,14 @@ class RooflineStepTimes:
             ("all-reduce", self._all_reduce_curve),
         )
         self.corrected = tuple(name for name, found in parts if found)
-        """What was corrected by measured times."""
+        """Names of the parts that measured times correct."""
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
         return sum(self.parts(work))
 
     def parts(self, work: StepWork) -> StepParts:
-        """Seconds of one step, by what they are spent on."""
+        """Seconds of the parts of one step."""
         num_layers, kernels = self.model.num_layers, self._kernels
         tokens = work.prefill_tokens + work.num_decodes
         if tokens == 0:
@@ -214,7 +214,8 @@ class RooflineStepTimes:
         )
 
     def _other_bytes(self, tokens: int) -> float:
-        """Two norms and residuals (each reads two hidden states and writes two), rotation of q and k, activation."""
+        """Bytes of two norms and residuals (each reads two hidden states and writes two), rotation of q and k,
+        activation."""
         model = self.model
         rotated = 2 * (self._heads + self._kv_heads) * model.head_dim
         return (

@@ -6,8 +6,9 @@
 Steps are planned by the real scheduler, on real blocks (`engine/shell/engine_thread.py` has the turn that serves). What
 a step samples is sent only after it has ended.
 
-Decode steps that are alike (`engine/core/steps.py: num_alike`) are taken in together, for up to `jump_s`; what comes
-meanwhile ends that with the step under way. They are told together, and before the router places a request: `catch_up`.
+Decode steps that are alike (`engine/core/steps.py: num_alike`) are applied together, for up to `jump_s`; a command that
+comes meanwhile ends the jump with the step under way. They are reported together, and before the router places a
+request: `catch_up`.
 
 Left out: several ranks (their time is in the step model), steps launched ahead.
 """
@@ -39,13 +40,13 @@ from disagg.simulator.world.reports import Reports
 from disagg.simulator.world.surroundings import Surroundings
 
 MAX_ROUNDS = 4
-"""So often a turn looks for more commands before its step, as in `EngineThread`."""
+"""Most times that a turn looks for more commands before its step, as in `EngineThread`."""
 
 
 def register(
     config: WorkerConfig, runner: TimedRunner, max_model_len: int, calibration: tuple[StepSample, ...], incarnation: str
 ) -> WorkerInfo:
-    """What a worker says of itself once it listens, as `engine/shell/worker.py` makes it."""
+    """The info with which a worker registers, as `engine/shell/worker.py` makes it."""
     return WorkerInfo(
         worker_id=WorkerId(config.worker_id),
         incarnation=Incarnation(incarnation),
@@ -70,20 +71,21 @@ def register(
 
 @dataclass(slots=True)
 class _Jump:
-    """Decode steps in a row that are alike. All but the last one are taken in together, which is run as any other."""
+    """Consecutive decode steps that are alike. All but the last one are applied together; the last one runs as any
+    other."""
 
     plan: StepPlan
     samples: list[StepSample]
-    """Of each step."""
+    """The sample of each step."""
     ends: list[float]
-    """When each of them ends."""
+    """When each step ends."""
     num_done: int = 0
-    """Taken in."""
+    """Number of steps already applied."""
 
 
 class ExactEngine(ABC):
-    """A real engine core in virtual time. What comes of its events and messages is the subclass's, `ExactWorker`.
-    `jump_s`: for how long decode steps that are alike are taken together."""
+    """A real engine core in virtual time. The subclass `ExactWorker` handles its events and messages. `jump_s`: the
+    longest time for which similar decode steps are applied together."""
 
     def __init__(
         self,
@@ -108,16 +110,16 @@ class ExactEngine(ABC):
         self._inbox: deque[tuple[float, Command]] = deque()
         self._untold: list[Event] = []
         self._is_busy = False
-        """A turn is under way or planned."""
+        """Whether a turn is under way or planned."""
         self._running: RunningStep | None = None
         self._step = StepSample(0.0)
-        """The latest one, with its time."""
+        """The latest step with its time."""
         self._jump: _Jump | None = None
         self._rests_until = math.inf
-        """When it is looked whether an idle step is due."""
+        """When the engine next checks whether an idle step is due."""
         self._is_over = False
         self._ended_at: float | None = None
-        """When the last step of a jump ended, until the turn after it: a command may have come since."""
+        """When the last step of a jump ended; None from the next turn on. A command may have come since."""
         self._reports = Reports(
             self._loop,
             self.info.worker_id,
@@ -131,7 +133,7 @@ class ExactEngine(ABC):
 
     @abstractmethod
     def _on_event(self, event: Event) -> None:
-        """The engine did something else than sample a token."""
+        """Handle any event of the engine other than a sampled token."""
 
     @abstractmethod
     def _owns(self, key: AttemptKey) -> bool:
@@ -140,17 +142,17 @@ class ExactEngine(ABC):
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Begin to report."""
+        """Send the first report, and begin to measure idle steps."""
         self._reports.start(self.core.prefix_snapshot())
         self._rest()
 
     def stop_reporting(self) -> None:
-        """The run is over."""
+        """Stop reports and idle steps, because the run is over."""
         self._reports.stop()
         self._is_over = True
 
     def die(self) -> None:
-        """End without a word; the pairs of others are closed by `Pair.close`."""
+        """End without a message; `Pair.close` closes the pairs of others."""
         self.is_dead = True
         self._reports.stop()
         if self._running is not None and self._world.machine is not None:
@@ -158,11 +160,11 @@ class ExactEngine(ABC):
 
     @property
     def num_preemptions(self) -> int:
-        """Since its start."""
+        """Number of preemptions since the worker's start."""
         return self.core.totals().preemptions
 
     def load(self) -> Load:
-        """Of the engine, and prompts that it does not count yet."""
+        """The load of the engine, and of prompts that it does not count yet."""
         self._advance(self._loop.now)
         load = self.core.load()
         num_more = self._pending_prompts.num_tokens(self._owns)
@@ -173,7 +175,7 @@ class ExactEngine(ABC):
     # ------------------------------------------------------------ the engine's turns
 
     def post(self, command: Command) -> None:
-        """A command for the engine."""
+        """Queue a command for the engine."""
         self._inbox.append((self._loop.now, command))
         if self._jump is not None:
             self._cut(self._jump)
@@ -241,7 +243,7 @@ class ExactEngine(ABC):
             self._end_turn(happened)
 
     def _falls_behind(self, end: Callable[..., None], *args: Any) -> bool:
-        """Whether neighbours slow the running step down, so that it ends later: then `end` is called again."""
+        """Whether neighbours delay the end of the running step. Then `end` is called again."""
         if self._running is None:
             return False
         machine = self._world.machine
@@ -277,7 +279,7 @@ class ExactEngine(ABC):
         self._rest()
 
     def _gap_s(self, happened: Sequence[Event]) -> float:
-        """Until the next step."""
+        """Seconds until the next step."""
         gap_s, machine = self._world.overheads.step_s, self._world.machine
         if machine is not None:
             gap_s += machine.gap_s(self.info.worker_id, sum(isinstance(event, TokenSampled) for event in happened))
@@ -288,7 +290,7 @@ class ExactEngine(ABC):
         return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
 
     def _tell(self, happened: list[Event]) -> None:
-        """What the engine did, to roles and gateway."""
+        """Pass events of the engine to the roles and the gateway."""
         if self._untold:
             happened, self._untold = self._untold + happened, []
         for event in happened:
@@ -307,7 +309,7 @@ class ExactEngine(ABC):
     # ------------------------------------------------------------ steps without sequences
 
     def _rest(self) -> None:
-        """There is nothing to do, but to measure a step now and then."""
+        """Plan the next idle step, while there is no other work."""
         due = self.core.idle_step_at(self._loop.now)
         if due < self._rests_until and not self._is_over:
             self._rests_until = due
@@ -347,8 +349,8 @@ class ExactEngine(ABC):
     # ------------------------------------------------------------ steps that are alike
 
     def _begin_jump(self, plan: StepPlan) -> bool:
-        """Take several steps at once, if more than one are alike from `plan` on. Not where each step depends on what
-        other workers of its machine do, or tokens of several steps are sent together anyway."""
+        """Begin a jump if more than one step from `plan` on are alike. Not where each step depends on other workers of
+        its machine, or tokens of several steps are sent together anyway."""
         if self.config.token_interval_s or self._world.machine is not None:
             return False
         num_alike = self.core.num_alike
@@ -375,15 +377,15 @@ class ExactEngine(ABC):
         return True
 
     def _cut(self, jump: _Jump) -> None:
-        """A command came: the last step is the one that is under way, or the one before it, where that has ended and
-        the next one has not begun."""
+        """End a jump because a command came: with the step that is under way, or with the one before it if that has
+        ended and the next one has not begun."""
         number = bisect_left(jump.ends, self._loop.now - self._world.overheads.step_s) + 1
         if number < len(jump.ends):
             del jump.ends[number:]
             self._loop.at(jump.ends[-1], self._end_jump, jump, number)
 
     def _advance(self, until_s: float) -> None:
-        """Take in the steps of a jump that have ended by then, but for its last one."""
+        """Apply the steps of the current jump that ended before `until_s`, except the last one."""
         jump = self._jump
         if jump is None:
             return
@@ -420,13 +422,13 @@ class ExactEngine(ABC):
         self._end_step()
 
     def _plan_again(self) -> None:
-        """The next step of a jump, where those before it were taken in."""
+        """Plan the next step of a jump if those before it were applied."""
         if not self.core.planned.entries:
             happened = self.core.plan_step(self._loop.now)
             assert not happened, happened
 
     def catch_up(self) -> None:
-        """Tell the gateway at once what it would have been told before now, were each step of a jump told by itself."""
+        """Send the gateway what it would have received by now if each step of a jump were reported on its own."""
         if self._jump is None:
             return
         self._advance(self._loop.now - self._world.overheads.message_s)

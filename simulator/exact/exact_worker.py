@@ -56,22 +56,22 @@ from disagg.simulator.world.surroundings import Surroundings
 
 @dataclass(slots=True)
 class _Sending:
-    """An attempt that is offered to a decode worker, or sent to it."""
+    """An attempt that is offered or sent to a decode worker."""
 
     pair: Pair
     gateway_id: GatewayId
     dispatched_at: float
     alloc_wait_s: float = 0.0
     is_over: bool = False
-    """Ended; only a copy may still be pending."""
+    """Whether the hand-over is decided; then only a copy may be pending."""
     is_move: bool = False
-    """It decodes here: the decode role has it, too."""
+    """Whether the attempt decodes on this worker; then the decode role has it, too."""
     has_ended: bool = False
-    """Its end was reported."""
+    """Whether the end of the attempt was reported."""
 
 
 class ExactWorker(ExactEngine):
-    """Either end of pairs. Owner: the simulated cluster."""
+    """A worker that can be either end of pairs. Owner: the simulated cluster."""
 
     def __init__(
         self,
@@ -84,30 +84,30 @@ class ExactWorker(ExactEngine):
     ) -> None:
         super().__init__(world, config, runner, calibration, incarnation, jump_s)
         self._pairs: dict[PeerRef, Pair] = {}
-        """As P."""
+        """The pairs that this worker formed as P, by decode worker."""
         self._sending: dict[AttemptKey, _Sending] = {}
         self._migrations: dict[AttemptKey, Migrate] = {}
-        """Those whose sequence the engine has not described yet."""
+        """Moves whose sequence the engine has not described yet."""
         self._incoming: dict[Pair, None] = {}
-        """As D: the pairs that others began with it."""
+        """The pairs that others formed with this worker as D."""
         self._receiving: dict[AttemptKey, Pair] = {}
-        """As D: attempts whose hand-over is under way, or whose bytes the engine still copies."""
+        """Attempts (as D) whose hand-over is under way, or whose bytes the engine still copies."""
         self._under_way: set[AttemptKey] = set()
-        """As D: attempts whose hand-over is under way."""
+        """Attempts (as D) whose hand-over is under way."""
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
-        """As D: every attempt, from offer or dispatch to its end."""
+        """The gateway of each attempt (as D), from its offer or dispatch to its end."""
 
     def pairs(self) -> list[Pair]:
-        """Those that it began, as P."""
+        """The pairs that this worker formed as P."""
         return list(self._pairs.values())
 
     def forget_pair(self, peer: PeerRef) -> None:
-        """Its decode worker died."""
+        """Drop the pair with a decode worker that died."""
         if (pair := self._pairs.pop(peer, None)) is not None:
             pair.close()
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
-        """What is held (all zero when idle), and what does not fit together."""
+        """Counts of what is held (all zero when idle), and inconsistencies."""
         counts, problems = self.core.audit()
         held = {"attempts": len(self._sending) + len(self._gateway_of), "receiving": len(self._receiving)}
         for pair in self._pairs.values():
@@ -119,7 +119,7 @@ class ExactWorker(ExactEngine):
     # ------------------------------------------------------------ messages of the gateway
 
     def receive(self, message: GatewayToWorker) -> None:
-        """A dispatch, a cancel, or a pair to form."""
+        """Handle a dispatch, a cancel, or a pair to form."""
         if self.is_dead:
             return
         match message:
@@ -247,17 +247,17 @@ class ExactWorker(ExactEngine):
                 pair.on_gathered(event)
                 self._forget_if_sent(key)
             case _ if sending.is_move:
-                """An event of the decode role."""
+                """The decode role handles this event."""
             case _:
                 raise AssertionError(f"a prefill worker got {event}")
 
     def on_reserved(self, key: AttemptKey) -> None:
-        """The time since the dispatch counts as the attempt's wait for blocks on D."""
+        """Note the time since the dispatch as the attempt's wait for blocks on D."""
         sending = self._sending[key]
         sending.alloc_wait_s = self._loop.now - sending.dispatched_at
 
     def on_sent_over(self, over: SendOver) -> None:
-        """The gateway gets the end of an attempt that was refused, failed or past its deadline."""
+        """Tell the gateway the end of an attempt that was refused, failed or past its deadline."""
         sending = self._sending[over.key]
         sending.is_over = True
         cause = over.cause
@@ -298,22 +298,22 @@ class ExactWorker(ExactEngine):
                 pair.on_scattered(key, event.seq, event.ok)
                 self._forget_if_received(key)
             case Held() | Gathered():
-                """Of the prefill role, which moves it."""
+                """The prefill role, which moves the sequence, handles this event."""
             case Joined() | Reserved() | ReserveRefused() | Scattered():
-                """The hand-over was committed when the join was asked for; the others came too late."""
+                """The hand-over was committed when the join was requested; the other events came too late."""
             case _:
                 raise AssertionError(f"a decode worker got {event}")
 
     def on_paired(self, pair: Pair) -> None:
-        """The pair is among those through which attempts may be offered."""
+        """Add the pair to those through which attempts may be offered."""
         self._incoming[pair] = None
 
     def on_unpaired(self, pair: Pair) -> None:
-        """No more attempts are offered through the pair."""
+        """Remove a pair through which no more attempts are offered."""
         self._incoming.pop(pair, None)
 
     def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
-        """Takes the attempt; false where this worker has it already, in either role."""
+        """Take the attempt. Returns False where this worker has it already, in either role."""
         if self._owns(spec.key):
             return False
         self._under_way.add(spec.key)
@@ -322,7 +322,7 @@ class ExactWorker(ExactEngine):
         return True
 
     def on_received_over(self, pair: Pair, over: ReceiveOver) -> None:
-        """The gateway gets `HandedOver` for a committed attempt; of any other nothing is kept."""
+        """Send the gateway `HandedOver` for a committed attempt; forget any other one."""
         key = over.key
         if self._receiving.get(key) is not pair:
             return

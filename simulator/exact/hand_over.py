@@ -3,10 +3,9 @@
     P's engine ──events──> Sender ──messages──> Receiver ──commands──> D's engine
                              └──bytes, in order, over the shared links──┘
 
-What `prefill_worker/link.py` and `decode_worker/link.py` do around the two is written again here without sockets and
-threads: chunks of a pair travel one after the other, each message takes `Overheads.message_s`. Nothing is lost on the
-way, so heartbeats and leases are left out; a worker that dies closes its pairs, and what it offered or was offered
-fails.
+The parts of `prefill_worker/link.py` and `decode_worker/link.py` are written again here without sockets and threads:
+chunks of a pair travel one after the other, each message takes `Overheads.message_s`. No message is lost, so heartbeats
+and leases are left out; a worker that dies closes its pairs, and the attempts that it offered or was offered fail.
 """
 
 from __future__ import annotations
@@ -62,31 +61,31 @@ from disagg.simulator.world.surroundings import Surroundings
 
 
 class PairedWorker(Protocol):
-    """What either end of a pair is to it."""
+    """Either end of a pair, as the pair uses it."""
 
     is_dead: bool
 
     @property
     def info(self) -> WorkerInfo:
-        """What it registered."""
+        """The info with which the worker registered."""
         ...
 
     @property
     def config(self) -> WorkerConfig:
-        """Its settings."""
+        """The settings of the worker."""
         ...
 
     def post(self, command: Command) -> None:
-        """A command for its engine."""
+        """Queue a command for the worker's engine."""
         ...
 
     def flush(self) -> None:
-        """Send what is in its outbox."""
+        """Send the contents of the worker's outbox."""
         ...
 
 
 class PrefillEnd(PairedWorker, Protocol):
-    """P."""
+    """The prefill worker P of a pair."""
 
     def on_reserved(self, key: AttemptKey) -> None:
         """D has room for the attempt; its prefill begins."""
@@ -98,18 +97,18 @@ class PrefillEnd(PairedWorker, Protocol):
 
 
 class DecodeEnd(PairedWorker, Protocol):
-    """D."""
+    """The decode worker D of a pair."""
 
     def on_paired(self, pair: Pair) -> None:
-        """A prefill worker formed a pair with it."""
+        """A prefill worker formed a pair with this worker."""
         ...
 
     def on_unpaired(self, pair: Pair) -> None:
-        """The prefill worker died."""
+        """The prefill worker of the pair died."""
         ...
 
     def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
-        """An attempt is offered; false where it is here already."""
+        """An attempt is offered. Returns False where this worker has it already."""
         ...
 
     def on_received_over(self, pair: Pair, over: ReceiveOver) -> None:
@@ -118,7 +117,7 @@ class DecodeEnd(PairedWorker, Protocol):
 
 
 class Pair:
-    """One P and one D. Owner: the prefill worker."""
+    """The connection of one P with one D. Owner: the prefill worker."""
 
     def __init__(self, world: Surroundings, prefill: PrefillEnd, decode: DecodeEnd) -> None:
         self.prefill = prefill
@@ -126,10 +125,10 @@ class Pair:
         self.is_closed = False
         self._world = world
         self._gathers: dict[tuple[AttemptKey, int], int] = {}
-        """Bytes of the copies that P's engine has not made yet."""
+        """Bytes of each copy that P's engine has not made yet."""
         self._scatters: set[tuple[AttemptKey, int]] = set()
         self._to_send: deque[SendKv] = deque()
-        """The first one is on its way."""
+        """The queued payloads; the first one is on its way."""
         now, ours, theirs = world.loop.now, prefill.config, decode.config
         bytes_per_token = prefill.info.kv_layout.bytes_per_token
         self._sender = Sender(
@@ -150,7 +149,7 @@ class Pair:
         decode.on_paired(self)
 
     def holdings(self) -> dict[str, int]:
-        """What both halves hold; all zero when idle."""
+        """Counts of what both halves hold; all zero when idle."""
         return {**self._sender.holdings(), **self._receiver.holdings()}
 
     # ------------------------------------------------------------ P's side
@@ -164,11 +163,11 @@ class Pair:
         self._carry_out_for_sender(commands)
 
     def cancel_sending(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
-        """P gives the attempt up."""
+        """Give up sending the attempt."""
         self._carry_out_for_sender(self._sender.cancel(key, cause))
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> None:
-        """P's engine computes tokens before `end` now."""
+        """P's engine has planned to compute the tokens before `end`."""
         self._carry_out_for_sender(self._sender.on_chunk_planned(key, end))
 
     def on_prefill_computed(self, key: AttemptKey, token_id: int) -> None:
@@ -242,7 +241,7 @@ class Pair:
     # ------------------------------------------------------------ D's side
 
     def cancel_receiving(self, key: AttemptKey) -> None:
-        """The gateway gave the attempt up."""
+        """The gateway cancelled the attempt."""
         self._carry_out_for_receiver(self._receiver.cancel(key))
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
@@ -282,7 +281,7 @@ class Pair:
                     else:
                         self.on_reserve_refused(spec.key, "this attempt is here already")
                 case ReceiveKv():
-                    """Posted at once; the bytes come in this order."""
+                    """The receive is posted at once; the bytes come in this order."""
                 case ScatterChunk():
                     self._scatters.add((command.key, command.seq))
                     self.decode.post(Scatter(command.key, command.seq, command.start, command.end, None))
@@ -300,7 +299,7 @@ class Pair:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """One of the two died: the other gives up what it has of the pair."""
+        """Close the pair because one of the two died; the other releases what it holds for the pair."""
         if self.is_closed:
             return
         self.is_closed = True

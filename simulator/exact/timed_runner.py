@@ -48,16 +48,16 @@ class TimedRunner(ModelRunner):
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.num_copied_tokens = 0
-        """Tokens whose KV was copied, out of the cache or into it."""
+        """Number of tokens whose KV was copied out of the cache or into it."""
 
     def timed(self, plan: StepPlan) -> StepSample:
-        """What the step computes, and how long it takes."""
+        """The work of the step, with its predicted time."""
         _, tokens, attended, num_decodes, context = msgspec.structs.astuple(plan.measured(0.0))
         step_s = self._times.step_s(StepWork(tokens, attended, num_decodes, context, len(plan.prefills)))
         return StepSample(step_s * 1e3, tokens, attended, num_decodes, context)
 
     def timed_alike(self, plan: StepPlan, num_steps: int) -> Iterator[StepSample]:
-        """The same of so many steps from this one on, each with the next token of the same sequences."""
+        """The samples of `num_steps` steps from this one on, each with the next token of the same sequences."""
         num_decodes, context = len(plan.decodes), plan.measured(0.0).decode_context
         for _ in range(num_steps):
             step_s = self._times.step_s(StepWork(0, 0, num_decodes, context))
@@ -65,21 +65,21 @@ class TimedRunner(ModelRunner):
             context += num_decodes
 
     def rows(self, plan: StepPlan, num_steps: int) -> Iterator[list[int]]:
-        """The tokens of so many steps from this one on, of which none is the last of its answer."""
+        """The tokens of `num_steps` steps from this one on, none of which is the last of its answer."""
         return repeat(self.run(plan).token_ids, num_steps)
 
     def num_left(self, sequence: Sequence) -> int:
-        """Tokens of its answer that are still to come."""
+        """Number of output tokens still to come."""
         return self._answers.num_tokens(sequence.spec.request_id) - sequence.num_output_tokens
 
     def calibrated(self, config: WorkerConfig) -> tuple[StepSample, ...]:
-        """What a worker would measure at its start."""
+        """The steps that a worker would measure at its start."""
         clock = _Stopwatch(self)
         return calibrate(clock, config, lambda: clock.elapsed_s)
 
     @override
     def run(self, plan: StepPlan) -> StepResult:
-        """The tokens of the step."""
+        """Return the tokens that the step samples."""
         token = self._answers.token
         return StepResult(
             [
@@ -91,18 +91,18 @@ class TimedRunner(ModelRunner):
 
     @override
     def new_staging(self, nbytes: int) -> Buffer:
-        """Memory that is never touched."""
+        """Allocate memory that is never read or written."""
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """Count the copy."""
+        """Count the tokens that are copied out of the cache."""
         self.num_copied_tokens += end - start
         return 0
 
     @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """Count the copy."""
+        """Count the tokens that are copied into the cache."""
         self.num_copied_tokens += end - start
 
 
@@ -115,6 +115,6 @@ class _Stopwatch(TimedRunner):
 
     @override
     def run(self, plan: StepPlan) -> StepResult:
-        """The step, timed."""
+        """Run the step and add its predicted time."""
         self.elapsed_s += self.timed(plan).ms / 1e3
         return super().run(plan)

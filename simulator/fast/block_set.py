@@ -1,12 +1,12 @@
 """A worker's KV blocks as numbers and one set: which prefixes are cached, who holds how many, what is promised.
 
-What `engine/blocks/` decides, without naming blocks: what was computed of a chain of hashes is found by it; what is
-held stays; the rest leaves in the order in which it was given back, the end of a chain first, and copies of what other
-workers have before all else. Room is counted in units
-of 16 tokens, as many as all blocks hold; sequences take whole blocks of them. Hashes that stand for several units
-(`world.prompts.HashRuns`) come and go as a whole.
+The rules are those of `engine/blocks/`, without ids of blocks: computed blocks are found by the hashes of their chain.
+Held blocks stay. The others are evicted in the order in which they were released, the end of a chain first, and copies
+of other workers' blocks before all others. Room is counted in units of 16 tokens, as many as all blocks hold; sequences
+take whole blocks of them. Hashes that stand for several units (`world.prompts.HashRuns`) are stored and evicted as a
+whole.
 
-Not here: extents, for which the real block manager gives cached blocks up a little ahead of need, and tenants.
+Left out: extents, for which the real block manager evicts cached blocks a little ahead of need, and tenants.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ PieceKey = BlockHash | AttemptKey
 
 
 class BlockSet:
-    """`num_blocks` blocks of `block_size` tokens. Owner: the fast worker."""
+    """The KV blocks of one worker, as counts and one set of hashes. Owner: the fast worker."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.per_block = block_size // HASH_BLOCK_TOKENS
-        """Units of a block."""
+        """Number of units in a block."""
         self.num_units = num_blocks * self.per_block
         self.num_reserved = 0
-        """Units that are promised and not written."""
+        """Number of units that are promised and not written."""
         self.num_own = 0
-        """Units that one sequence each holds and that are not in the prefix cache."""
+        """Number of units that a single sequence holds and that are not in the prefix cache."""
         self.num_held = 0
-        """Units that can be found and that sequences hold."""
+        """Number of units in the prefix cache that sequences hold."""
         self.num_cached = 0
-        """Units in the prefix cache without a holder."""
+        """Number of units in the prefix cache that no sequence holds."""
         self.num_copied = 0
-        """Those of them that go first."""
+        """Number of units in `num_cached` that are evicted first, because another worker has them too."""
         self._held: dict[PieceKey, int] = {}
-        """What is held, and by how many sequences."""
+        """For each piece that sequences hold: how many do."""
         self._cached: OrderedDict[PieceKey, int] = OrderedDict()
-        """Evictable pieces in the order in which they were given back, and their units."""
+        """The units of each evictable piece, in the order in which the pieces were released."""
         self._copies: set[PieceKey] = set()
-        """Pieces whose KV came from another worker, and that no sequence held whose prompt was computed here."""
+        """Pieces whose KV came from another worker and was never held by a sequence whose prompt was computed here."""
         self._first: OrderedDict[PieceKey, None] = OrderedDict()
-        """Those of them that are evictable."""
+        """The evictable pieces of `_copies`, in the order in which they were released."""
         self._events: list[tuple[bool, list[BlockHash]]] = []
-        """(stored or removed, hashes), in order."""
+        """Pairs (whether the blocks were stored, else removed; their hashes), in order."""
 
     @property
     def num_available(self) -> int:
-        """Units that may be taken without breaking a promise."""
+        """Number of units that may be taken without breaking a promise."""
         return self.num_units - self.num_own - self.num_held - self.num_reserved
 
     def units_for(self, num_tokens: int) -> int:
-        """Units of the blocks that hold so many tokens."""
+        """Number of units in the blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // (self.per_block * HASH_BLOCK_TOKENS)) * self.per_block
 
     # ------------------------------------------------------------ prefixes
 
     def match(self, keys: Sequence[PieceKey], ends: Sequence[int], most: int) -> tuple[int, int]:
-        """How many leading pieces can be found, and of how many units, whole blocks and `most` at most. What can be
-        found is closed under prefixes.
+        """The number of leading pieces in the prefix cache, and of their units: whole blocks, at most `most` units. A
+        piece is cached only with all pieces before it.
 
         Args:
-            keys: of the pieces.
-            ends: up to which unit each goes.
-            most: units.
+            keys: the keys of the pieces.
+            ends: for each piece, the number of units up to its end.
+            most: the most units.
         """
         held, cached = self._held, self._cached
         first, last = 0, min(len(keys), bisect_right(ends, most) + 1)
@@ -88,12 +88,12 @@ class BlockSet:
         return first, num_units
 
     def num_evictable(self, keys: Sequence[PieceKey]) -> int:
-        """Units of these pieces without a holder."""
+        """Number of units of these pieces that no sequence holds."""
         cached = self._cached
         return sum(cached.get(key, 0) for key in keys)
 
     def lock(self, keys: Sequence[PieceKey]) -> None:
-        """Hold for one more sequence what can be found."""
+        """Hold cached pieces for one more sequence."""
         held, take, copies, num_found = self._held, self._cached.pop, self._copies, 0
         for key in keys:
             if size := take(key, 0):
@@ -107,8 +107,8 @@ class BlockSet:
         self.num_held += num_found
 
     def publish(self, keys: Sequence[PieceKey], sizes: Sequence[int], *, is_copy: bool = False) -> None:
-        """Computed pieces of one sequence, its own until now, can be found from now on; it goes on holding them. What
-        can be found already replaces the sequence's own copy."""
+        """Put computed pieces of one sequence into the prefix cache. The sequence keeps holding them; pieces that are
+        cached already replace its own copy."""
         held, cached, copies, num_found, num_held = self._held, self._cached, self._copies, 0, 0
         new: list[BlockHash] = []
         for key, size in zip(keys, sizes, strict=True):
@@ -133,8 +133,8 @@ class BlockSet:
         self._announce(True, new)
 
     def release(self, keys: Sequence[PieceKey], sizes: Sequence[int], num_own: int, *, is_copy: bool = False) -> None:
-        """A sequence lets go of the pieces that it holds, and of `num_own` units of its own. `is_copy`: its KV came
-        from another worker."""
+        """Release the pieces that a sequence holds, and its `num_own` other units. `is_copy`: its KV came from another
+        worker."""
         held, cached, copies, num_free = self._held, self._cached, self._copies, 0
         if copies and not is_copy:
             copies.difference_update(keys)
@@ -152,7 +152,7 @@ class BlockSet:
         self.num_cached += num_free
 
     def make_room(self) -> None:
-        """Evict what is written over."""
+        """Evict the pieces whose blocks were written over."""
         surplus = self.num_own + self.num_held + self.num_cached - self.num_units
         if surplus <= 0:
             return
@@ -196,7 +196,7 @@ class BlockSet:
             self._events.append((is_stored, hashes))
 
     def check_integrity(self) -> list[str]:
-        """Findings; empty when sound."""
+        """Inconsistencies; empty when there are none."""
         problems = []
         if self.num_own < 0 or self.num_reserved < 0:
             problems.append(f"{self.num_own} units of sequences, {self.num_reserved} promised")

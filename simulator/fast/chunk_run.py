@@ -12,7 +12,7 @@ from disagg.engine.core.policy import chunk_length
 from disagg.step_times.interface import StepTimes, StepWork
 
 MAX_RUN_S = 0.1
-"""The router is told after so long how far the prompt is."""
+"""Seconds after which the router is told how far the prompt is."""
 
 
 class ChunkStep(NamedTuple):
@@ -28,14 +28,14 @@ class ChunkRun:
     """The steps from `began` on, each `gap_s` after the end of the one before.
 
     Args:
-        times: of steps.
-        start: the prompt's tokens that are computed.
-        num_tokens: of its first chunk.
-        num_known: of the prompt.
+        times: the step times.
+        start: number of the prompt's tokens that are computed already.
+        num_tokens: number of tokens in the first chunk.
+        num_known: number of tokens in the prompt.
         budget: tokens of a step beside its decodes.
-        num_decodes: in each step.
-        attends: tokens to which they attend in the first one.
-        most: steps at most.
+        num_decodes: number of decodes in each step.
+        attends: number of tokens to which the decodes attend in the first step.
+        most: the most steps.
         others_need: tokens of the budget that must be left for another prompt to get some.
         until: no step begins then or later.
     """
@@ -80,8 +80,8 @@ class ChunkRun:
         return self.steps[-1].ended
 
     def cut(self, now: float) -> None:
-        """It ends with the step that is under way, or with the one before, where that is over and the next one has not
-        begun."""
+        """End the run with the step that is under way, or with the one before it if that has ended and the next one has
+        not begun."""
         steps, passed = self.steps, now - self.gap_s
         number = next((n for n, step in enumerate(steps, start=1) if step.ended >= passed), len(steps))
         del steps[number:]

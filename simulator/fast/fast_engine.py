@@ -29,14 +29,14 @@ from disagg.simulator.world.surroundings import Surroundings
 from disagg.step_times.interface import StepTimes, StepWork
 
 TELL_S = 1.0
-"""Tokens of running answers are sent together after so long."""
+"""Seconds after which the tokens of running answers are sent together."""
 MAX_JUMP = 1024
 _BEND = 0.002
-"""By what share the step in the middle of a jump may differ from the line between its ends."""
+"""Share by which the step in the middle of a jump may differ from the line between its ends."""
 
 
 class FastEngine(ABC):
-    """Time passes step by step, or in jumps. Messages are the subclass's, `FastWorker`."""
+    """An engine whose time advances by steps or by jumps. The subclass `FastWorker` handles its messages."""
 
     _reports: Reports
 
@@ -70,44 +70,45 @@ class FastEngine(ABC):
         self._decoding = self._scheduler.decoding
         self._inbox: deque[tuple[Callable[[FastSequence], None], FastSequence]] = deque()
         self._times: list[float] = []
-        """When clients have the tokens of each decode step, from number `_first_time` on."""
+        """When clients have the tokens of each decode step, from step number `_first_time` on."""
         self._first_time = 0
         self._is_busy = False
         self._jump: tuple[float, float, float, int] | None = None
-        """Of the jump under way: its start, its first step's time, the growth from step to step, its steps."""
+        """The current jump: its start, the seconds of its first step, the seconds by which each further step is longer,
+        and the number of steps."""
         self._chunks: tuple[FastSequence, ChunkRun] | None = None
-        """The run of chunks under way, and whose they are."""
+        """The current run of chunks, and the sequence whose prompt it computes."""
         self._version = 0
-        """Of the plan for the end of the jump, or of the run."""
+        """Version of the planned end of the jump or of the run; a plan with an older one is void."""
         self._num_steps = 0
         self._told_at = 0.0
         self._gap_s = world.overheads.step_s
-        """Between two steps."""
+        """Seconds between two steps."""
         self._to_client_s = world.overheads.message_s + world.overheads.token_s
 
     @abstractmethod
     def _computed(self, sequence: FastSequence) -> None:
-        """The prompt is computed and its first token sampled."""
+        """Handle a prompt that is computed, with its first token sampled."""
 
     @abstractmethod
     def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
-        """A step has computed a part of a prompt for another worker, or the rest of it."""
+        """Send KV of a prompt for another worker: of a part that a step has computed, or of all the rest."""
 
     @abstractmethod
     def _tell_tokens(self, sequence: FastSequence) -> None:
-        """Send what it made since the last time."""
+        """Send the tokens that the sequence made since the last call."""
 
     @abstractmethod
     def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
-        """Drop it and tell the gateway."""
+        """Release the sequence and tell the gateway that it ended."""
 
     @abstractmethod
     def _flush(self) -> None:
-        """Send what there is for the gateway."""
+        """Send all queued messages to the gateway."""
 
     @property
     def num_preemptions(self) -> int:
-        """Since its start."""
+        """Number of preemptions since the worker's start."""
         return self._scheduler.num_preemptions
 
     # ------------------------------------------------------------ between two steps
@@ -179,8 +180,8 @@ class FastEngine(ABC):
         self._loop.at(self._boundary(num_steps), self._end_jump, self._version)
 
     def _jump_length(self) -> tuple[int, float, float]:
-        """How many steps to take at once; the first one's time, and by how much each takes longer than the one
-        before."""
+        """The number of steps to take at once, the seconds of the first one, and those by which each is longer than the
+        one before."""
         scheduler = self._scheduler
         num_decodes, attends = len(self._decoding), scheduler.attends
         step_s = self._step_times.step_s
@@ -209,13 +210,13 @@ class FastEngine(ABC):
         return start + number * first_s + growth_s * number * (number - 1) / 2 + between_s * (number - 1)
 
     def _on_neighbour(self) -> None:
-        """Another worker of the machine does something else now: the pace of this one changes."""
+        """Adjust the pace, because another worker of the machine has changed what it does."""
         if self._jump is not None:
             self._cut()
 
     def _cut(self) -> None:
-        """Something came: the jump ends with the step that is under way, or with the one before, where that is over and
-        the next one has not begun."""
+        """End the jump because of an event: with the step that is under way, or with the one before it if that has
+        ended and the next one has not begun."""
         assert self._jump is not None
         start, first_s, growth_s, num_steps = self._jump
         between_s = self._gap_s
@@ -251,7 +252,7 @@ class FastEngine(ABC):
         self._next_turn(ended)
 
     def _take_in(self, until: float) -> None:
-        """Of the jump under way, the steps that are over by then, but for the last one."""
+        """Apply the steps of the current jump that ended before `until`, except the last one."""
         if self._jump is None:
             return
         start, first_s, growth_s, num_steps = self._jump
@@ -268,12 +269,12 @@ class FastEngine(ABC):
         self._stepped(number)
 
     def _next_turn(self, ended: float) -> None:
-        """The step before it ended then."""
+        """Plan the next turn after a step that ended at `ended`."""
         self._flush()
         self._loop.at(ended + self._gap_s, self._turn)
 
     def _stepped(self, num_steps: int) -> None:
-        """So many decode steps were done."""
+        """Apply `num_steps` decode steps."""
         scheduler = self._scheduler
         scheduler.stepped(num_steps)
         self._num_steps += num_steps
@@ -337,7 +338,7 @@ class FastEngine(ABC):
     def _begin_chunks(
         self, sequence: FastSequence, start: int, num_tokens: int, num_decodes: int, budget: int, room: Room
     ) -> bool:
-        """Take several steps of this prompt together, where more than one will be alike."""
+        """Compute several steps of this prompt together, if more than one will be alike. Returns whether it does."""
         is_last = sequence.num_known - start - num_tokens <= budget
         scheduler = self._scheduler
         may_change = self._machine is not None or scheduler.resumed or any(s.is_hopeless for s in scheduler.started)
@@ -368,7 +369,7 @@ class FastEngine(ABC):
         return True
 
     def _cut_chunks(self, run: ChunkRun) -> None:
-        """Something came."""
+        """End the run of chunks early, because of an event."""
         num_steps = len(run.steps)
         run.cut(self._loop.now)
         if len(run.steps) < num_steps:

@@ -18,16 +18,16 @@ from disagg.simulator.world.surroundings import Answers
 
 
 class PairedWorker(Protocol):
-    """What a worker is to the other one of a pair; see `FastWorker`."""
+    """A worker, as the other one of its pair uses it; see `FastWorker`."""
 
     is_dead: bool
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
-        """P: the decode worker has room."""
+        """P: the decode worker has reserved blocks."""
         ...
 
     def on_refused(self, key: AttemptKey, reason: str) -> None:
-        """P: the decode worker has no room."""
+        """P: the decode worker has no room for the attempt."""
         ...
 
     def on_ack(self, key: AttemptKey) -> None:
@@ -35,11 +35,11 @@ class PairedWorker(Protocol):
         ...
 
     def on_kv(self, sent: FastSequence) -> None:
-        """D: all KV of a sequence of P has come."""
+        """D: all KV of a sequence of P has arrived."""
         ...
 
     def on_abort(self, key: AttemptKey) -> None:
-        """The other worker gives an attempt up."""
+        """The other worker gives up the attempt."""
         ...
 
 
@@ -87,58 +87,59 @@ class FastSequence:
         self.key = spec.key
         self.gateway_id = spec.gateway_id
         self.keys: Sequence[PieceKey] = ()
-        """Of the full blocks of what was given, each perhaps for several."""
+        """Keys of the full blocks of the given tokens; one key may stand for several blocks."""
         self.ends: Sequence[int] = ()
-        """Up to which unit of 16 tokens each of them goes."""
+        """For each key: the number of 16-token units up to its end."""
         self.sizes: Sequence[int] = ()
-        """Units of each of them."""
+        """For each key: the number of its units."""
         self.note_hashes(spec.block_hashes)
         self.num_given = self.num_known = spec.num_known_tokens
-        """`num_known`: to be computed before the next token is sampled."""
+        """`num_given`: tokens known at the beginning. `num_known`: those to compute before the next token is
+        sampled."""
         self.holds = holds
-        """Computed for another worker."""
+        """Whether the prompt is computed for another worker."""
         self.phase = "waiting"
-        """waiting, prefill, held, offered, reserved, resumed, decode, over."""
+        """One of waiting, prefill, held, offered, reserved, resumed, decode, over."""
         self.other: PairedWorker | None = None
         """The other worker of its pair."""
         self.arrival = now
-        """Of what the engine is to do: of the dispatch, the offer, or the reservation."""
+        """When the engine's current task for the sequence arrived: the dispatch, the offer, or the reservation."""
         self.deadline = None if spec.timeout_s is None else now + spec.timeout_s
-        """Only slack counts with it."""
+        """When the request times out; only scheduling `slack` uses it."""
         streamed_s = None if spec.targets is None else spec.targets.streamed_s
         self.first_at = None if streamed_s is None else now - streamed_s
-        """When the request's first token was sampled or came; noted for scheduling `slack` only."""
+        """When the request's first token was sampled or received; only set for scheduling `slack`."""
         self.is_hopeless = False
         self.alloc_wait_s = 0.0
         self.computed = 0
         self.cached_tokens = 0
         self.locked = 0
-        """Leading `keys` that it holds."""
+        """Number of leading `keys` that it holds."""
         self.own = 0
-        """Units that it holds beside these."""
+        """Number of units that it holds besides these."""
         self.promised = 0
         self.num_preemptions = 0
         self.swapped = 0
-        """Tokens in host memory."""
+        """Number of tokens whose KV is in host memory."""
         self.sent = len(spec.emitted_token_ids)
-        """Output tokens that the gateway has or gets from another worker."""
+        """Number of output tokens that the gateway has or gets from another worker."""
         self.joined_at = 0
         """The worker's count of decode steps when it began to decode."""
         self.told_at = 0
         """The count of decode steps whose tokens were sent."""
         self.attends = 0
-        """Tokens that its first decode step attends to."""
+        """Number of tokens that its first decode step attends to."""
         self.end_at = 0
         """The count of decode steps at which its answer ends."""
         self.next_kv_token = 0
-        """P: tokens before this one are on D or on their way."""
+        """P: the first token whose KV is neither on D nor on its way."""
         self.kv_bytes = 0
         self.transfer_began: float | None = None
         self.queue_s: float | None = None
         self.order: tuple[float, ...] = ()
 
     def note_hashes(self, hashes: tuple[BlockHash, ...]) -> None:
-        """Of its full blocks."""
+        """Set the keys to the hashes of the sequence's full blocks."""
         self.keys = tuple(hashes)
         if isinstance(hashes, HashRuns):
             self.ends = hashes.ends
@@ -149,22 +150,22 @@ class FastSequence:
 
     @property
     def num_given_tokens(self) -> int:
-        """Tokens that were known when it came."""
+        """Number of tokens that were known at the beginning."""
         return self.num_given
 
     @property
     def is_copy(self) -> bool:
-        """Whether its KV comes from another worker, which has it too."""
+        """Whether the KV comes from another worker, which keeps its own."""
         return self.other is not None and not self.holds
 
     @property
     def num_locked(self) -> int:
-        """Units of the `keys` that it holds."""
+        """Number of units in the `keys` that it holds."""
         return self.ends[self.locked - 1] if self.locked else 0
 
 
 class FastRoom:
-    """The blocks of one worker. Owner: the fast worker."""
+    """Assigns the blocks of one worker to its sequences. Owner: the fast worker."""
 
     def __init__(self, config: WorkerConfig, info: WorkerInfo, answers: Answers) -> None:
         self.blocks = BlockSet(info.num_blocks, info.block_size)
@@ -173,11 +174,11 @@ class FastRoom:
         self._max_model_len = info.max_model_len
         self._decode_reserve_tokens = config.decode_reserve_tokens
         self._num_named = 0
-        """Parts of answers that no prompt can match."""
+        """Number of names given to parts of answers that no prompt can match."""
 
     def place(self, sequence: FastSequence, is_alone: Callable[[], bool]) -> bool:
-        """Lock its cached prefix and promise it the rest, if that fits, as `KVCacheManager.place`. `is_alone` says
-        whether no other sequence holds anything."""
+        """Lock the cached prefix of a sequence and promise it the other blocks, if they fit, as `KVCacheManager.place`
+        does. `is_alone` returns whether no other sequence holds anything."""
         blocks, known = self.blocks, _num_tokens(sequence)
         most = max_cached_tokens(known) // HASH_BLOCK_TOKENS if sequence.spec.root_hash else 0
         num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
@@ -209,7 +210,7 @@ class FastRoom:
         return min(num_tokens, max(self._max_model_len - 1, known))
 
     def extend(self, sequence: FastSequence, num_tokens: int) -> None:
-        """Blocks for tokens [0, num_tokens): out of the promise, and beyond it out of what is available."""
+        """Assign blocks for the tokens [0, num_tokens): promised ones first, then available ones."""
         blocks = self.blocks
         num_missing = blocks.units_for(num_tokens) - sequence.num_locked - sequence.own
         if num_missing <= 0:
@@ -222,7 +223,7 @@ class FastRoom:
         blocks.make_room()
 
     def publish(self, sequence: FastSequence) -> None:
-        """What is computed of what was given can be found from now on."""
+        """Put the computed full blocks of the given tokens into the prefix cache."""
         ends, first = sequence.ends, sequence.locked
         last = bisect_right(ends, sequence.computed // HASH_BLOCK_TOKENS)
         if last <= first or not sequence.spec.root_hash:
@@ -233,7 +234,7 @@ class FastRoom:
         sequence.locked = last
 
     def keep_answer(self, sequence: FastSequence) -> None:
-        """Blocks that the answer filled stay as cached ones: later prompts may match them."""
+        """Keep the blocks that the answer filled in the prefix cache, because later prompts may match them."""
         if not sequence.spec.root_hash:
             return
         if self._answers.is_followed(sequence.key.request_id):
@@ -250,7 +251,7 @@ class FastRoom:
             sequence.own -= num_full
 
     def let_go(self, sequence: FastSequence) -> None:
-        """Take back all that it holds and was promised."""
+        """Release all blocks that the sequence holds or was promised."""
         blocks = self.blocks
         num_locked, is_copy = sequence.locked, sequence.is_copy
         blocks.release(sequence.keys[:num_locked], sequence.sizes[:num_locked], sequence.own, is_copy=is_copy)
@@ -258,13 +259,13 @@ class FastRoom:
         sequence.locked = sequence.own = sequence.promised = 0
 
     def safe_steps(self, sequence: FastSequence) -> int:
-        """Until which count of steps it has blocks, or a promise of them."""
+        """The count of decode steps up to which the sequence has blocks, or a promise of them."""
         num_units = sequence.num_locked + sequence.own + sequence.promised
         return sequence.joined_at + num_units * HASH_BLOCK_TOKENS - sequence.num_known
 
 
 def _num_tokens(sequence: FastSequence) -> int:
-    """Tokens that are known; the latest one of a suspended sequence has no KV."""
+    """Number of known tokens; the latest one of a suspended sequence has no KV."""
     return sequence.num_known + (sequence.swapped > 0)
 
 

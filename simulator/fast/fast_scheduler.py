@@ -5,7 +5,7 @@ sums: order, budget, chunks, tails, admission, reserves, preemption, suspension.
       ^                                                                   │ │
       └──────────── preempted: recomputed, or copied back (resumed) ──────┘ └─> over, where another worker goes on
 
-A sequence that decodes is a place in the count of steps at which it ends; contexts are one sum.
+A decoding sequence is represented by the count of steps at which it ends, and all contexts by one sum.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from disagg.simulator.fast.fast_slack import FastSlack
 from disagg.simulator.world.surroundings import Surroundings
 
 PlannedPrompt = tuple[FastSequence, int, int]
-"""A sequence, the first token of it in a step, and how many."""
+"""A sequence, the first of its tokens in a step, and how many the step computes."""
 
 
 class FastPlan(NamedTuple):
-    """One step."""
+    """The work of one step."""
 
     prefills: list[PlannedPrompt]
     num_decodes: int
-    """Beside the prompts; where there are none, all that decode do."""
+    """Sequences that decode beside the prompts; all that decode if there are no prompts."""
     budget: int
-    """Tokens that prompts may have."""
+    """Most prompt tokens of the step."""
     room: Room
-    """And time."""
+    """The time that prompts may take, by the slack of the decodes."""
 
 
 class FastScheduler:
-    """Which sequences are where, and what the next step computes.
+    """Keeps the state of each sequence, and plans the next step.
 
     Args:
-        room: their blocks.
-        slack: for scheduling `slack`.
-        note: something changed that the worker reports.
-        tell_tokens: send what a sequence made so far, which does not decode any more.
-        end: drop a sequence and tell the gateway.
+        room: the blocks of the sequences.
+        slack: decides about prompts with scheduling `slack`; else None.
+        note: called after a change that the worker reports.
+        tell_tokens: sends the tokens so far of a sequence that no longer decodes.
+        end: releases a sequence and tells the gateway that it ended.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class FastScheduler:
         self.num_preempted = 0
         self.started: list[FastSequence] = []
         self.resumed: list[FastSequence] = []
-        """Their KV is copied back before the step that is planned; they decode from the next one on."""
+        """Sequences whose KV is copied back before the next step; they decode from the step after it on."""
         self.decoding: dict[FastSequence, None] = {}
         self.steps = 0
-        """Decode steps since the start."""
+        """Number of decode steps since the start."""
         self.attends = 0
-        """Tokens that the next decode step attends to, of all that decode."""
+        """Number of tokens that the next decode step attends to, over all decoding sequences."""
         self.safe_until = 0
-        """Until this count of steps no sequence needs a block beyond its promise."""
+        """The count of decode steps up to which no sequence needs a block beyond its promise."""
         self.num_preemptions = 0
-        """Since its start."""
+        """Number of preemptions since the worker's start."""
         self.copy_s = 0.0
-        """Of copies that are to be made before the next step."""
+        """Seconds of the copies to make before the next step."""
         self._waiting: list[tuple[tuple[float, ...], int, FastSequence]] = []
         self._ends: list[tuple[int, int, FastSequence]] = []
         self._serial = 0
@@ -106,14 +106,14 @@ class FastScheduler:
     # ------------------------------------------------------------ the queue
 
     def queue(self, sequence: FastSequence) -> None:
-        """A new sequence, or one that was preempted."""
+        """Add a new or a preempted sequence to the queue."""
         self.num_waiting += 1
         self._push(sequence)
         if self._slack is not None and sequence.num_preemptions == 0:
             self._slack.slack.waits(sequence)
 
     def _push(self, sequence: FastSequence) -> None:
-        """Into the queue, or to a new place in it."""
+        """Add a sequence to the queue, or move it to another position."""
         sequence.order = self._order(sequence)
         self._serial += 1
         heapq.heappush(self._waiting, (sequence.order, self._serial, sequence))
@@ -124,7 +124,7 @@ class FastScheduler:
         return (-sequence.spec.priority, is_first, sequence.is_hopeless, sequence.arrival + PASS_S * is_long)
 
     def release(self, sequence: FastSequence) -> None:
-        """Drop it and all that it holds. Idempotent."""
+        """Drop a sequence and release all that it holds. Idempotent."""
         if sequence.phase == "over":
             return
         if sequence.phase == "waiting":
@@ -147,13 +147,13 @@ class FastScheduler:
         del self.sequences[sequence.key]
 
     def uncomputed(self) -> list[FastSequence]:
-        """Prompts that are not computed, or not to their ends."""
+        """The sequences whose prompt is not completely computed."""
         return [*self.started, *(s for order, _, s in self._waiting if s.phase == "waiting" and s.order is order)]
 
     # ------------------------------------------------------------ the next step
 
     def plan(self) -> FastPlan:
-        """The next step."""
+        """Plan the next step."""
         num_decodes = len(self.decoding)
         num_preemptions = self.num_preempted
         if num_decodes and self.steps >= self.safe_until:
@@ -192,7 +192,8 @@ class FastScheduler:
         return slack.room(self.decoding, self.steps)
 
     def others_need(self, sequence: FastSequence) -> float:
-        """Tokens of the budget with which another prompt than this one would begin or go on."""
+        """Tokens of the budget with which a prompt other than this one would begin or continue; infinite without
+        one."""
         others = [other for other in self.started if other is not sequence]
         head = self.head()
         if not others:
@@ -204,7 +205,7 @@ class FastScheduler:
         return min(num_left, block_size - first.computed % block_size)
 
     def _plan_prefills(self, budget: int, may_admit: bool, room: Room = UNLIMITED) -> list[PlannedPrompt]:
-        """The prompts of the next step, as the real scheduler plans it."""
+        """The prompts of the next step, as the real scheduler plans them."""
         started = deque(sorted(self.started, key=lambda sequence: sequence.order))
         planned: list[PlannedPrompt] = []
         slack, num_ended = self._slack, 0
@@ -256,27 +257,27 @@ class FastScheduler:
         return planned
 
     def is_alone(self) -> bool:
-        """Whether nothing runs, so that nothing will ever give blocks back."""
+        """Whether nothing runs that could release blocks later."""
         return len(self.sequences) - self._num_offered() <= self.num_waiting
 
     def _num_offered(self) -> int:
-        """Attempts that the engine does not have yet, or not any more."""
+        """Number of attempts that the engine does not have yet, or no longer has."""
         return sum(s.phase == "offered" or (s.phase == "waiting" and s.order == ()) for s in self.sequences.values())
 
     def head(self) -> FastSequence | None:
-        """Of the queue."""
+        """The first sequence of the queue; None when it is empty."""
         waiting = self._waiting
         while waiting and (waiting[0][2].phase != "waiting" or waiting[0][2].order is not waiting[0][0]):
             heapq.heappop(waiting)
         return waiting[0][2] if waiting else None
 
     def num_places(self) -> int:
-        """How many more may run."""
+        """How many more sequences may run."""
         num_running = len(self.decoding) + len(self.started) + len(self.resumed)
         return self._max_num_seqs - num_running - self.num_reserved
 
     def _admit(self, sequence: FastSequence) -> bool:
-        """The head of the queue begins, if there is room."""
+        """Start the head of the queue, if there is room. Returns whether it was started."""
         if self.num_places() < 1 or not self._room.place(sequence, self.is_alone):
             return False
         heapq.heappop(self._waiting)
@@ -303,26 +304,26 @@ class FastScheduler:
     # ------------------------------------------------------------ decoding
 
     def resume(self) -> None:
-        """What was copied back decodes from now on."""
+        """Let the sequences that were copied back decode from now on."""
         resumed, self.resumed = self.resumed, []
         for sequence in resumed:
             if sequence.phase == "resumed":
                 self.decode(sequence)
 
     def next_end(self) -> int:
-        """The count of steps at which the next answer of those that decode ends."""
+        """The count of decode steps at which the next answer ends."""
         ends = self._ends
         while ends[0][2].phase != "decode" or ends[0][2].end_at != ends[0][0]:
             heapq.heappop(ends)
         return ends[0][0]
 
     def stepped(self, num_steps: int) -> None:
-        """So many decode steps were done."""
+        """Count `num_steps` decode steps."""
         self.steps += num_steps
         self.attends += num_steps * len(self.decoding)
 
     def next_ended(self) -> FastSequence | None:
-        """One that has made its last token; it still counts as decoding."""
+        """A sequence that has made its last token and still counts as decoding; None without one."""
         steps, ends = self.steps, self._ends
         while ends and ends[0][0] <= steps:
             _, _, sequence = heapq.heappop(ends)
@@ -331,12 +332,12 @@ class FastScheduler:
         return None
 
     def take_copy_s(self) -> float:
-        """The time of the copies before the next step, once."""
+        """Return the seconds of the copies before the next step, and reset them."""
         copy_s, self.copy_s = self.copy_s, 0.0
         return copy_s
 
     def decode(self, sequence: FastSequence) -> None:
-        """It is in the batch; its latest token is known and has no KV."""
+        """Add a sequence to the batch. Its latest token is known and has no KV yet."""
         sequence.phase = "decode"
         sequence.joined_at = sequence.told_at = self.steps
         sequence.attends = sequence.num_known + 1
@@ -351,25 +352,25 @@ class FastScheduler:
         self.safe_until = safe if len(self.decoding) == 1 else min(safe, self.safe_until)
 
     def num_left(self, sequence: FastSequence) -> int:
-        """Output tokens that are still to come, the latest one made."""
+        """Number of output tokens still to come, with the latest one already made."""
         request_id = sequence.key.request_id
         num_tokens = min(self._answers.num_tokens(request_id), sequence.spec.sampling.max_tokens)
         return min(num_tokens - sequence.sent, self._max_model_len - sequence.num_known - 1)
 
     def finish_reason(self, sequence: FastSequence) -> EndReason:
-        """Of one that has made its last token."""
+        """Why the answer of a sequence ended that has made its last token."""
         sampling = sequence.spec.sampling
         is_stopped = sampling.stop_token_ids and self._answers.num_tokens(sequence.key.request_id) == sequence.sent
         return "stop" if is_stopped else "length"
 
     def _sync(self, sequence: FastSequence) -> None:
-        """Note the tokens and blocks of the steps that were done."""
+        """Update the tokens and blocks of a decoding sequence to the present step."""
         sequence.computed = sequence.num_known + self.steps - sequence.joined_at
         self._room.extend(sequence, sequence.computed)
 
     def _make_safe(self) -> None:
-        """Before the next step: sequences that outgrew their promise get a block; where there is none, others are
-        preempted for them, as `Scheduler._plan_decodes` does."""
+        """Give sequences that outgrew their promise a block before the next step. Where none is free, other sequences
+        are preempted, as `Scheduler._plan_decodes` does."""
         for sequence in list(self.decoding):
             if sequence.phase != "decode":
                 continue  # preempted for one before it
@@ -382,7 +383,7 @@ class FastScheduler:
         self.safe_until = min(map(self._room.safe_steps, self.decoding), default=0)
 
     def _victim(self) -> FastSequence:
-        """Who is preempted first: lowest priority, fewest output tokens, newest."""
+        """The sequence to preempt first: lowest priority, then fewest output tokens, then newest."""
         running = [*self.decoding, *(sequence for sequence in self.started if not sequence.holds)]
         return min(running, key=lambda s: (s.spec.priority, self._num_output(s), -s.arrival))
 

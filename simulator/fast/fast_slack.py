@@ -12,11 +12,11 @@ from disagg.proto.messages import StepSample, WorkerInfo
 from disagg.simulator.fast.fast_room import FastSequence
 
 _EVERY = 4
-"""Of the steps of a kind (prompts, decodes, both) so many are observed as one: fits with fewer of them are as good."""
+"""One of this many steps of a kind (prompts, decodes, both) is observed: fits with fewer steps are as good."""
 
 
 class FastSlack:
-    """Owner: the fast engine."""
+    """Scheduling `slack` of one fast worker. Owner: the fast engine."""
 
     def __init__(self, config: WorkerConfig, info: WorkerInfo) -> None:
         self.slack: Slack[FastSequence] = Slack(info.calibration, config.max_itl_ms, info.block_size)
@@ -24,36 +24,36 @@ class FastSlack:
         self._now = 0.0
         self._room = Room(math.inf, math.inf, math.inf)
         self._num_without = 0
-        """Steps without prompts since the last one with some."""
+        """Number of steps without prompts since the last one with some."""
         self._new_answers: list[FastSequence] = []
-        """Their first token came since the last plan."""
+        """Sequences whose first token was made since the last plan."""
         self._num_seen = [0, 0, 0, 0]
-        """Steps by kind."""
+        """Number of steps of each kind so far."""
         self._blocked: tuple[FastSequence, float] | None = None
         """The prompt that found no room in the last plan, and the milliseconds that it needs."""
 
     # ------------------------------------------------------------ what happens
 
     def observe(self, step: StepSample) -> None:
-        """A step was done."""
+        """Observe the time of one step."""
         kind = 2 * (step.prefill_tokens > 0) + (step.num_decodes > 0)
         if self._num_seen[kind] % _EVERY == 0:
             self.slack.observe(step)
         self._num_seen[kind] += 1
 
     def begins(self, sequence: FastSequence) -> None:
-        """It decodes from now on."""
+        """Note that a sequence begins to decode."""
         if sequence.first_at is None:
             self._new_answers.append(sequence)
 
     def stepped(self, num_steps: int) -> None:
-        """So many steps without prompts, of which the plan counted one, are over."""
+        """Count `num_steps` ended steps without prompts, of which the plan has counted one."""
         self._num_without += num_steps - 1
 
     # ------------------------------------------------------------ a plan
 
     def advance(self, now: float) -> Iterator[FastSequence]:
-        """The time of the plan that follows; waiting prompts whose place changes."""
+        """Set the time of the next plan. Returns the waiting prompts whose position in the queue changes."""
         self._now = now
         for sequence in self._new_answers:
             sequence.first_at = now
@@ -61,26 +61,26 @@ class FastSlack:
         return self.slack.changed(now)
 
     def room(self, decoding: Iterable[FastSequence], steps: int) -> Room:
-        """What the next step may have beside what decodes, after so many decode steps."""
+        """The room for prompts in the next step beside the decoding sequences, at the count `steps` of decode steps."""
         self._blocked = None
         self._room = self.slack.room([_decode(sequence, steps) for sequence in decoding], self._now)
         return self._room
 
     def is_hopeless(self, sequence: FastSequence) -> bool:
-        """Whether a prompt that was begun still is."""
+        """Whether a started prompt still counts as hopeless."""
         return sequence.is_hopeless and not is_overdue(sequence, self._now)
 
     def num_fitting(self, sequence: FastSequence, budget: int, room: Room) -> Fitting:
-        """The most tokens of a prompt in the next step."""
+        """The most tokens of a prompt that fit into the next step."""
         return self.slack.num_fitting(sequence, sequence.computed, budget, room, self._num_without, self._now)
 
     def joins(self, sequence: FastSequence, num_ended: int, num_left: int, room: Room) -> bool:
-        """Whether a prompt joins a step in which others end, see `Slack.saves_time`."""
+        """Whether a prompt joins a step in which other prompts end, see `Slack.saves_time`."""
         num_tokens = sequence.num_known - sequence.computed
         return self.slack.saves_time(sequence.computed, num_tokens, num_ended, num_left, room)
 
     def finds_no_room(self, sequence: FastSequence, budget: int) -> None:
-        """The step has none for this prompt, the first of those that are there."""
+        """Note that the step has no room for this prompt, the first in order."""
         start = sequence.computed
         to_block = self._block_size - start % self._block_size
         num_tokens = min(to_block, sequence.num_known - start, budget)
@@ -88,18 +88,18 @@ class FastSlack:
         self._blocked = sequence, needed_ms
 
     def planned(self, *, has_prompts: bool) -> None:
-        """The plan is made."""
+        """Note that the plan is made."""
         self._num_without = 0 if has_prompts else self._num_without + 1
 
     # ------------------------------------------------------------ the steps to come
 
     def num_alike(self, most: int, growth_ms: float, until: Callable[[int], float]) -> int:
-        """For how many steps, the planned one counted and at most `most`, no prompt will find room: as far as the
-        sequence with the least slack says that.
+        """For how many steps, including the planned one and at most `most`, no prompt will find room, as far as the
+        sequence with the least slack decides it.
 
         Args:
-            growth_ms: by what each step is predicted to take longer than the one before.
-            until: when so many steps are over, and the next one is planned.
+            growth_ms: predicted milliseconds by which each step is longer than the one before.
+            until: when a number of steps is over, and the next one is planned.
         """
         if self._blocked is None or (least := self._room.least) is None:
             return most

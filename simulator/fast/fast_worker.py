@@ -1,8 +1,8 @@
 """A worker as a few numbers: its messages, over the steps of `fast_engine.py`.
 
-Tokens of an answer go to the router with its first token, at its end, and once a second between; when each was made is
-kept beside. The hand-over moves the same bytes at the same times, without messages for each chunk. Reports go out when
-sequences come, end or are computed.
+Tokens of an answer are sent to the router with its first token, at its end, and once a second between; the time of each
+token is kept separately. The hand-over moves the same bytes at the same times, without messages for each chunk. Reports
+are sent when sequences come, end or are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from disagg.step_times.interface import StepTimes
 
 
 class FastWorker(FastEngine):
-    """A worker of the simulated cluster, its owner."""
+    """A worker whose engine is a few numbers. Owner: the simulated cluster."""
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
         super().__init__(world, config, info, times)
@@ -65,22 +65,22 @@ class FastWorker(FastEngine):
     # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
-        """Begin to report."""
+        """Send the first report, with an empty cache."""
         self._reports.start(BlocksSnapshot(hashes=()))
 
     def stop_reporting(self) -> None:
-        """The run is over."""
+        """Stop the reports, because the run is over."""
         self._reports.stop()
 
     def die(self) -> None:
-        """End without a word."""
+        """End without a message to anyone."""
         self.is_dead = True
         self._reports.stop()
         if self._machine is not None:
             self._machine.forget(self.info.worker_id)
 
     def forget_pair(self, peer: PeerRef) -> None:
-        """Another worker died: what was to come from it, or to go to it, is given up."""
+        """Give up all transfers from and to a worker that died."""
         for sequence in list(self._sequences.values()):
             other = sequence.other
             if other is not None and other.is_dead and sequence.phase != "decode":
@@ -110,7 +110,7 @@ class FastWorker(FastEngine):
         )
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
-        """What is held (all zero when idle), and what does not fit together."""
+        """Counts of what is held (all zero when idle), and inconsistencies."""
         blocks = self._blocks
         counts = {
             "sequences": len(self._sequences),
@@ -126,7 +126,7 @@ class FastWorker(FastEngine):
         return counts, blocks.check_integrity()
 
     def catch_up(self) -> None:
-        """Tell the gateway at once what it would have been told before now, did it hear of each step."""
+        """Send the gateway what it would have received by now if each step were reported on its own."""
         self._take_in(self._loop.now - self._world.overheads.message_s)
         for sequence in self._decoding:
             self._tell_tokens(sequence)
@@ -141,7 +141,7 @@ class FastWorker(FastEngine):
     # ------------------------------------------------------------ messages of the gateway
 
     def receive(self, message: GatewayToWorker) -> None:
-        """A dispatch or a cancel."""
+        """Handle a dispatch or a cancel."""
         if self.is_dead:
             return
         match message:
@@ -184,7 +184,7 @@ class FastWorker(FastEngine):
         return sequence
 
     def _cancel(self, sequence: FastSequence) -> None:
-        """The gateway gives it up; it hears nothing more of it."""
+        """Release an attempt that the gateway cancelled. The gateway gets no further message about it."""
         other = sequence.other
         if other is not None and sequence.holds:
             self._loop.after(self._world.overheads.message_s, other.on_abort, sequence.key)
@@ -193,7 +193,7 @@ class FastWorker(FastEngine):
     # ------------------------------------------------------------ the hand-over
 
     def on_offer(self, spec: SequenceSpec, prefill: FastWorker) -> None:
-        """D: a prefill worker is about to compute this."""
+        """D: reserve blocks for an attempt that a prefill worker is about to compute."""
         if self.is_dead or prefill.is_dead or spec.key in self._sequences:
             return
         sequence = self._new_sequence(spec, holds=False)
@@ -202,12 +202,12 @@ class FastWorker(FastEngine):
         self._post(self._reserve, sequence)
 
     def on_abort(self, key: AttemptKey) -> None:
-        """The other worker gives an attempt up."""
+        """The other worker gives up the attempt."""
         if not self.is_dead and (sequence := self._sequences.get(key)) is not None and sequence.phase != "decode":
             self._post(self._scheduler.release, sequence)
 
     def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
-        """P: the decode worker has room."""
+        """P: the decode worker has reserved blocks."""
         sequence = None if self.is_dead else self._sequences.get(key)
         if sequence is None:
             return
@@ -217,7 +217,7 @@ class FastWorker(FastEngine):
         self._post(self._add, sequence)
 
     def on_refused(self, key: AttemptKey, reason: str) -> None:
-        """P: the decode worker has no room."""
+        """P: the decode worker has no room for the attempt."""
         sequence = None if self.is_dead else self._sequences.get(key)
         if sequence is not None:
             self._end(sequence, "refused", reason)
@@ -232,7 +232,7 @@ class FastWorker(FastEngine):
 
     @override
     def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
-        """P: what of the computed prompt is worth a payload goes to D, see `kv_transfer/send_window.py`."""
+        """P: send the computed prompt's KV to D, as far as it fills payloads, see `kv_transfer/send_window.py`."""
         num_tokens = sequence.computed - sequence.next_kv_token
         if not is_complete and num_tokens > 0:
             rest = num_tokens % self._chunk_tokens
@@ -262,7 +262,7 @@ class FastWorker(FastEngine):
             self._loop.after(2 * message_s, self._send, decode, nbytes, _nothing)
 
     def _send(self, decode: FastWorker, nbytes: int, done: Callable[[], None]) -> None:
-        """Payloads of a pair travel one after the other."""
+        """Send a payload to D, after the earlier ones of the pair."""
         lane = self._lanes.get(decode)
         if lane is None or self.is_dead:
             return
@@ -284,7 +284,7 @@ class FastWorker(FastEngine):
         done()
 
     def on_kv(self, sent: FastSequence) -> None:
-        """D: all KV of a sequence of P has come."""
+        """D: all KV of a sequence of P has arrived."""
         sequence = None if self.is_dead else self._sequences.get(sent.key)
         if sequence is not None and sequence.phase == "reserved":
             sequence.kv_bytes, sequence.transfer_began = sent.kv_bytes, sent.transfer_began
@@ -354,7 +354,7 @@ class FastWorker(FastEngine):
 
     @override
     def _computed(self, sequence: FastSequence) -> None:
-        """The prompt is computed and its first token sampled."""
+        """Handle a prompt that is computed, with its first token sampled."""
         now, key, index = self._loop.now, sequence.key, sequence.sent
         self._answers.note_times(key.request_id, index, [now + self._to_client_s])
         self._tokens.append(TokenOut(key.request_id, key.attempt, index, (self._answers.token(key.request_id, index),)))
@@ -380,7 +380,7 @@ class FastWorker(FastEngine):
 
     @override
     def _tell_tokens(self, sequence: FastSequence) -> None:
-        """Send what it made since the last time."""
+        """Send the tokens that the sequence made since the last call."""
         steps = self._scheduler.steps
         num_new = steps - sequence.told_at
         if num_new <= 0:
@@ -394,7 +394,7 @@ class FastWorker(FastEngine):
 
     @override
     def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:
-        """Drop it and tell the gateway."""
+        """Release the sequence and tell the gateway that it ended."""
         in_transfer = detail.startswith("pair lost")
         self._scheduler.release(sequence)
         if sequence.other is not None and not sequence.holds and reason == "failed":
@@ -411,7 +411,7 @@ class FastWorker(FastEngine):
 
     @override
     def _flush(self) -> None:
-        """Send what there is for the gateway."""
+        """Send all queued messages to the gateway."""
         self._send_to(self._world.to_gateway)
 
     def _send_to(self, send: Callable[[events.Event], None]) -> None:
@@ -424,4 +424,4 @@ class FastWorker(FastEngine):
 
 
 def _nothing() -> None:
-    """Nothing follows this payload alone."""
+    """Do nothing when a payload has arrived that is not the last one of its prompt."""

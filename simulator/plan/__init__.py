@@ -1,1 +1,1 @@
-"""What a model needs and can do on a device, and which pools serve a workload within its limits. Pure."""
+"""The needs and the performance of a model on a device, and the pools that serve a workload within its limits. Pure."""

@@ -16,22 +16,22 @@ MAX_BATCH = 1 << 20
 
 
 def matrix_parameters(model: ModelShape) -> int:
-    """Weights that every decoded token is multiplied with: all matrices, the LM head among them."""
+    """Number of weights with which every decoded token is multiplied: those of all matrices, including the LM head."""
     return model.num_layers * model.layer_matrix_parameters + model.vocab_size * model.hidden_size
 
 
 def attention_flops(model: ModelShape, pairs: float) -> float:
-    """Of so many query-key pairs in all layers: QK and PV, 2 FLOP each and number."""
+    """FLOP of `pairs` query-key pairs in all layers: QK and PV, 2 FLOP for each number."""
     return 4.0 * model.num_layers * model.q_size * pairs
 
 
 def decode_flops(model: ModelShape, batch: int, context: float) -> float:
-    """Of one step of `batch` sequences, each of which attends to `context` tokens."""
+    """FLOP of one step of `batch` sequences, each of which attends to `context` tokens."""
     return 2.0 * matrix_parameters(model) * batch + attention_flops(model, batch * context)
 
 
 def prefill_flops(model: ModelShape, tokens: int, before: int = 0) -> float:
-    """Of a prompt's `tokens` behind `before` cached ones; only the last one needs the LM head."""
+    """FLOP of `tokens` prompt tokens behind `before` cached ones; only the last one needs the LM head."""
     layers = 2.0 * model.num_layers * model.layer_matrix_parameters * tokens
     pairs = tokens * before + tokens * (tokens + 1) / 2
     return layers + attention_flops(model, pairs) + 2.0 * model.vocab_size * model.hidden_size
@@ -51,8 +51,8 @@ def prefill_intensity(model: ModelShape, tokens: int, precision: Precision = BF1
 
 
 def critical_batch(model: ModelShape, device: Device, context: float, precision: Precision = BF16) -> int | None:
-    """The least batch from which on decode is limited by arithmetic; None where the KV keeps it limited by memory,
-    however large the batch."""
+    """The least batch size from which on decode is limited by arithmetic; None where it is limited by memory at any
+    batch size, because of the KV."""
     ridge = device.ridge(precision.weight_dtype)
     if decode_intensity(model, MAX_BATCH, context, precision) < ridge:
         return None
@@ -67,7 +67,7 @@ def critical_batch(model: ModelShape, device: Device, context: float, precision:
 
 
 def critical_prompt(model: ModelShape, device: Device, precision: Precision = BF16) -> int:
-    """The least prompt that is limited by arithmetic."""
+    """The shortest prompt, in tokens, that is limited by arithmetic."""
     ridge = device.ridge(precision.weight_dtype)
     tokens = 1
     while tokens < MAX_BATCH and prefill_intensity(model, tokens, precision) < ridge:

@@ -1,7 +1,7 @@
-"""The simulator as a judge of candidates: the real router over workers in virtual time, for as long as it takes to
-settle and to be counted.
+"""The simulator as a judge of candidates: the real router over workers in virtual time, until the queues have
+settled and enough requests have ended.
 
-    settled(load) -> requests of a plan: those that come while the queues fill do not count, nor do those behind them
+    steady_requests(load) -> requests of a plan, and from when on they count: not while the queues fill
     SimulatedJudge(planner, outline)(candidate) -> Judgement
 """
 
@@ -26,12 +26,12 @@ from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 
 COUNTED = 300
-"""Requests that count, at least."""
+"""Least number of requests that count."""
 MAX_REQUESTS = 20_000
 _LIVES = 1.0
-"""How long a run goes before it counts, in times of an answer at its limits."""
+"""Time before requests count, as a multiple of the time of an answer at its limits."""
 _UNLIMITED_TTFT_S, _UNLIMITED_TPOT_S = 600.0, 1.0
-"""In place of limits that are not given, for how long a run goes on."""
+"""Limits in seconds that determine the length of a run where none are given."""
 _MAX_TURNS = 8
 _USUAL_TPOT_S = 0.05
 _BLOCK_SIZE = 16
@@ -51,7 +51,7 @@ class SimulatedJudge:
         self._last_s = _last_s(requests.requests, planner.load)
 
     def __call__(self, candidate: Candidate) -> Judgement:
-        """Run it, until every request has ended or has missed its limits by the time."""
+        """Simulate the candidate until every request has ended or missed its limits."""
         cluster = SimulatedCluster(self.spec(candidate), self._requests)
         cluster.advance(self._last_s)
         ended = {record.index: record for record in cluster.users.records}
@@ -59,7 +59,7 @@ class SimulatedJudge:
         return judgement_of(due, ended, self._planner.load, self._counted_from_s)
 
     def spec(self, candidate: Candidate) -> ClusterSpec:
-        """The cluster of a candidate."""
+        """The simulated cluster of a candidate."""
         site = self._planner.site
         model, precision = site.model, site.precision
         prefill, decode = candidate.prefill, candidate.decode
@@ -104,8 +104,8 @@ class SimulatedJudge:
 def judgement_of(
     requests: Sequence[OutlinedRequest], ended: Mapping[int, RequestRecord], load: Load, counted_from_s: float
 ) -> Judgement:
-    """What the requests that were due from then on saw. One that has not ended has missed its limits; means are those
-    of the others."""
+    """The judgement by the requests that are due from `counted_from_s` on. One that has not ended has missed its
+    limits; means are those of the others."""
     counted = [request.index for request in requests if request.due_s >= counted_from_s]
     records = [ended[index] for index in counted if index in ended]
     slo, number = load.slo, len(counted)
@@ -119,7 +119,8 @@ def judgement_of(
 
 
 def _last_s(requests: Sequence[OutlinedRequest], load: Load) -> float:
-    """When the last request has ended or missed its limits. Turns of a conversation are due later than planned."""
+    """When the last request has ended or missed its limits at the latest. Turns of a conversation may be due later than
+    planned."""
     slo = load.slo
     longest = max(request.max_tokens for request in requests)
     life_s = (slo.ttft_s or _UNLIMITED_TTFT_S) + longest * (slo.tpot_s or _UNLIMITED_TPOT_S)
@@ -136,8 +137,8 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def steady_requests(load: Load, seed: int = 0) -> tuple[Outline, float]:
-    """Poisson arrivals of the load's one kind of request, and from when on they count: enough of them to fill the
-    pools, and half as many again or `COUNTED`."""
+    """Poisson arrivals of the load's one kind of request, and the time in seconds from which on they count. There are
+    enough requests to fill the pools, and half as many again or `COUNTED`."""
     kind = load.kinds[0]
     assert len(load.kinds) == 1, "requests of several kinds come from a scenario"
     life_s = kind.output * (load.slo.tpot_s or _USUAL_TPOT_S) + (load.slo.ttft_s or 0.0)
@@ -152,8 +153,8 @@ def steady_requests(load: Load, seed: int = 0) -> tuple[Outline, float]:
 
 
 def lengths_of(requests: Sequence[OutlinedRequest]) -> list[Lengths]:
-    """The lengths of a scenario's requests: whole prompts with what was said before, and what of them one cache
-    without limits would have, in whole blocks."""
+    """The lengths of a scenario's requests: of the whole prompt with the earlier turns, and of the part that an
+    unlimited cache would hold, in whole blocks."""
     found: list[Lengths] = []
     said: dict[int, int] = {}
     seen: set[tuple[object, ...]] = set()

@@ -1,4 +1,4 @@
-"""What is asked of a cluster: lengths of requests, their rate, limits."""
+"""The load of a cluster: lengths of requests, their rate, limits."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Load:
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt."""
+        """Mean number of tokens of a prompt."""
         return sum(kind.prompt for kind in self.kinds) / len(self.kinds)
 
     @property
     def mean_output(self) -> float:
-        """Tokens of an answer."""
+        """Mean number of tokens of an answer."""
         return sum(kind.output for kind in self.kinds) / len(self.kinds)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(kind.prompt + kind.output for kind in self.kinds)

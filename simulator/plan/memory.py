@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory, and how many sequences fit into the rest."""
+"""The memory that a model takes on a device, and the number of sequences that fit into the rest."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that a worker uses; vLLM's default `gpu_memory_utilization`."""
+"""Share of a device's memory that a worker uses; vLLM's default `gpu_memory_utilization`."""
 RESERVE_BYTES = 2e9
-"""Of each device for activations, captured steps and libraries; an assumption. A small device keeps a twentieth."""
+"""Bytes of each device that are assumed for activations, captured steps and libraries; at most a twentieth of its
+memory."""
 GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What numbers are stored in. `dtype` is that of activations."""
+    """The dtypes of a model's numbers. `dtype` is that of activations."""
 
     dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
-    """Of the matrices, the LM head among them; embedding and norms stay in `dtype`."""
+    """Dtype of the matrices, including the LM head; embedding and norms have `dtype`."""
     kv_dtype: str = "bfloat16"
 
 
@@ -34,22 +35,22 @@ class WorkerMemory:
 
     weight_bytes: float
     kv_bytes: float
-    """Left for KV."""
+    """Bytes that are left for KV."""
     kv_bytes_per_token: float
-    """On this device: a part of the heads."""
+    """Bytes of one token's KV on this device, which holds a part of the heads."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV fits into the worker."""
+        """Number of tokens whose KV fits into the worker."""
         return int(self.kv_bytes // self.kv_bytes_per_token)
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of so many tokens that fit at once."""
+        """Number of sequences of `num_tokens` tokens that fit at once."""
         return self.kv_tokens // num_tokens
 
 
 def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
-    """All weights of the model."""
+    """Bytes of all weights of the model."""
     head = model.vocab_size * model.hidden_size
     matrices = model.num_layers * model.layer_matrix_parameters + head
     others = model.num_parameters - matrices
@@ -59,7 +60,7 @@ def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
 
 
 def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Precision = BF16) -> WorkerMemory:
-    """How the memory of each of a worker's `tp` devices is used.
+    """The use of the memory of each of a worker's `tp` devices.
 
     Raises:
         ConfigError: the model cannot be divided so.
@@ -76,7 +77,7 @@ def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Pre
 
 
 def widths(model: ModelShape, device: Device) -> list[int]:
-    """The powers of two up to a node's devices by which the model can be divided."""
+    """The tensor-parallel widths that the model allows: powers of two up to the devices of a node."""
     found = []
     tp = 1
     while tp <= device.max_tp:
@@ -92,7 +93,7 @@ def widths(model: ModelShape, device: Device) -> list[int]:
 def check_fits(
     model: ModelShape, device: Device, tps: list[int], num_tokens: int, precision: Precision = BF16
 ) -> list[int]:
-    """Those of the widths in which a sequence of `num_tokens` fits beside the weights.
+    """The widths in which a sequence of `num_tokens` fits beside the weights.
 
     Raises:
         ConfigError: none; says what is needed and what there is.

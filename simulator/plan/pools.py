@@ -1,5 +1,5 @@
-"""Which pools serve a load within its limits at the least cost: how many workers of which width, in pools of their
-own or doing both.
+"""The pools that serve a load within its limits at the least cost: how many workers of which width, disaggregated or
+colocated.
 
     Planner.shortlist()      every shape with as few workers as the estimate (queueing.py) takes to be enough
     Planner.best(judge)      the cheapest that a judge confirms, and what else it judged
@@ -27,28 +27,28 @@ from disagg.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_
 
 MAX_JUDGED = 40
 NUM_FIRST = 6
-"""Kinds of pools that are judged in any case."""
+"""Least number of kinds of pools that are judged."""
 MAX_SEQS = 256
 MARGIN_P = 2
-"""Prefill workers beyond the least number that are tried with fewer decode workers."""
+"""Number of prefill workers, beyond the least that serve, that are tried with fewer decode workers."""
 
 
 class Pool(NamedTuple):
-    """Workers of one kind."""
+    """A pool of identical workers."""
 
     num_workers: int
     tp: int
     token_budget: int
-    """Tokens of one step."""
+    """Token budget of one step."""
 
     @property
     def num_devices(self) -> int:
-        """Of all workers."""
+        """Number of devices of all workers."""
         return self.num_workers * self.tp
 
 
 class Candidate(NamedTuple):
-    """Pools for a load. Without a prefill pool the workers of `decode` are colocated: they do both."""
+    """Pools for a load. Without a prefill pool the workers of `decode` are colocated: they prefill and decode."""
 
     prefill: Pool | None
     decode: Pool
@@ -60,12 +60,12 @@ class Candidate(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Of both pools."""
+        """Number of devices of both pools."""
         return self.decode.num_devices + (self.prefill.num_devices if self.prefill else 0)
 
     @property
     def kind(self) -> tuple[int, int, int, int]:
-        """All but the numbers of workers."""
+        """Widths and token budgets of the pools, without the numbers of workers."""
         prefill = self.prefill or Pool(0, 0, 0)
         return prefill.tp, prefill.token_budget, self.decode.tp, self.decode.token_budget
 
@@ -78,7 +78,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What a candidate does with the load, as a judge found it."""
+    """What a candidate attains under the load, as a judge determined it."""
 
     attainment: float
     ttft_attainment: float
@@ -86,7 +86,7 @@ class Judgement:
     mean_ttft_s: float
     mean_tpot_s: float
     utilization: float = math.nan
-    """Where the judge knows it."""
+    """Utilization of the busier pool; NaN where the judge does not know it."""
 
 
 Judge = Callable[[Candidate], Judgement]
@@ -110,11 +110,11 @@ class Answer:
     best: Judged
     is_met: bool
     judged: tuple[Judged, ...]
-    """All others, cheapest first."""
+    """All other judged candidates, best first."""
 
     @property
     def best_other(self) -> Judged | None:
-        """The cheapest that meets the limits, or comes closest to them, in the other mode."""
+        """The best candidate of the other mode (disaggregated or colocated); None without one."""
         others = [
             each for each in self.judged if each.candidate.is_disaggregated != self.best.candidate.is_disaggregated
         ]
@@ -122,24 +122,24 @@ class Answer:
 
 
 TimesOf = Callable[[int], StepTimes]
-"""Step times of a worker of so many devices."""
+"""The step times of a worker, by its number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is available."""
+    """The model, the devices and the limits of a search."""
 
     model: ModelShape
     device: Device
     times_of: TimesOf
     link: LinkTimes
-    """Between workers."""
+    """The link between workers."""
     tps: tuple[int, ...]
-    """Widths that may be used."""
+    """Tensor-parallel widths that may be used."""
     token_budgets: tuple[int, ...]
-    """Steps of colocated workers; the largest is that of prefill workers."""
+    """Token budgets of colocated workers; prefill workers have the largest."""
     price_per_hour: float
-    """Of one device."""
+    """Price of one device per hour."""
     max_devices: int
     precision: Precision = BF16
     max_num_seqs: int = MAX_SEQS
@@ -169,7 +169,7 @@ class Planner:
     # ------------------------------------------------------------ estimates
 
     def worker(self, tp: int, token_budget: int) -> WorkerModel:
-        """One worker of this width."""
+        """The model of one worker of this width."""
         key = (tp, token_budget)
         if key not in self._workers:
             site = self.site
@@ -183,7 +183,7 @@ class Planner:
         return self._workers[key]
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """By queueing theory."""
+        """The estimate for a candidate by queueing theory."""
         if candidate not in self._estimates:
             self._estimates[candidate] = self._estimate(candidate)
         return self._estimates[candidate]
@@ -205,7 +205,7 @@ class Planner:
         )
 
     def price(self, candidate: Candidate) -> float:
-        """Per hour."""
+        """Price of a candidate's devices per hour."""
         return candidate.num_devices * self.site.price_per_hour
 
     def _check_limits(self) -> None:
@@ -232,8 +232,8 @@ class Planner:
     # ------------------------------------------------------------ candidates
 
     def shortlist(self) -> list[Candidate]:
-        """Of each kind of pools the cheapest that the estimate takes to meet the limits, cheapest first; then, where
-        there are none, those that come closest."""
+        """The best candidate of each kind of pools by the estimate: first those that meet the limits, cheapest first;
+        then the others, by attainment."""
         found = [*self._colocated(), *self._disaggregated()]
         return sorted(found, key=self._order)
 
@@ -281,7 +281,8 @@ class Planner:
         return _least(most.num_workers, serves)
 
     def _with_workers(self, prefill: Pool | None, most: Pool) -> Candidate:
-        """The least number of workers beside these prefill workers, at most as many as `most` has."""
+        """The candidate with the fewest workers that serve the load beside these prefill workers; `most` where fewer do
+        not."""
 
         def candidate(number: int) -> Candidate:
             return Candidate(prefill, most._replace(num_workers=number))
@@ -291,7 +292,7 @@ class Planner:
     # ------------------------------------------------------------ search
 
     def best(self, judge: Judge | None = None, max_judged: int = MAX_JUDGED) -> Answer:
-        """The cheapest pools that a judge confirms; by the estimate alone without one."""
+        """Find the cheapest pools that meet the limits by the judge, or by the estimate without one."""
         shortlist = self.shortlist()
         if not shortlist:
             raise ConfigError(
@@ -322,12 +323,12 @@ class Planner:
         )
 
     def is_met(self, judgement: Judgement) -> bool:
-        """Whether enough requests meet their limits."""
+        """Whether as many requests as the load demands meet their limits."""
         return judgement.attainment >= self.load.min_attainment
 
     def rank(self, judged: Judged) -> tuple[bool, float, float, bool, float]:
-        """Best first: what meets the limits by price, what does not by attainment. Where both are equal, attainment
-        to a percent, colocated workers come first: they are simpler to run."""
+        """The sort key, best first: candidates that meet the limits by price, then the others by attainment. Where
+        these are equal (attainment to a percent), colocated workers come first: they are simpler to run."""
         met, attainment = self.is_met(judged.judgement), judged.judgement.attainment
         share = -round(attainment, 2)
         return not met, judged.price_per_hour if met else share, share, judged.candidate.is_disaggregated, -attainment
@@ -346,7 +347,7 @@ class _Search:
         self._found: dict[Candidate, Judged] = {}
 
     def run(self, shortlist: Sequence[Candidate]) -> Answer:
-        """The answer."""
+        """Search from the best candidates of the shortlist."""
         first = shortlist[:NUM_FIRST]
         for mode in (True, False):  # at least one of each mode, so that they can be compared
             if not any(each.is_disaggregated == mode for each in first):
@@ -370,7 +371,8 @@ class _Search:
         return self._found[candidate]
 
     def _next(self) -> Candidate | None:
-        """The most promising candidate that was not judged: around the best, then around the best of the other mode."""
+        """The most promising candidate that was not judged yet: near the best one, then near the best one of the other
+        mode."""
         ordered = sorted(self._found.values(), key=self.planner.rank)
         best = ordered[0]
         others = [each for each in ordered if each.candidate.is_disaggregated != best.candidate.is_disaggregated]
@@ -382,8 +384,8 @@ class _Search:
         return None
 
     def _around(self, judged: Judged, best: Judged) -> Iterator[Candidate]:
-        """Candidates with a worker less where the limits are met, else with one more; and with one moved between
-        pools. Only such that may be better than the best."""
+        """Candidates that may be better than the best: with one worker less where the limits are met, else with one
+        more; and with one worker moved between the pools."""
         met = self.planner.is_met(judged.judgement)
         best_price = best.price_per_hour if self.planner.is_met(best.judgement) else math.inf
         for candidate in _neighbours(judged.candidate, fewer=met):
@@ -410,7 +412,8 @@ def _neighbours(candidate: Candidate, *, fewer: bool) -> Iterator[Candidate]:
 
 
 def _least(most: int, serves: Callable[[int], bool]) -> int:
-    """The least number from 1 to `most` that serves, if more always serve better; `most` where none does."""
+    """The least number from 1 to `most` for which `serves` holds, if it holds for all larger ones; `most` where it
+    holds for none."""
     low, high = 0, 1
     while high < most and not serves(high):
         low, high = high, min(most, 2 * high)

@@ -1,4 +1,4 @@
-"""What `disagg plan` reports, as data: what the model needs and can do on the device, and the pools for the load."""
+"""The report of `disagg plan` as data: needs and performance of the model on the device, and the pools for the load."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from disagg.step_times.interface import LinkTimes, decode_s, prefill_s
 
 @dataclass(frozen=True, kw_only=True)
 class WidthFacts:
-    """A worker of one width."""
+    """The capacity and speed of a worker of one width."""
 
     tp: int
     memory: WorkerMemory
     kv_tokens: int
     sequences: int
-    """Of the load's mean length, that fit at once."""
+    """Number of sequences of the load's mean length that fit at once."""
     ttft_s: float
-    """Of the mean prompt on an idle worker."""
+    """TTFT of the mean prompt on an idle worker."""
     tpot_s: float
-    """Of a single sequence."""
+    """TPOT of a single sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What follows from shapes and data sheets, before any load."""
+    """Facts that follow from shapes and data sheets, and from the mean lengths of the load."""
 
     parameters: int
     weight_bytes: float
     kv_bytes_per_token: int
     ridge: float
-    """FLOP per byte."""
+    """FLOP per byte from which on computing takes longer than reading."""
     prefill_intensity: float
-    """Of the mean prompt."""
+    """FLOP per byte of the mean prompt."""
     critical_prompt: int
     decode_intensity: float
-    """Of one sequence with the mean context."""
+    """FLOP per byte of one sequence with the mean context."""
     critical_batch: int | None
-    """With the mean context."""
+    """The least batch size that is limited by arithmetic, with the mean context."""
     critical_batch_without_context: int | None
     prompt_kv_bytes: float
     transfer_s: float
     exposed_s: float
     hide_bytes_per_s: float
-    """Bandwidth at which the mean prompt's transfer takes as long as its prefill."""
+    """Bytes per second at which the mean prompt's transfer takes as long as its prefill."""
     hidden_from_tokens: int | None
     widths: tuple[WidthFacts, ...]
     sweep_tp: int
     sweep: tuple[SweepRow, ...]
-    """Of a worker of `sweep_tp`."""
+    """The rows for a worker of width `sweep_tp`."""
 
 
 def facts_of(planner: Planner) -> Facts:
-    """All of them; the widths are those in which the model fits."""
+    """Collect the facts. The widths are those in which the model fits."""
     site, load = planner.site, planner.load
     model, device, precision = site.model, site.device, site.precision
     prompt, output = max(1, round(load.mean_prompt)), max(1, round(load.mean_output))
@@ -157,12 +157,12 @@ def price_per_million_output(judged: Judged, load: Load) -> float:
 
 
 def joules_per_million_output(judged: Judged, load: Load, power_w: float) -> float:
-    """Energy of a million output tokens at the full power of all boards: an upper bound."""
+    """Energy in joules of a million output tokens at the full power of all boards: an upper bound."""
     return judged.candidate.num_devices * power_w / (load.rate_per_s * load.mean_output) * 1e6
 
 
 def to_json(facts: Facts, answer: Answer | None, load: Load, power_w: float) -> dict[str, Any]:
-    """Everything, as plain values. What is infinite or unknown is null."""
+    """The report as plain values. Infinite and unknown ones are null."""
     report: dict[str, Any] = {"facts": asdict(facts)}
     if answer is not None:
         report["verdict"] = verdict(answer, load)

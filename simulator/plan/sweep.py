@@ -1,4 +1,4 @@
-"""TTFT, TPOT, throughput, price and energy over the batch size: what one worker can do at all, without any queue."""
+"""TTFT, TPOT, throughput, price and energy over the batch size, for one worker without a queue."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One batch size, all sequences in the middle of their answers."""
+    """The results of one batch size. All sequences are in the middle of their answers."""
 
     batch: int
     tpot_s: float
     tokens_per_s: float
-    """Of the whole batch, decode only."""
+    """Tokens per second of the whole batch, decode only."""
     served_per_s: float
-    """Requests that the worker completes when it also computes their prompts, one after the other."""
+    """Requests per second that the worker completes when it also computes their prompts, one after the other."""
     output_tokens_per_s: float
-    """The same in output tokens."""
+    """Output tokens per second of these requests."""
     fits: bool
-    """Whether their KV fits into memory."""
+    """Whether the KV of the whole batch fits into the memory."""
     price_per_million: float
-    """Of output tokens, prompts included."""
+    """Price of a million output tokens, including their prompts."""
     joules_per_million: float
-    """At the full power of the board: an upper bound."""
+    """Energy in joules of a million output tokens at the full power of the board: an upper bound."""
 
 
 def price_per_million(price_per_hour: float, tokens_per_s: float) -> float:
-    """Of tokens that come at this rate from what costs so much."""
+    """Price of a million tokens at this rate and price per hour."""
     return price_per_hour / HOUR_S / tokens_per_s * MILLION
 
 
 def joules_per_million(power_w: float, tokens_per_s: float) -> float:
-    """Of tokens that come at this rate from what takes so much power."""
+    """Energy in joules of a million tokens at this rate and power."""
     return power_w / tokens_per_s * MILLION
 
 
@@ -53,8 +53,8 @@ def batch_sweep(
     power_w: float,
     batches: Sequence[int] = BATCHES,
 ) -> list[SweepRow]:
-    """One row a batch; the last one is the first that does not fit into the memory. `price_per_hour` and `power_w` are
-    those of the whole worker."""
+    """One row for each batch size; the last one is the first that does not fit into the memory. `price_per_hour` and
+    `power_w` are those of the whole worker."""
     prompt_s = prefill_s(times, prompt_tokens, token_budget)
     rows = []
     for batch in batches:

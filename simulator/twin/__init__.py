@@ -1,2 +1,2 @@
-"""The twin of a cluster that serves: what came lately is replayed under other settings, and the better one is chosen.
+"""The twin of a running cluster: it replays the latest requests under other settings and chooses the best setting.
 Pure."""

@@ -22,9 +22,9 @@ rate is reported after some 45 arrivals, twice the length of such prompts (sigma
 after 5."""
 CLIP = 3.0
 LEAST_DEVIATION = 0.1
-"""A tenth: of values that were all alike, too."""
+"""Least standard deviation, a tenth, which values that are all equal have too."""
 LEAST_BEFORE = 40
-"""Earlier values, for their mean and deviation to be known."""
+"""Number of earlier values that their mean and deviation need."""
 _LEAST_GAP_S = 1e-3
 
 
@@ -32,13 +32,13 @@ class Change(NamedTuple):
     """A change of the load."""
 
     at_s: float
-    """Since when, as far as it can be seen."""
+    """When the change began, by the estimate."""
     what: str
-    """Such as `prompts are longer`."""
+    """A description such as `prompts are longer`."""
 
 
 class _Value(NamedTuple):
-    """What is watched."""
+    """One property of requests that is watched, with the words for its changes."""
 
     of: Callable[[Arrival], float | None]
     more: str
@@ -55,8 +55,8 @@ _GAPS = _Value(lambda each: None, "requests come at a lower rate", "requests com
 
 
 def find_change(before: Sequence[Arrival], after: Sequence[Arrival]) -> Change | None:
-    """The earliest change within `after`, which follows `before`; None without one, or with too little before. Of two
-    that began with the same arrival the first of the targets, lengths, the rate."""
+    """The earliest change within `after`, which follows `before`; None if there is none, or `before` is too short. Of
+    two that begin with the same arrival, a change of targets comes first, then one of lengths, then one of the rate."""
     found = [_detect(value, _points(value, before), _points(value, after)) for value in _VALUES]
     found.append(_detect(_GAPS, _gaps(before), _gaps([*before[-1:], *after])))
     changes = [change for change in found if change is not None]
@@ -64,7 +64,7 @@ def find_change(before: Sequence[Arrival], after: Sequence[Arrival]) -> Change |
 
 
 _Point = tuple[float, float]
-"""Arrival time and logarithm."""
+"""The arrival time, and the logarithm of the value."""
 
 
 def _points(value: _Value, arrivals: Sequence[Arrival]) -> list[_Point]:

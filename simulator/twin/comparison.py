@@ -1,8 +1,8 @@
 """Settings compared under the same requests: the share of them whose targets each meets, and the difference's error.
 
 Both settings replay the same arrivals (common random numbers), so what counts is the difference of each request. These
-are not independent: a queue that one setting has and the other has not goes on for many requests. So the error is that
-of the means of ten blocks of consecutive requests (batch means: A. Law and W. Kelton, Simulation Modeling and Analysis,
+are not independent: a queue that only one setting has delays many requests. So the error is that of the means of ten
+blocks of consecutive requests (batch means: A. Law and W. Kelton, Simulation Modeling and Analysis,
 chapter on output data).
 """
 
@@ -18,61 +18,61 @@ from disagg.router.config import Decodes
 
 NUM_BLOCKS = 10
 HYSTERESIS = 0.01
-"""By so much more than its error another setting must be better."""
+"""Share of requests by which another setting must be better, in addition to the error."""
 SWITCHING = 0.005
-"""What a change costs at most, as a share of the requests of a stationary phase: those that were placed by the one
-setting and decode beside those of the other."""
+"""Most that a change of the setting costs, as a share of the requests of a stationary phase: requests that were placed
+by one setting decode beside those of the other."""
 
 
 class Attained(msgspec.Struct, frozen=True):
-    """What one setting is predicted to attain."""
+    """The predicted attainment of one setting."""
 
     decodes: Decodes
     by_rate: tuple[tuple[float, float], ...]
-    """(multiple of the rate that was seen, share of the requests that meet their targets)."""
+    """Pairs (multiple of the measured rate, share of the requests that meet their targets)."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What was compared, and what follows."""
+    """One comparison and its decision."""
 
     at_s: float
-    """On the gateway's clock."""
+    """Time of the comparison on the gateway's clock."""
     cause: str
     num_requests: int
-    """That had targets and were counted."""
+    """Number of counted requests that had targets."""
     present: Decodes
     chosen: Decodes
     attained: tuple[Attained, ...]
     difference: float
-    """The share of requests that the best other setting meets the targets of, less that of the present one; mean over
-    the rates."""
+    """Share of requests whose targets the best other setting meets, less that of the present one; mean over the
+    rates."""
     error: float
     """Standard error of the difference."""
     reason: str
     measured: float | None = None
-    """The share of requests that met their targets in the cluster, of those that came and ended under the present
-    setting; None where there are none. Beside the predicted one it shows how far the simulator is off."""
+    """Share of the requests that met their targets in the cluster, of those that came and ended under the present
+    setting; None where there are none. Its difference from the predicted share shows the simulator's error."""
     num_measured: int = 0
 
     @property
     def needed(self) -> float:
-        """What the difference must exceed."""
+        """The least difference that changes the setting."""
         return self.error + HYSTERESIS
 
     @property
     def claim(self) -> float:
-        """The chosen setting is at most so much worse than the best one, as long as the load stays as it is."""
+        """The most by which the chosen setting is worse than the best one, as long as the load stays the same."""
         return self.error + HYSTERESIS + SWITCHING
 
     @property
     def is_change(self) -> bool:
-        """Whether the setting is changed."""
+        """Whether the comparison changes the setting."""
         return self.chosen != self.present
 
 
 def paired(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error of differences in the order of their requests; never less than one request's share. Of
-    none: no difference, with an infinite error."""
+    """Mean and standard error of differences in the order of their requests. The error is at least one request's share,
+    and infinite where there are too few differences."""
     number = len(differences)
     if number < NUM_BLOCKS:
         return (sum(differences) / number if number else 0.0), math.inf

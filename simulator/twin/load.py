@@ -1,4 +1,4 @@
-"""What a twin sees of a cluster: the latest requests, the workers, and how requests are placed.
+"""The input of a twin: the latest requests of a cluster, its workers, and how requests are placed.
 
 It comes from a gateway (`AdminService.GetLoad`), or a simulated router (`load_of`). Times are seconds of its clock.
 """
@@ -18,36 +18,36 @@ from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 from disagg.step_times.step_model import DEFAULT_COEFFICIENTS
 
 MARK_BYTES = 8
-"""Of a block hash that are kept as a mark."""
+"""Number of bytes of a block hash that are kept as a mark."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request."""
+    """One request with its lengths and targets."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    """So far."""
+    """Number of output tokens so far."""
     is_complete: bool = True
-    """Whether these are the whole answer: not while it runs, nor where it failed or was refused."""
+    """Whether `output_tokens` is the whole answer: not while it runs, nor if it failed or was refused."""
     most_output_tokens: int
     ttft_s: float | None = None
-    """Its target for the first token."""
+    """Target for the first token."""
     tpot_s: float | None = None
-    """Its target for the mean time between tokens."""
+    """Target for the mean time between tokens."""
     is_met: bool | None = None
-    """Whether it met all of its targets; None where that is unknown."""
+    """Whether the request met all of its targets; None if unknown."""
     marks: tuple[int, ...] = ()
-    """Of its prompt, shortened; see `router/telemetry/prefix_marks.py`."""
+    """Shortened marks of the prompt; see `router/telemetry/prefix_marks.py`."""
 
     @property
     def has_targets(self) -> bool:
-        """Whether there is anything to meet."""
+        """Whether the request has a target for TTFT or TPOT."""
         return self.ttft_s is not None or self.tpot_s is not None
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker; fields as in `WorkerInfo`."""
+    """The capacity of one worker; fields as in `WorkerInfo`."""
 
     worker_id: str
     num_blocks: int
@@ -64,26 +64,26 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> tuple[object, ...]:
-        """All but its step times, which change a little all the time."""
+        """All fields except the step times, which change a little all the time."""
         return msgspec.structs.astuple(self)[:-1]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster and what it was asked."""
+    """The workers of a cluster, its latest requests, and its present setting."""
 
     now_s: float
     arrivals: tuple[Arrival, ...]
-    """The earliest first."""
+    """The latest requests, the earliest first."""
     workers: tuple[Capacity, ...]
     decodes: Decodes | None
-    """The present setting; None where the policy has none."""
+    """The present setting; None if the policy has none."""
     admission: bool = True
     link_latency_s: float = 1e-4
     link_byte_s: float = 1e-10
 
 
 def load_of(view: ClusterView, traces: Iterable[RequestTrace], now_s: float) -> Load:
-    """From a router's own views."""
+    """The load by a router's own views."""
     placement = view.placement
     return Load(
         now_s=now_s,
@@ -97,7 +97,7 @@ def load_of(view: ClusterView, traces: Iterable[RequestTrace], now_s: float) -> 
 
 
 def arrival_of(trace: RequestTrace) -> Arrival:
-    """One request of the router's traces."""
+    """The arrival of one request by its trace."""
     return Arrival(
         at_s=trace.arrival,
         prompt_tokens=trace.num_prompt_tokens,
@@ -112,12 +112,12 @@ def arrival_of(trace: RequestTrace) -> Arrival:
 
 
 def is_usable(worker: WorkerView) -> bool:
-    """Whether requests are placed there, and its step times are known."""
+    """Whether requests are placed on the worker and its step times are known."""
     return worker.takes_requests and worker.steps is not None
 
 
 def capacity_of(worker: WorkerView) -> Capacity:
-    """One worker of the router's view."""
+    """The capacity of one worker by the router's view."""
     info = worker.info
     return Capacity(
         worker_id=info.worker_id,
@@ -143,6 +143,6 @@ def check_marks(arrival: Arrival) -> None:
 
 
 def mean_output(arrivals: Sequence[Arrival]) -> float:
-    """The mean length of whole answers; 1 without any."""
+    """The mean length of complete answers; 1 without any."""
     whole = [arrival.output_tokens for arrival in arrivals if arrival.is_complete]
     return sum(whole) / len(whole) if whole else 1.0

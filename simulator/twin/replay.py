@@ -1,8 +1,9 @@
-"""What came lately, replayed on the simulator under one setting.
+"""A replay of the latest requests on the simulator under one setting.
 
 The workers are those that the cluster has, with the step times that its router fitted; every message between processes
 takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not know: a stop
-token ends them. Where an answer is not complete, it has the mean length of those that are, or what it has already.
+token ends them. An answer that is not complete has the mean length of the complete ones, or its present length if that
+is more.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from disagg.simulator.world.users import UserRequest
 from disagg.step_times.interface import LinkTimes
 
 ENGINE: EngineKind = "exact"
-"""Its rules are the scheduler's own: two settings that are near each other are not told apart by an approximation."""
+"""The exact engine has the scheduler's own rules: an approximation would not distinguish two similar settings."""
 OVERHEADS = Overheads(message_s=0.001, step_s=0.00025)
 _LEAST_BYTE_S = 1e-13
 _MOST_QUEUED = 1 << 20
 _USUAL_TTFT_S, _USUAL_TPOT_S = 60.0, 1.0
-"""In place of targets that a request does not have, for how long a replay goes on."""
+"""Targets in seconds that determine the length of a replay for requests without targets."""
 
 
 def replay(
     load: Load, arrivals: Sequence[Arrival], num_lead: int, decodes: Decodes, rate: float
 ) -> list[tuple[int, bool]]:
-    """Which of these requests meet their targets when they come at `rate` times the pace they came: (index, whether) of
-    all with targets from index `num_lead` on. The ones before are replayed and not counted, so that those meet a
-    cluster at work. A request that has not ended by the time when the last one is late has missed them."""
+    """Replay the requests at `rate` times their pace: (index, whether the request meets its targets) for all with
+    targets from index `num_lead` on. The requests before are replayed so that these meet a busy cluster, and not
+    counted. A request that has not ended when the last one is late has missed its targets."""
     asked = requests_of(arrivals, load.workers, rate)
     cluster = SimulatedCluster(spec_of(load, decodes), asked)
     cluster.advance(_last_s(asked))
@@ -52,7 +53,7 @@ def replay(
 
 
 def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
-    """The cluster, with this setting. Each worker is a pool of its own, because its step times are."""
+    """The cluster with this setting. Each worker is a pool of its own, because it has its own step times."""
     workers = load.workers
     return ClusterSpec(
         pools=[_pool(number, worker) for number, worker in enumerate(workers)],
@@ -73,12 +74,12 @@ def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
 
 
 def longest_of(workers: Sequence[Capacity]) -> int:
-    """Tokens that every worker can hold of one request."""
+    """Number of tokens of the longest request that every worker can hold."""
     return min(min(worker.max_model_len, worker.num_blocks * worker.block_size) for worker in workers)
 
 
 def requests_of(arrivals: Sequence[Arrival], workers: Sequence[Capacity], rate: float) -> list[UserRequest]:
-    """The requests, the first one at 0; prompts and answers that no worker could hold are cut."""
+    """The requests to replay; the first one is due at 0. Prompts and answers are cut to what every worker can hold."""
     mean, longest = mean_output(arrivals), longest_of(workers)
     return [
         _request(index, (each.at_s - arrivals[0].at_s) / rate, each, mean, longest)
@@ -100,7 +101,7 @@ def _request(index: int, due_s: float, arrival: Arrival, mean: float, longest: i
 
 
 def parts_of(marks: Sequence[int], num_tokens: int, index: int) -> tuple[PromptPart, ...]:
-    """A prompt with these marks: parts that others with the same marks have, too, and one of its own."""
+    """The parts of a prompt with these marks. Prompts with equal marks share parts; the rest is a part of its own."""
     parts, end = [], 0
     for place, mark in zip(PLACES, marks, strict=False):
         start, end = end, place * HASH_BLOCK_TOKENS
@@ -136,7 +137,7 @@ def _pool(number: int, worker: Capacity) -> PoolSpec:
 
 
 def _last_s(asked: Sequence[UserRequest]) -> float:
-    """When the last of them is late."""
+    """When the last request misses its targets."""
     return max(
         each.outlined.due_s
         + (each.targets.ttft_s or _USUAL_TTFT_S)

@@ -1,8 +1,8 @@
-"""The settings that are worth a comparison: `spread`, `gather`, and the splits near the one that the load asks for.
+"""The settings to compare: `spread`, `gather`, and the splits near the one that the load asks for.
 
-A split of n workers has 1 to n - 1 that take no prompts, and each setting that is compared costs as much as the present
-one. So of many workers three splits are compared: those next to the share of the work that decoding has, where prompts
-count without what was cached, and answers at the batch that their TPOT target allows.
+A split of n workers has 1 to n - 1 workers that take no prompts, and the replay of each setting costs as much. So with
+many workers only the splits near decoding's share of the work, and near the present split, are compared. For that share
+prompts count without their cached tokens, and answers at the batch size that their TPOT target allows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from disagg.simulator.twin.load import Arrival
 
 USUAL: tuple[Decodes, ...] = ("spread", "gather")
 FEW = 4
-"""Of so many workers all splits are compared."""
+"""Largest number of workers of which all splits are compared."""
 _NEAR = (-1, 0, 1)
-"""Of more, these around the one that the load asks for, and around the present one."""
+"""With more workers: offsets from the split that the load asks for, and from the present one, that are compared."""
 
 
 def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], present: Decodes) -> list[Decodes]:
-    """What to compare, the present setting included. `steps`: of each worker, two at least."""
+    """The settings to compare, including the present one. `steps`: the coefficients of each worker, at least two."""
     numbers = set(range(1, len(steps)))
     if len(steps) > FEW:
         centers = {round(len(steps) * decode_share(arrivals, mean_steps(steps))), num_split(present)} - {0}
@@ -34,12 +34,12 @@ def settings_of(arrivals: Sequence[Arrival], steps: Sequence[StepCoefficients], 
 
 
 def most_settings(num_workers: int) -> int:
-    """How many settings are compared at most."""
+    """Most settings in a comparison."""
     return len(USUAL) + (num_workers - 1 if num_workers <= FEW else 2 * len(_NEAR))
 
 
 def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
-    """The share of the workers' time that decoding needs, of at least one request."""
+    """Share of the workers' time that decoding needs, by at least one request."""
     prompts_ms = answers_ms = 0.0
     seen: set[int] = set()
     for each in arrivals:
@@ -57,5 +57,5 @@ def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
 
 
 def mean_steps(steps: Sequence[StepCoefficients]) -> StepCoefficients:
-    """Of all workers."""
+    """The mean coefficients of all workers."""
     return StepCoefficients(*map(fmean, zip(*steps, strict=True)))

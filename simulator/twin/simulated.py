@@ -12,14 +12,14 @@ from disagg.simulator.twin.load import load_of
 from disagg.simulator.twin.twin import LEAD_IN, MOST, Twin
 
 LOOK_S = 5.0
-"""Between two looks."""
+"""Seconds between two looks."""
 MAX_TRACES = MOST + LEAD_IN
 
 
 def watch(
     cluster: SimulatedCluster, twin: Twin, on_comparison: Callable[[Comparison], None] = lambda comparison: None
 ) -> None:
-    """Let a twin look at the cluster from now on, as long as there are requests."""
+    """Let a twin look at the cluster periodically until every request has ended."""
     gateway, loop = cluster.gateway, cluster.loop
 
     def look() -> None:

@@ -3,10 +3,10 @@
     look(load) ── nothing due ──> None
               └── due ──> every setting replays the same requests at both rates ──> Comparison: what is chosen, and why
 
-Compared is what came since the load changed last (`changes.py`), 40 to 600 requests; after a change again as soon as
-half as many more have come, until there were 200, and then each minute. The setting changes only where another one is
-better by more than the error of the difference and one per cent, and not within a minute of the last change unless the
-load has changed since.
+The 40 to 600 latest requests since the last change of the load (`changes.py`) are compared. After such a change the
+comparison is repeated whenever their number has grown by half, until it is 200, and then each minute. The setting
+changes only if another one is better by more than the error of the difference and one per cent, and not within a minute
+of its last change unless the load has changed since.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from disagg.simulator.twin.settings import most_settings, settings_of
 
 EVERY_S = 60.0
 RATES = (1.0, 1.15)
-"""Multiples of the rate that was seen: a setting shall not be right by a hair."""
+"""Multiples of the measured rate at which settings are compared, so that the chosen one holds for a higher rate too."""
 LEAST, ENOUGH, MOST = 40, 200, 600
-"""Requests that are compared: at least, until comparisons come by time alone, at most."""
+"""Numbers of requests: the least of a comparison, those from which on comparisons are made by time alone, and the most
+of a comparison."""
 LEAD_IN = 50
-"""Requests before these that are replayed and not counted."""
+"""Number of earlier requests that are replayed and not counted."""
 MORE = 1.5
 MOST_PROMPT_TOKENS, MOST_OUTPUT_TOKENS = 8_000_000, 1_000_000
-"""Of all requests under all settings of a comparison: of longer ones there are fewer, but not fewer than `LEAST`."""
+"""Most tokens of all requests under all settings of a comparison. Fewer requests are compared if they are longer, but
+not fewer than `LEAST`."""
 
 Replay = Callable[[Load, Sequence[Arrival], int, Decodes, float], list[tuple[int, bool]]]
-"""See `replay.replay`."""
+"""The signature of `replay.replay`."""
 
 
 class _Window(NamedTuple):
@@ -46,30 +48,31 @@ class _Window(NamedTuple):
 
 
 class Twin:
-    """Of one cluster. Holds when it compared and changed last, and since when the load is as it is; no requests."""
+    """Decides about the setting of one cluster. Keeps the times of the latest comparison and changes, but no
+    requests."""
 
     def __init__(self, replay: Replay = replay) -> None:
         self._replay = replay
         self._since_s = -float("inf")
-        """Arrivals from then on are of the present load."""
+        """Arrival time from which on requests belong to the present load."""
         self._compared_s = -float("inf")
         self._seen_s: float | None = None
-        """The latest arrival of the last comparison."""
+        """Time of the latest arrival in the last comparison."""
         self._num_compared = 0
-        """Requests of the last comparison, of the present load."""
+        """Number of requests of the present load in the last comparison."""
         self._is_put_off = False
-        """Whether another setting was better, and the last change too recent."""
+        """Whether another setting was better, but the last change too recent."""
         self._cause = "first comparison"
-        """Why the next comparison is due at once; empty where it is not."""
+        """Why the next comparison is due at once; empty if it is not."""
         self._changed_s = -float("inf")
-        """When the load changed."""
+        """When the load or the workers changed."""
         self._switched_s = -float("inf")
         self._decodes: Decodes | None = None
         self._workers: tuple[object, ...] = ()
 
     def look(self, load: Load) -> Comparison | None:
-        """To be called every few seconds; None where nothing is to be compared now. With one worker the settings do
-        the same."""
+        """Compare the settings if that is due; else None. To be called every few seconds. With one worker the settings
+        do not differ."""
         if load.decodes is None or len(load.workers) < 2:
             return None
         now = load.now_s
@@ -91,7 +94,7 @@ class Twin:
         return comparison
 
     def _notice(self, load: Load) -> None:
-        """Whether load or workers have changed."""
+        """Note a change of the load or of the workers."""
         workers = tuple(sorted(worker.size for worker in load.workers))
         if workers != self._workers:
             if self._workers:
@@ -105,7 +108,7 @@ class Twin:
             self._since_s, self._changed_s, self._cause = change.at_s, load.now_s, change.what
 
     def _window(self, arrivals: Sequence[Arrival], num_settings: int) -> _Window:
-        """The latest ones of the present load, and some before."""
+        """The latest requests of the present load, and some earlier ones to lead in."""
         first, num_prompt, num_output, mean = len(arrivals), 0, 0.0, mean_output(arrivals)
         while first > 0 and len(arrivals) - first < MOST + LEAD_IN:
             each = arrivals[first - 1]
@@ -121,7 +124,7 @@ class Twin:
         return _Window(kept[start:], num_lead - start)
 
     def _due(self, number: int, now: float, latest_s: float | None) -> str | None:
-        """Why settings are to be compared now. `latest_s`: when the latest request arrived."""
+        """Why settings are to be compared now, or None. `latest_s`: when the latest request arrived."""
         if number < LEAST:
             return None
         if self._cause:
@@ -176,7 +179,8 @@ class Twin:
 
 
 def _differences(other: list[list[tuple[int, bool]]], present: list[list[tuple[int, bool]]]) -> list[float]:
-    """Of each request, the mean over the rates: 1 where only the other setting meets its targets."""
+    """For each request, the mean over the rates of 1 where only the other setting meets its targets, -1 where only the
+    present one does, else 0."""
     by_rate = [
         [int(theirs) - int(ours) for (_, theirs), (_, ours) in zip(a, b, strict=True)]
         for a, b in zip(other, present, strict=True)

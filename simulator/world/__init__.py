@@ -1,1 +1,1 @@
-"""Virtual time, and all that happens in it: users, gateway, links, the cluster. Pure."""
+"""Virtual time, and the events in it: users, gateway, links, machines. Pure."""

@@ -1,7 +1,7 @@
-"""Virtual time: what is due next happens next, and takes no time itself.
+"""Virtual time: the event that is due next happens next, and takes no time itself.
 
-Events that are due at the same time happen in the order in which they were planned, so a run is a function of what was
-planned at its start.
+Events that are due at the same time happen in the order in which they were planned, so a run is a function of the
+events planned at its start.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import Any
 
 
 class EventLoop:
-    """The clock, in seconds from 0, and the agenda. Owner: the simulated cluster."""
+    """A clock in seconds from 0, with the planned events. Owner: the simulated cluster."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        """That have happened."""
+        """Number of events that have happened."""
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_planned = 0
         self._is_stopped = False
 
     def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
-        """Call `what(*args)` at that time, or now if it has passed. What must not happen any more is for `what` to see:
-        nothing is taken back."""
+        """Call `what(*args)` at that time, or now if it has passed. A planned call cannot be cancelled: `what` itself
+        has to check whether it still applies."""
         heapq.heappush(self._agenda, (when if when > self.now else self.now, self._num_planned, what, args))
         self._num_planned += 1
 
     def after(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
-        """The same, so many seconds from now."""
+        """Call `what(*args)` in `delay_s` seconds."""
         heapq.heappush(self._agenda, (self.now + delay_s, self._num_planned, what, args))
         self._num_planned += 1
 
     @property
     def next_due(self) -> float:
-        """When the next event happens; infinity without one."""
+        """When the next event happens; infinite without one."""
         return self._agenda[0][0] if self._agenda else math.inf
 
     def run(self, until_s: float = math.inf) -> None:
-        """Let things happen, up to and including `until_s`, until nothing is planned or `stop` is called."""
+        """Let events happen up to and including `until_s`, until none is planned or `stop` is called."""
         agenda, pop = self._agenda, heapq.heappop
         self._is_stopped = False
         while agenda and agenda[0][0] <= until_s:

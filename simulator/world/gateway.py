@@ -1,7 +1,7 @@
-"""The gateway: the real router core, and around it what its shell does, in virtual time.
+"""The gateway in virtual time: the real router core, with a replacement for its shell.
 
-Clients hand requests in by `submit` and hear of them by the `Client` protocol. The router's commands go to the workers
-as messages, whose answers come back as events. A request is charged to its tenant as by the real gateway.
+Clients submit requests by `submit` and get their tokens by the `Client` protocol. The router's commands are sent to the
+workers as messages, whose answers come back as events. A request is charged to its tenant as by the real gateway.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from disagg.simulator.world.surroundings import GATEWAY
 
 
 class Client(Protocol):
-    """Whoever waits for one answer."""
+    """The recipient of one answer."""
 
     def on_tokens(self, num_tokens: int, now: float) -> None:
-        """So many more tokens came at this time."""
+        """Take `num_tokens` more tokens that came at `now`."""
         ...
 
     def on_finish(self, completion: Completion, now: float) -> None:
@@ -35,26 +35,26 @@ class Client(Protocol):
         ...
 
     def on_error(self, error: DisaggError, now: float) -> None:
-        """It failed or was refused."""
+        """The request failed or was refused."""
         ...
 
 
 class ServingWorker(Protocol):
-    """A worker, as the gateway sees it."""
+    """A worker, as the gateway uses it."""
 
     @property
     def info(self) -> WorkerInfo:
-        """What it registered."""
+        """The info with which the worker registered."""
         ...
 
     def receive(self, message: GatewayToWorker) -> None:
-        """A message of the gateway."""
+        """Handle a message of the gateway."""
         ...
 
 
 class Gateway:
-    """Owner of the router core. `on_drained` is called when nothing runs any more on a worker that was drained,
-    `before_submit` before a request is placed: what workers tell later than they would must have come by then."""
+    """Owner of the router core. `on_drained` is called when nothing is left on a worker that was drained.
+    `before_submit` is called before a request is placed, to deliver the messages that workers have delayed."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Gateway:
     # ------------------------------------------------------------ clients
 
     def submit(self, request: RoutedRequest, arrival: float, client: Client) -> None:
-        """A request that has been checked and tokenized; `arrival` is when its first byte came."""
+        """Submit a request that was checked and tokenized; `arrival` is when its first byte came."""
         self._before_submit()
         now = self._loop.now
         num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
@@ -93,37 +93,37 @@ class Gateway:
             self.core.refund(request.tenant, num_tokens, 1, now)
 
     def cancel(self, request_id: RequestId) -> None:
-        """The client went away; it hears nothing more."""
+        """Cancel the request of a client that disconnected. The client is not called again."""
         self._clients.pop(request_id, None)
         self.handle(events.CancelRequest(request_id))
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose clients wait."""
+        """Number of requests whose clients wait."""
         return len(self._clients)
 
     # ------------------------------------------------------------ workers
 
     def worker_up(self, worker: ServingWorker) -> None:
-        """A worker can be used."""
+        """Use a worker from now on."""
         self._workers[worker.info.worker_id] = worker
         self.handle(events.WorkerUp(worker.info))
 
     def worker_lost(self, worker: ServingWorker) -> None:
-        """Its session broke."""
+        """Remove a worker whose session broke."""
         info = worker.info
         if self._workers.get(info.worker_id) is worker:
             self.handle(events.WorkerLost(info.worker_id, info.incarnation))
             del self._workers[info.worker_id]
 
     def drain(self, worker: ServingWorker) -> None:
-        """Place nothing on it any more."""
+        """Place nothing new on a worker."""
         self.handle(events.DrainWorker(worker.info.worker_id, worker.info.incarnation))
 
     # ------------------------------------------------------------ events and commands
 
     def handle(self, event: events.Event) -> None:
-        """Give an event to the core and carry out what it says."""
+        """Pass an event to the core and execute its commands."""
         now = self._loop.now
         if self._machine is not None and isinstance(event, events.FromWorker):
             self._machine.gateway_worked(event.worker_id, sum(len(out.token_ids) for out in event.update.tokens))

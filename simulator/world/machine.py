@@ -1,11 +1,11 @@
 """Workers of one machine slow each other down: they share the memory's bandwidth, and one of them its core with the
 gateway.
 
-A step falls behind by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is
-a prefill), and by the time that the gateway takes of its worker's core. Linear, so that the shares can be found from
-recorded steps by least squares (`step_times/recorded.py`).
+A step is delayed by a share of the time in which neighbours compute meanwhile, by kind (a step with prompt tokens is a
+prefill), and by the time that the gateway takes of its worker's core. This is linear, so that the shares can be fitted
+to recorded steps by least squares (`simulator/durations/recorded.py`).
 
-    begin ... behind_s ... end    one step, whose end is looked at again until nothing is missing (exact engine)
+    begin ... behind_s ... end    one step, whose end is postponed until it has caught up (exact engine)
     stretch, occupy               many decode steps at once, at the pace of what neighbours do now (fast engine)
 
 Owner: the simulated cluster.
@@ -22,24 +22,24 @@ from disagg.simulator.world.clock import EventLoop
 
 Kind = Literal["prefill", "decode"]
 _LEAST_S = 2e-5
-"""A step that is behind by less than that has ended."""
+"""Seconds of delay below which a step counts as ended."""
 
 
 class RunningStep(NamedTuple):
-    """A step under way, and how much all workers had computed when it began."""
+    """A step under way, with the total times that all workers and the gateway had computed when it began."""
 
     worker_id: WorkerId
     kind: Kind
     began_at: float
     alone_s: float
-    """How long it takes without neighbours."""
+    """Seconds of the step without neighbours."""
     prefill_s: float
     decode_s: float
     gateway_s: float
 
 
 class Machine:
-    """Time that workers and gateway have computed, and what steps lose by it."""
+    """The time that workers and gateway have computed on one machine, and the delays of steps that follow from it."""
 
     def __init__(self, loop: EventLoop, sharing: Sharing, gateway_neighbour: WorkerId | None) -> None:
         self._loop = loop
@@ -47,35 +47,36 @@ class Machine:
         self._neighbour = gateway_neighbour
         self._num_busy = {"prefill": 0, "decode": 0}
         self._busy_s = {"prefill": 0.0, "decode": 0.0}
-        """Of all workers together, until `_counted_at`."""
+        """Seconds that all workers together have computed steps of each kind, up to `_counted_at`."""
         self._gateway_s = 0.0
         self._counted_at = 0.0
         self._kinds: dict[WorkerId, Kind] = {}
-        """What the workers do that `occupy` the machine."""
+        """The kind of steps of each worker that called `occupy`."""
         self._gateway_rates: dict[WorkerId, float] = {}
-        """What their messages take of the gateway's core, per second."""
+        """For each of these workers: the share of the gateway's core that its messages take."""
         self._listeners: dict[WorkerId, Callable[[], None]] = {}
 
     # ------------------------------------------------------------ one step
 
     def gateway_worked(self, worker_id: WorkerId, num_tokens: int) -> None:
-        """The gateway took a message of a worker with so many tokens; for its neighbour's own see `gap_s`."""
+        """Count the gateway's time for a message of a worker with `num_tokens` tokens; for the gateway's neighbour see
+        `gap_s`."""
         if worker_id != self._neighbour:
             self._gateway_s += self._message_s(num_tokens)
 
     def gap_s(self, worker_id: WorkerId, num_tokens: int) -> float:
-        """How much later a worker's next step begins because the gateway takes its message with so many tokens first:
-        0 but for the gateway's neighbour."""
+        """Seconds by which a worker's next step begins later because the gateway first takes its message with
+        `num_tokens` tokens: 0 except for the gateway's neighbour."""
         return self._message_s(num_tokens) if worker_id == self._neighbour else 0.0
 
     def begin(self, worker_id: WorkerId, kind: Kind, alone_s: float) -> RunningStep:
-        """A step begins."""
+        """Begin a step of a worker."""
         running = self.running(worker_id, kind, alone_s)
         self._num_busy[kind] += 1
         return running
 
     def behind_s(self, step: RunningStep) -> float:
-        """What is left of a step at this moment; 0 where it has ended."""
+        """Seconds of a step that are left now; 0 if it has ended."""
         self._count()
         elapsed = self._loop.now - step.began_at
         beside = {"prefill": self._busy_s["prefill"] - step.prefill_s, "decode": self._busy_s["decode"] - step.decode_s}
@@ -87,24 +88,24 @@ class Machine:
         return left_s if left_s > _LEAST_S else 0.0
 
     def end(self, step: RunningStep) -> None:
-        """A step has ended, or its worker is gone."""
+        """End a step, or that of a worker that is gone."""
         self._count()
         self._num_busy[step.kind] -= 1
 
     # ------------------------------------------------------------ many steps
 
     def listen(self, worker_id: WorkerId, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever another worker begins or ends to compute prompts, or to decode."""
+        """Call `changed` whenever another worker begins or ends to compute prompts or to decode."""
         self._listeners[worker_id] = changed
 
     def forget(self, worker_id: WorkerId) -> None:
-        """The worker is gone."""
+        """Remove a worker that is gone."""
         self.occupy(worker_id, None)
         self._listeners.pop(worker_id, None)
 
     def occupy(self, worker_id: WorkerId, kind: Kind | None, num_decodes: int = 0, step_s: float = 1.0) -> None:
-        """What a worker does from now on: steps with prompts, decode steps of so many sequences and about `step_s`
-        each, or nothing."""
+        """Set what a worker computes from now on: steps with prompts, decode steps of `num_decodes` sequences and about
+        `step_s` each, or nothing."""
         before = self._kinds.get(worker_id)
         if worker_id != self._neighbour:
             self._gateway_rates[worker_id] = self._message_s(num_decodes) / step_s if kind == "decode" else 0.0
@@ -122,13 +123,13 @@ class Machine:
                 changed()
 
     def running(self, worker_id: WorkerId, kind: Kind, alone_s: float) -> RunningStep:
-        """A step of a worker that `occupy` counts already."""
+        """A step of a worker that `occupy` already counts."""
         self._count()
         busy = self._busy_s
         return RunningStep(worker_id, kind, self._loop.now, alone_s, busy["prefill"], busy["decode"], self._gateway_s)
 
     def stretch(self, worker_id: WorkerId) -> float:
-        """By what factor a decode step is longer, as long as the others do what they do now."""
+        """The factor by which neighbours lengthen a decode step, as long as they do what they do now."""
         others = dict(self._num_busy)
         if (own := self._kinds.get(worker_id)) is not None:
             others[own] -= 1

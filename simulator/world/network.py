@@ -23,9 +23,9 @@ class _Transfer:
     done: Callable[[], None]
     rate: float = 0.0
     as_of: float = 0.0
-    """When `bytes_left` was right."""
+    """When `bytes_left` was computed."""
     version: int = 0
-    """Of the plan for its end."""
+    """Version of the planned end; a plan with an older one is void."""
 
 
 class Network:
@@ -39,7 +39,7 @@ class Network:
         self._out: defaultdict[Hashable, dict[_Transfer, None]] = defaultdict(dict)
         self._in: defaultdict[Hashable, dict[_Transfer, None]] = defaultdict(dict)
         self._factors: dict[Hashable, float] = {}
-        """How many times as long transfers of a worker take now, where that is not once."""
+        """The slowdown of a worker's transfers, where there is one."""
         self.bytes_sent = 0
         self.num_transfers = 0
 
@@ -59,7 +59,7 @@ class Network:
             self._share(transfer.source, transfer.target)
 
     def drop(self, worker: Hashable) -> None:
-        """A worker is gone: what it sent or was to get ends at once, and no callback is called."""
+        """End all transfers from and to a worker that is gone. Their callbacks are not called."""
         for transfer in [*self._out.pop(worker, {}), *self._in.pop(worker, {})]:
             transfer.version += 1
             self._out[transfer.source].pop(transfer, None)
@@ -68,11 +68,11 @@ class Network:
 
     @property
     def num_under_way(self) -> int:
-        """Transfers that have bytes to send."""
+        """Number of transfers that have bytes to send."""
         return sum(map(len, self._out.values()))
 
     def _share(self, source: Hashable, target: Hashable) -> None:
-        """The links of these two have more or fewer users than before."""
+        """Compute the rates of the transfers on these two links again, after their number or slowdown has changed."""
         now, bandwidth = self._loop.now, self._link.bandwidth_bytes_per_s
         for transfer in {**self._out[source], **self._in[target]}:
             rate = bandwidth / max(len(self._out[transfer.source]), len(self._in[transfer.target]))

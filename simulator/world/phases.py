@@ -5,7 +5,7 @@
       - ...
 
 A phase's requests are those of its scenario within its time, later turns included; they bring the phase's limits, and
-its name is their group. Phases of one workload draw different requests: their seeds are the phase's number on top.
+its name is their group. Phases of one workload draw different requests: the phase's number is added to their seeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PHASES = 1000
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One scenario for so long."""
+    """One scenario, for a duration."""
 
     name: str
     duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)]
@@ -34,11 +34,11 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """What users ask, and over which time."""
+    """The requests of the users, and the time that they take."""
 
     requests: list[UserRequest]
     window_s: float
-    """What goodput divides by."""
+    """Duration in seconds by which goodput is divided."""
 
 
 def make_phases(raw: object) -> list[Phase]:

@@ -1,4 +1,4 @@
-"""What prompts have in common, without their tokens: block hashes that are equal where the tokens would be.
+"""The common prefixes of prompts, without their tokens: block hashes that are equal where the tokens would be.
 
     parts of an outlined request ──extend──> PromptText ──answered──> the conversation so far ──extend──> ...
 
@@ -28,11 +28,12 @@ from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
 
 VOCAB_SIZE = 1 << 20
 STOP_TOKEN = 1
-"""Ends an answer."""
+"""The token id that ends an answer."""
 MAX_RUN = 32
-"""At most so many 16-token blocks share a hash: 512 tokens, the block of Mooncake's traces."""
+"""Most 16-token blocks that share a hash: 512 tokens, the block of Mooncake's traces."""
 MIN_RUNS = 1024
-"""So many runs fit into the smallest cache, so that it makes little difference that they come and go as a whole."""
+"""Least number of runs that fit into the smallest cache, so that it makes little difference that they are evicted as a
+whole."""
 _BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
 
 
@@ -41,7 +42,7 @@ class HashRuns(tuple[BlockHash, ...]):
     chain of all blocks; iterating gives each hash once, which is what a set or an index of blocks needs."""
 
     ends: Sequence[int]
-    """Up to which block each of the hashes goes."""
+    """For each hash: the number of blocks up to its end."""
 
     @staticmethod
     def of(hashes: Sequence[BlockHash], ends: Sequence[int]) -> HashRuns:
@@ -90,18 +91,18 @@ class PromptText:
     """A text of which only lengths and hashes are known."""
 
     hashes: tuple[BlockHash, ...]
-    """Of its full blocks."""
+    """Hashes of the full blocks."""
     tail: bytes
-    """The packed ids behind them, fewer than a block."""
+    """The packed token ids behind the last full block."""
 
     @property
     def num_tokens(self) -> int:
-        """Its length."""
+        """Number of tokens of the text."""
         return len(self.hashes) * HASH_BLOCK_TOKENS + len(self.tail) // TOKEN_ID_BYTES
 
     @property
     def token_ids(self) -> PackedTokenIds:
-        """As a request carries them."""
+        """The packed ids, as a request carries them."""
         return PackedTokenIds(self.tail.rjust(len(self.hashes) * _BLOCK_BYTES + len(self.tail), b"\0"))
 
 
@@ -109,13 +110,13 @@ EMPTY = PromptText((), b"")
 
 
 def run_for(num_cached_tokens: int) -> int:
-    """How many blocks may share a hash where the smallest cache holds so many tokens."""
+    """Number of blocks that may share a hash where the smallest cache holds `num_cached_tokens` tokens."""
     return max(1, min(MAX_RUN, num_cached_tokens // HASH_BLOCK_TOKENS // MIN_RUNS))
 
 
 def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run: int = 1) -> PromptText:
-    """The text with these parts behind it. `root` is the parent of its first block. With a `run` above 1 at most so
-    many blocks share a hash, and the hashes are `HashRuns`."""
+    """The text with these parts appended. `root` is the parent of its first block. With a `run` above 1 up to `run`
+    blocks share a hash, and the hashes are `HashRuns`."""
     hashes, tail = list(text.hashes), text.tail
     ends = list(text.hashes.ends) if isinstance(text.hashes, HashRuns) else list(range(1, len(hashes) + 1))
     for num_tokens, names in parts:
@@ -150,19 +151,19 @@ def extend(text: PromptText, parts: tuple[PromptPart, ...], root: BlockHash, run
 
 
 def answered(text: PromptText, answer_ids: list[int], root: BlockHash) -> PromptText:
-    """The text with an answer behind it, hashed as workers do."""
+    """The text with an answer appended, hashed as workers do it."""
     rest = PackedTokenIds(text.tail + struct.pack(f"<{len(answer_ids)}I", *answer_ids))
     new = chain_hashes(text.hashes[-1] if text.hashes else root, rest)
     return PromptText(text.hashes + tuple(new), rest[len(new) * _BLOCK_BYTES :])
 
 
 def answer_token(index: int) -> int:
-    """The id of which the answer to a request consists."""
+    """The token id that all tokens of a request's answer have."""
     return 2 + index % (VOCAB_SIZE - 2)
 
 
 def _run_hashes(seed: bytes, num_blocks: int, run: int) -> list[BlockHash]:
-    """One for each `run` blocks; a shorter run at the end is another one than a whole one."""
+    """One hash for each `run` blocks. A shorter run at the end has another hash than a whole one."""
     hashes = _part_hashes(seed, -(-num_blocks // run))
     if rest := num_blocks % run:
         hashes[-1] = BlockHash(hashlib.sha256(b"%b%d" % (hashes[-1], rest)).digest()[:HASH_BYTES])
@@ -170,7 +171,7 @@ def _run_hashes(seed: bytes, num_blocks: int, run: int) -> list[BlockHash]:
 
 
 def _part_hashes(seed: bytes, num_hashes: int) -> list[BlockHash]:
-    """The first so many hashes of a part, at least one. That is made alone, in the quickest way for so few bytes: most
+    """The first `num_hashes` hashes of a part, at least one. The first one is made alone, in the fastest way: most
     parts of a trace need no other."""
     first = BlockHash(blake2b(seed, digest_size=HASH_BYTES).digest())
     rest = hashlib.shake_128(seed).digest((num_hashes - 1) * HASH_BYTES)
@@ -178,6 +179,6 @@ def _part_hashes(seed: bytes, num_hashes: int) -> list[BlockHash]:
 
 
 def _id_of(key: bytes) -> bytes:
-    """One packed id for all tokens of a part that get one."""
+    """The packed token id that stands for all tokens of a part, where ids are needed."""
     number = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
     return struct.pack("<I", 2 + number % (VOCAB_SIZE - 2))

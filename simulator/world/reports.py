@@ -1,8 +1,8 @@
-"""When a worker reports its load to the router, and which steps it tells: the cadence of `engine/shell/service.py`.
+"""The load reports of a worker to the router: their times and their steps, as in `engine/shell/service.py`.
 
     changed ──> report, at least `report_interval_s` after the last one       unchanged for `report_idle_s` ──> report
 
-A load is taken when its report goes out; a real worker sends the one of its latest news, up to a step older.
+A load is read when its report is sent; that of a real worker may be up to a step older.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class Reports:
         self._sequence = 0
         self._last = self._sent_at = -interval_s
         self._due = math.inf
-        """When the next report goes out."""
+        """When the next report is sent."""
         self._planned: list[float] = []
-        """When it will be looked whether that is so, the soonest last."""
+        """When it is checked whether a report is due; the soonest time last."""
         self._has_changed = False
         self._is_stopped = False
         self._late: list[StepSample] = []
-        """Of reports that a worker would have sent."""
+        """Samples of steps that a real worker would have reported earlier."""
         self._is_owed = False
-        """The last step was offered late, and no report can carry it before the interval is over."""
+        """Whether the last step was added late and still needs a report, which is due when the interval is over."""
 
     def offer(self, step: StepSample) -> None:
-        """A step was done; the next report may carry it."""
+        """Offer a step to the next report."""
         self._steps.offer(step)
 
     def add(self, step: StepSample) -> None:
-        """A step of the idle worker; the next report carries it."""
+        """Add a step of the idle worker to the next report."""
         self._steps.add(step)
 
     def offer_late(self, step: StepSample, ended: float) -> None:
-        """A step that ended then, and may be followed by others already. The next report carries what those would have
-        carried that a worker had sent meanwhile."""
+        """Offer a step that ended at `ended`, perhaps before others that have ended by now. Steps that ended before the
+        last report are added to the next one, as if the reports between had been sent."""
         if self._is_owed and ended > self._last + self._interval_s:
             self._last += self._interval_s
             self._late += self._steps.take()
@@ -73,17 +73,17 @@ class Reports:
             self._late += self._steps.take()
 
     def note(self) -> None:
-        """Something changed that the router is to hear of."""
+        """Plan a report because the load has changed."""
         if not self._has_changed and not self._is_stopped:
             self._has_changed = True
             self._plan(max(self._loop.now, self._last + self._interval_s))
 
     def start(self, snapshot: KvEvent) -> None:
-        """Send the first report, which carries all that is cached."""
+        """Send the first report, which has all cached blocks."""
         self._report((snapshot,))
 
     def stop(self) -> None:
-        """Report nothing more."""
+        """Send no more reports."""
         self._is_stopped = True
 
     def _plan(self, when: float) -> None:
@@ -103,7 +103,7 @@ class Reports:
             self._plan(self._due)
 
     def report_now(self, send: Callable[[WorkerReport], None]) -> None:
-        """Give `send` a report, unless there is one on its way."""
+        """Give `send` a report now, unless another one is on its way."""
         if not self._is_stopped and self._loop.now > self._sent_at + self._interval_s:
             self._report(self._kv_events(), send)
 

@@ -1,4 +1,4 @@
-"""What a run looks like over time: queue, KV, workers, reuse, sampled at an interval."""
+"""A run over time: queue, KV, workers, reuse, sampled at an interval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """The cluster at one moment."""
+    """The state of the cluster at one moment."""
 
     time_s: float
     num_queued: int
@@ -18,14 +18,14 @@ class Sample(NamedTuple):
     kv_cached: float
     """Share of all KV blocks that hold reusable content only."""
     num_up: int
-    """Workers that serve."""
+    """Number of workers that serve."""
     num_starting: int
     num_draining: int
     num_busy: int
-    """Workers in a step, or with sequences that decode."""
+    """Number of workers in a step, or with sequences that decode."""
     prompt_tokens: int
-    """Of all requests that were answered since the start."""
+    """Prompt tokens of all requests that were answered since the start."""
     cached_tokens: int
-    """Of these, those that the worker that computed the prompt had."""
+    """Prompt tokens of these requests that the worker that computed the prompt had cached."""
     num_transfers: int
-    """Under way."""
+    """Number of KV transfers under way."""

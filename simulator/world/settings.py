@@ -1,4 +1,4 @@
-"""What is simulated: pools, links, overheads, faults."""
+"""The description of a simulated cluster: pools, links, overheads, faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from disagg.simulator.world.slow_times import SlowTime
 from disagg.step_times.interface import LinkTimes, StepTimes
 
 EngineKind = Literal["exact", "fast"]
-"""`exact`: the steps of the real scheduler. `fast`: a few numbers a sequence; see `workers/fast_worker.py`."""
+"""`exact`: the steps of the real scheduler. `fast`: a few numbers for each sequence; see
+`simulator/fast/fast_worker.py`."""
 
 
 DEFAULT_LINK = LinkTimes(bandwidth_bytes_per_s=1e10, latency_s=1e-4)
@@ -28,12 +29,12 @@ class PoolSpec:
     name: str
     size: int
     worker: WorkerConfig
-    """Of each of them; `worker_id` is replaced."""
+    """Configuration of each worker; `worker_id` is replaced."""
     num_blocks: int
-    """KV blocks of each."""
+    """Number of KV blocks of each worker."""
     times: StepTimes
     cold_start_s: float = 0.0
-    """From the start of a worker to its first request. Those that are there at the beginning have started."""
+    """Seconds from the start of a worker to its first request. The workers of the beginning have started already."""
 
     def __post_init__(self) -> None:
         if self.size < 0:
@@ -44,37 +45,37 @@ class PoolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A worker's process ends without a word; everybody connected to it sees that at once."""
+    """The end of a worker's process, without a message; all that are connected to it see that at once."""
 
     at_s: float
     worker_id: str
     back_after_s: float | None = None
-    """When a new process of it can be used; None for never."""
+    """Seconds until a new process of the worker can be used; None for never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """A cluster and what happens to it."""
+    """A cluster, and the faults and slow times of a run."""
 
     pools: Sequence[PoolSpec]
     kv_layout: KvLayout
-    """Of one token, in all workers."""
+    """Layout of one token's KV in all workers."""
     max_model_len: int
     router: RouterConfig = field(default_factory=RouterConfig)
     link: LinkTimes = DEFAULT_LINK
     overheads: Overheads = NO_OVERHEADS
     sharing: Sharing | None = None
-    """Of workers that run on one machine; None where each has its own."""
+    """How much workers on one machine slow each other down; None if each has its own machine."""
     gateway_neighbour: WorkerId | None = None
-    """The worker whose core the gateway has, too."""
+    """The worker on whose core the gateway runs."""
     engine: EngineKind = "exact"
     faults: Sequence[Fault] = ()
     slow_times: Sequence[SlowTime] = ()
     jump_s: float = 1.0
-    """Exact engine: decode steps that are alike are taken together for so long, and told together, before the router
-    places a request at the latest. 0 takes and tells each by itself."""
+    """Exact engine: seconds for which similar decode steps are applied and reported together, at most until the router
+    places a request. 0 applies and reports each on its own."""
     sample_s: float = 1.0
-    """Between two samples of the time series."""
+    """Seconds between two samples of the time series."""
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]

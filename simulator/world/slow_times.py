@@ -1,6 +1,6 @@
 """Times in which a machine, or a link, is slower than its model says: a core that is taken away, a backup, swapping.
 
-Work that is under way when such a time begins or ends goes on at the other pace.
+Work that is under way when such a time begins or ends continues at the other pace.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from disagg.step_times.interface import StepTimes, StepWork
 
 @dataclass(frozen=True, kw_only=True)
 class SlowTime:
-    """From `begins_s` to `ends_s` everything takes `factor` times as long; overlapping ones multiply. One that begins
-    before 0 and ends there is one in which the workers measured their steps at their start."""
+    """A time, from `begins_s` to `ends_s`, in which steps or transfers take `factor` times as long; overlapping ones
+    multiply. Workers measure their steps at their start within a time that begins before 0 and ends at 0."""
 
     begins_s: float
     ends_s: float = math.inf
     factor: float
     worker_id: WorkerId | None = None
-    """None for all workers."""
+    """The slow worker; None for all workers."""
     what: Literal["steps", "links"] = "steps"
 
     def __post_init__(self) -> None:
@@ -34,22 +34,22 @@ class SlowTime:
             raise ValueError(f"slow_times: expected a factor above 0; got {self.factor}")
 
     def concerns(self, worker_id: WorkerId, what: str) -> bool:
-        """Whether it slows down that of this worker."""
+        """Whether it slows down the steps or the links of this worker."""
         return self.what == what and self.worker_id in (None, worker_id)
 
 
 def factor_at(slow_times: Sequence[SlowTime], now: float) -> float:
-    """By how much everything takes longer from then on."""
+    """The slowdown from `now` on."""
     return math.prod(each.factor for each in slow_times if each.begins_s <= now < each.ends_s)
 
 
 def factor_before(slow_times: Sequence[SlowTime], now: float) -> float:
-    """The same until then."""
+    """The slowdown just before `now`."""
     return math.prod(each.factor for each in slow_times if each.begins_s < now <= each.ends_s)
 
 
 class SlowedSteps:
-    """The step times of one worker, with its slow times. Implements `StepTimes`."""
+    """The step times of one worker with its slow times. Implements `StepTimes`."""
 
     def __init__(self, times: StepTimes, slow_times: Sequence[SlowTime], loop: EventLoop) -> None:
         self._times = times

@@ -1,4 +1,4 @@
-"""What a simulated worker needs of the world around it."""
+"""The interface between a simulated worker and the other parts of the cluster."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ GATEWAY = GatewayId("gateway")
 
 
 class Answers:
-    """What the model would say: of each request one token again and again, for as long as the workload says. Neither
-    router nor scheduler sees it before it is sampled."""
+    """The answers that the model would give: for each request one token, repeated as often as the workload says.
+    Neither router nor scheduler sees a token before it is sampled."""
 
     def __init__(self) -> None:
         self._answers: dict[RequestId, tuple[int, int]] = {}
         self._no_answer = (2, 1 << 60)
         self._followed: set[RequestId] = set()
         self._times: dict[RequestId, tuple[int, list[float]]] = {}
-        """The index of a token, and when the client has it and those after it, where workers send several together."""
+        """The index of a token, and when the client has it and each one after it, where workers send several tokens
+        together."""
 
     def add(self, request_id: RequestId, token_id: int, num_tokens: int, *, is_followed: bool) -> None:
-        """The answer to a request; a later prompt may repeat it."""
+        """Set the answer to a request. `is_followed`: whether a later prompt may repeat it."""
         self._answers[request_id] = (token_id, num_tokens)
         if is_followed:
             self._followed.add(request_id)
 
     def discard(self, request_id: RequestId) -> None:
-        """The request is over."""
+        """Forget a request that has ended."""
         self._answers.pop(request_id, None)
         self._followed.discard(request_id)
         self._times.pop(request_id, None)
@@ -44,7 +45,7 @@ class Answers:
         return request_id in self._followed
 
     def note_times(self, request_id: RequestId, first_index: int, times: list[float]) -> None:
-        """When the client has the output tokens from `first_index` on."""
+        """Note when the client has each output token from `first_index` on."""
         if request_id not in self._answers:
             return
         first, noted = self._times.get(request_id, (first_index, []))
@@ -55,7 +56,8 @@ class Answers:
             self._times[request_id] = first_index, times
 
     def came_at(self, request_id: RequestId, first_index: int, num_tokens: int) -> list[float] | None:
-        """When so many tokens came, where they were sent later than they were made; None where they came just now."""
+        """When each of `num_tokens` tokens came, where they were sent later than they were made; None where they came
+        just now."""
         first, noted = self._times.get(request_id, (0, []))
         start = max(0, first_index - first)
         times = noted[start : start + num_tokens]
@@ -67,33 +69,34 @@ class Answers:
         return STOP_TOKEN if index + 1 == num_tokens else token_id
 
     def tokens(self, request_id: RequestId, first: int, num_tokens: int) -> tuple[int, ...]:
-        """So many of them, at least one, from index `first` on; none but the last of them ends the answer."""
+        """The `num_tokens` output tokens (at least one) from index `first` on. Only the last of them may end the
+        answer."""
         ids = (self._answers.get(request_id, self._no_answer)[0],) * (num_tokens - 1)
         return (*ids, self.token(request_id, first + num_tokens - 1))
 
     def num_tokens(self, request_id: RequestId) -> int:
-        """Of the answer, its last token included."""
+        """Number of tokens of the answer, including its last one."""
         return self._answers.get(request_id, self._no_answer)[1]
 
 
 class Surroundings(Protocol):
-    """Owner: the simulated cluster."""
+    """The parts of a simulated cluster that its workers use. Owner: the simulated cluster."""
 
     loop: EventLoop
     network: Network
     overheads: Overheads
     answers: Answers
     machine: Machine | None
-    """Where workers share one."""
+    """The machine that all workers share; None if each has its own."""
 
     def to_gateway(self, event: events.Event) -> None:
-        """Send something to the gateway; it arrives a message's time later."""
+        """Send an event to the gateway; it arrives `Overheads.message_s` later."""
         ...
 
     def gateway_now(self, event: events.Event) -> None:
-        """Something that was on its way to the gateway has arrived there by now."""
+        """Deliver an event to the gateway that was sent early enough to have arrived by now."""
         ...
 
     def find_worker(self, peer: PeerRef) -> object | None:
-        """That life of a worker, if it is there."""
+        """That incarnation of a worker, if it is present."""
         ...

@@ -1,14 +1,15 @@
-"""How long things take in a simulation, as a file says it.
+"""The durations of a simulation, as a file gives them.
 
     kv_bytes_per_token: 46080
     step: {base_ms: 5.0, prefill_token_ms: 0.4, attended_ms: 1.0e-4, decode_ms: 0.5, context_ms: 1.0e-3}
     pools: {decode: {base_ms: ...}}                       where they differ
     link: {bandwidth_bytes_per_s: 1.0e+10, latency_s: 1.0e-4}
-    overheads: {message_s: 5.0e-4, ...}                   see `step_times/overheads.py`
+    overheads: {message_s: 5.0e-4, ...}                   see `simulator/durations/overheads.py`
     sharing: {decode_by_decode: 0.2, ...}                 where all workers run on one machine
     cold_start_s: 30
 
-A recording of steps (`format: disagg-step-times`) will do, too: its steps are fitted, see `step_times/fitted.py`.
+A recording of steps (`format: disagg-step-times`) can be used, too: its steps are fitted, see
+`simulator/durations/fitted.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class LinearSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step takes the sum of these times; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
+    """A step time that is linear in the work; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
 
     base_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     prefill_token_ms: Milliseconds
@@ -62,7 +63,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Timing(NamedTuple):
-    """What such a file holds."""
+    """The contents of such a file."""
 
     step: StepTimes
     pools: dict[str, LinearSteps]
@@ -71,7 +72,7 @@ class Timing(NamedTuple):
     overheads: Overheads
     cold_start_s: float
     sharing: Sharing | None = None
-    """Of workers on one machine; None where each has its own."""
+    """How much workers on one machine slow each other down; None if each has its own machine."""
 
     def of_pool(self, name: str) -> StepTimes:
         """The step times of a pool's workers."""
@@ -79,7 +80,7 @@ class Timing(NamedTuple):
 
 
 def read_timing(raw: Any) -> Timing:
-    """From plain values; raises `ValueError` naming the field."""
+    """The timing by plain values; raises `ValueError` naming the field."""
     if not isinstance(raw, dict):
         raise ValueError("expected the keys step and kv_bytes_per_token, or a recording of steps")
     try:

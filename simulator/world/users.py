@@ -1,6 +1,6 @@
-"""Who sends the requests of an outline, and what they saw: one record each, as in a load test.
+"""The users that send the requests of an outline, and a record of each request, as in a load test.
 
-A request is sent when it is due, whatever became of the others. A later turn of a conversation is due at its time or
+A request is sent when it is due, independent of the others. A later turn of a conversation is due at its time or
 when the answer before it has ended, if that is later; where the turn before it failed, so does it. A user may leave: he
 cancels what has no first token before its timeout (`patience_s`).
 """
@@ -31,14 +31,14 @@ NO_TARGETS = Slo()
 
 
 class Habits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How users ask."""
+    """How users send requests and wait for answers."""
 
     max_tokens: int | None = None
-    """Requests allow so many output tokens (or their own length, if that is more) and answers end before, with a stop
-    token, so that router and workers learn lengths only from answers. None forces lengths, as a load test does: then
-    `max_tokens` of each request says them."""
+    """Output tokens that requests allow (or their own length, if that is more). Answers end before, with a stop token,
+    so that router and workers learn lengths only from answers. None forces lengths, as a load test does: then each
+    request has its own `max_tokens`."""
     patience_s: float | None = None
-    """A user who has no token after so long cancels. None for never."""
+    """Seconds without a first token after which a user cancels. None for never."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -48,17 +48,17 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 LOAD_TEST = Habits()
-"""Those of the load generator."""
+"""The habits of the load generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
-    """One request and the targets that it brings."""
+    """One request with its targets."""
 
     outlined: OutlinedRequest
     targets: Slo = NO_TARGETS
     max_tokens: int | None = None
-    """What it allows, instead of `Habits.max_tokens`."""
+    """Output tokens that the request allows, instead of `Habits.max_tokens`."""
 
 
 class Users:
@@ -78,11 +78,11 @@ class Users:
         take: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.records: list[RequestRecord] = []
-        """In the order in which requests ended; empty where `take` takes them instead."""
+        """The records, in the order in which requests ended; empty if `take` takes them instead."""
         self._take = take or self.records.append
         self._num_ended = 0
         self.prompt_tokens = self.cached_tokens = 0
-        """Of answered requests."""
+        """Prompt tokens of answered requests, and how many of them were cached."""
         self._loop = loop
         self._gateway = gateway
         self._answers = answers
@@ -91,12 +91,12 @@ class Users:
         self._habits = habits
         self._run = run
         self._followers: dict[int, list[int]] = {}
-        """Turn -> those that wait for it."""
+        """For each turn: the turns that wait for it."""
         for number, request in enumerate(requests):
             if (after := request.outlined.after) is not None:
                 self._followers.setdefault(after, []).append(number)
         self._said: dict[int, PromptText | None] = {}
-        """By turn that ended and is followed: the conversation so far; None where it failed."""
+        """For each ended turn with a later one: the conversation so far; None if it failed."""
         self._ended_at: dict[int, float] = {}
         self._due_and_waiting: set[int] = set()
         self._next = 0
@@ -111,7 +111,7 @@ class Users:
     # ------------------------------------------------------------ when
 
     def _on_due(self) -> None:
-        """The next request is due; only one at a time is on the agenda."""
+        """Send the request that is due. Only one at a time is planned."""
         number = self._next
         self._next += 1
         if self._next < len(self._requests):
@@ -190,11 +190,11 @@ class Users:
         )
 
     def came_at(self, request_id: RequestId, first: int, num_tokens: int) -> list[float] | None:
-        """When so many tokens of a request came; None for just now."""
+        """When each of `num_tokens` tokens of a request came; None for just now."""
         return self._answers.came_at(request_id, first, num_tokens)
 
     def ended(self, user: _User, status: Status, end_s: float, error: str, cached_tokens: int) -> None:
-        """One request is over."""
+        """Record a request that has ended."""
         self._answers.discard(user.request_id)
         if status == "ok":
             self.prompt_tokens += user.text.num_tokens
@@ -228,7 +228,7 @@ class Users:
 
 
 class _User:
-    """Waits for one answer; a `Client`."""
+    """The client of one request. Implements `Client`."""
 
     __slots__ = ("due_s", "is_over", "number", "request_id", "text", "times", "users")
 
@@ -252,13 +252,13 @@ class _User:
         self.end(status_of(error), now, error.code)
 
     def end(self, status: Status, now: float, error: str, cached_tokens: int = 0) -> None:
-        """It is over."""
+        """Note that the request has ended, and record it."""
         self.is_over = True
         self.users.ended(self, status, now, error, cached_tokens)
 
 
 def status_of(error: DisaggError) -> Status:
-    """As a load test's client sees it."""
+    """The status of an error, as a load test's client records it."""
     if isinstance(error, OverloadedError):
         return "refused"
     return "deadline" if isinstance(error, DeadlineError) else "failed"

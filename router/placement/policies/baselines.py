@@ -1,9 +1,9 @@
 """The policies to compare `joint` with. They predict no times, do not wait for a slot, and use pairs if possible.
 
-least_loaded   P by the prompt tokens in front, the request's own uncached ones included; D by KV utilization.
-               Cached prefixes count on the workers that are looked at, but none is looked at because of them
-prefix         the worker of each role with the longest prefix; among equals the least loaded. A hot prefix stays
-               where it is, however long the queue there
+least_loaded   P by the outstanding prompt tokens, including the request's own uncached ones; D by KV utilization.
+               Cached prefixes count on the candidates, but no worker becomes a candidate because of them
+prefix         the worker of each role with the longest prefix; among equals the least loaded. A hot prefix
+               does not spread to other workers, however long the queue of its holder
 round_robin    of each role the worker whose latest placement is the longest ago
 random         any worker that has room, each equally likely
 """
@@ -20,7 +20,7 @@ NOTHING = Weight(0.0)
 
 
 class Simple:
-    """All workers that have room are equal. Implements `placement.Policy`, for others to build on."""
+    """A policy for which all workers with room are equal. Implements `placement.Policy`; base class of the others."""
 
     name = "simple"
     uses_prefixes = False
@@ -32,11 +32,11 @@ class Simple:
     decodes: Decodes | None = None
 
     def equal_up_to(self, cost: float) -> float:
-        """No tolerance."""
+        """The cost itself: there is no tolerance."""
         return cost
 
     def rank(self, worker: Worker) -> float:
-        """Workers with a free slot, in the order of `rank_open`."""
+        """`rank_open` of a worker with a free slot; infinite without one."""
         return self.rank_open(worker) if worker.has_slot else math.inf
 
     def rank_open(self, worker: Worker) -> float:
@@ -44,50 +44,50 @@ class Simple:
         return 0.0
 
     def start(self, turn: int, count: int) -> int:
-        """At the first."""
+        """Index 0: candidates begin at the first worker."""
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All are equal."""
+        """No cost: all prefill workers are equal."""
         return NOTHING
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All are equal."""
+        """No cost: all decode workers are equal."""
         return NOTHING
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """All are equal."""
+        """No cost: all colocated workers are equal."""
         return NOTHING
 
     def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
-        """Pairs are equal."""
+        """No costs: all pairs are equal."""
         return 0.0, 0.0
 
     def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
-        """Pairs are equal."""
+        """No costs: all pairs are equal."""
         return 0.0, 0.0
 
 
 class LeastLoaded(Simple):
-    """The sides of a pair are independent: the least of their sum is the least of each. A colocated worker is compared
-    by its tokens first, since a utilization is less than one token."""
+    """The policy `least_loaded`. The sides of a pair are independent: the least of their sum is the least of each. A
+    colocated worker is compared by its tokens first, since a utilization is less than one token."""
 
     name = "least_loaded"
 
     def rank_open(self, worker: Worker) -> float:
-        """Tokens in front, then KV utilization (P has few blocks in use, D no tokens in front)."""
+        """Outstanding tokens, then KV utilization (P has few blocks in use, D no outstanding tokens)."""
         return worker.outstanding_tokens + worker.used_blocks / worker.info.num_blocks
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Tokens to compute until the prompt is."""
+        """Number of tokens to compute until the prompt is computed."""
         return Weight(candidate.worker.outstanding_tokens + demand.num_tokens - candidate.cached_tokens)
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """KV utilization after joining."""
+        """The KV utilization after joining."""
         return Weight(utilization(candidate))
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Both."""
+        """Number of tokens to compute until the prompt is computed, then the KV utilization."""
         tokens = candidate.worker.outstanding_tokens + demand.num_tokens - candidate.cached_tokens
         return Weight(tokens + utilization(candidate))
 
@@ -99,21 +99,21 @@ def utilization(candidate: Candidate) -> float:
 
 
 class Prefix(LeastLoaded):
-    """One cached token outweighs all load."""
+    """The policy `prefix`: one cached token outweighs all load."""
 
     name = "prefix"
     uses_prefixes = True
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Uncached tokens, then tokens in front."""
+        """Number of uncached tokens, then of outstanding ones."""
         return Weight(_uncached(demand, candidate) + _below_one(candidate.worker.outstanding_tokens))
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Uncached tokens, then KV utilization after joining."""
+        """Number of uncached tokens, then KV utilization after joining."""
         return Weight(_uncached(demand, candidate) + utilization(candidate) / 2)
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Uncached tokens, then tokens in front."""
+        """Number of uncached tokens, then of outstanding ones."""
         return self.weigh_prefill(demand, candidate)
 
 
@@ -122,21 +122,22 @@ def _uncached(demand: Demand, candidate: Candidate) -> int:
 
 
 def _below_one(num_tokens: int) -> float:
-    """Grows with the number and stays below 1."""
+    """A number below 1 that rises with `num_tokens`."""
     return num_tokens / (num_tokens + 1000)
 
 
 class RoundRobin(Simple):
-    """By the number of the latest placement. A worker without room is skipped, and is the next one when it has some."""
+    """The policy `round_robin`, by the number of the latest placement. A worker without room is skipped, and comes
+    first once it has room."""
 
     name = "round_robin"
 
     def rank_open(self, worker: Worker) -> float:
-        """Longest ago first. Workers without any placement come before all, in the order in which they came up."""
+        """The number of the latest placement. Workers without any come first, in the order in which they came up."""
         return worker.position - _NEVER if worker.last_turn < 0 else worker.last_turn
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Longest ago."""
+        """The number of the latest placement on the worker."""
         return Weight(self.rank_open(candidate.worker))
 
     weigh_decode = weigh_colocated = weigh_prefill
@@ -146,7 +147,8 @@ _NEVER = 1 << 40
 
 
 class Random(Simple):
-    """Candidates are a few neighbours from a drawn position on; one of those with room is drawn."""
+    """The policy `random`. Candidates are a few neighbours from a drawn position on; one of those with room is
+    drawn."""
 
     name = "random"
     draws = True
@@ -155,5 +157,5 @@ class Random(Simple):
         self._draw = draw
 
     def start(self, turn: int, count: int) -> int:
-        """Anywhere. Independent of the draw that settles ties, which uses `turn`."""
+        """A random index, independent of the draw that settles ties, which uses `turn`."""
         return self._draw(~turn, count)

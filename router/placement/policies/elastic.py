@@ -1,18 +1,18 @@
 """`elastic`: placement by the TPOT targets of all requests, for workers that compute prompts and answers.
 
-What sequences have saved by their targets is time for prompts (`step_times/pace.py`), and engines with scheduling
-`slack` spend it. So a prompt delays nobody as long as the sequences there can spare its time, and what a placement
-costs is the capacity that it takes from later prompts. In milliseconds:
+The time that sequences have saved by their targets is available for prompts (`step_times/pace.py`), and engines with
+scheduling `slack` spend it. So a prompt delays no sequence as long as those on its worker can spare its time, and the
+cost of a placement is the capacity that it takes from later prompts. In milliseconds:
 
-    prompt    when it would be finished: at once as long as the sequences that decode there can spare the time; what is
-              left then goes on at the share of the worker that their steps leave, 1 - MARGIN * step / target
+    prompt    the time until it is computed: with the whole worker as long as the sequences that decode there can spare
+              the time; the rest with the share of the worker that their steps leave, 1 - MARGIN * step / target
     answer    the time by which all its steps on D would be later than 1.1 times the target, for each sequence there;
               with `gather` also the time of its steps, which prompts cannot have any more: a first sequence costs a
               worker the whole fixed part of its steps, a further one little
     link      the exposed time of the transfer
 
-With `gather`, workers without decodes are spared for prompts: while an option leaves a tenth of the time to the TTFT
-target, its finish counts a tenth, and a prompt beside decodes counts its computation once more.
+With `gather`, workers without decodes are spared for prompts: if an option leaves a tenth of the time to the TTFT
+target, its time counts a tenth, and a prompt beside decodes counts its computation once more.
 
 With `split:2` the first two workers by name take no prompts (`Fleet.split`), so that no long prompt delays what decodes
 there, and cached prefixes stay where prompts are computed. Answers go there by what they add to the steps of all; the
@@ -41,17 +41,17 @@ from disagg.router.workers.worker import Worker
 from disagg.step_times.pace import MARGIN
 
 _LATE = 1.1
-"""Steps may take so many times the target before they count as late: a batch is large for a while, a target is a mean
-over the whole answer."""
+"""Multiple of the target above which steps count as late: a batch is large for a while, but a target is a mean over the
+whole answer."""
 _LEAST_SHARE = 0.01
-"""Of a worker for prompts, so that a finish is predicted whatever its steps take."""
+"""Least share of a worker that its prompts are assumed to get, so that their end is always predicted."""
 _IN_TIME = 0.9
-"""Of the time to the TTFT target: until then a prompt is in time, with some to spare."""
+"""Share of the time to the TTFT target within which a prompt counts as in time with some margin."""
 _SPARED = 0.1
-"""What a finish in time counts with `gather`."""
+"""Factor, with `gather`, of the time of a prompt that ends in time."""
 _LATE_PRICE, _PROMPT_PRICE = 2.0, 10.0
-"""With a split, how often late steps count, and what an answer takes from prompts on a worker that takes some: it gets
-answers where on the others steps would be late."""
+"""Factors, with a split, of the delay by late steps, and of the time that an answer takes from prompts on a worker that
+computes some. Such a worker gets answers only if steps would be late on the others."""
 
 
 class Elastic(Joint):
@@ -83,14 +83,14 @@ class Elastic(Joint):
 
     @override
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
-        """The finish, and evictions."""
+        """The time until the prompt is computed, and evictions."""
         if demand.tpot_ms == math.inf:
             return super().weigh_prefill(demand, candidate)
         return self._weigh_prompt(demand, candidate)
 
     @override
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Late steps, lost capacity, barrier."""
+        """Late steps, lost capacity, and the barrier."""
         target = demand.tpot_ms
         if target == math.inf:
             return super().weigh_decode(demand, candidate)
@@ -110,7 +110,7 @@ class Elastic(Joint):
 
     @override
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Both, without a link."""
+        """The costs of prompt and answer, without a link."""
         if demand.tpot_ms == math.inf:
             return super().weigh_colocated(demand, candidate)
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
@@ -161,6 +161,7 @@ class Elastic(Joint):
 
 
 def _taken_ms(worker: Worker, step_ms: float, target_ms: float) -> float:
-    """What one more sequence takes from prompts in each of its steps: the first one the fixed cost of the step, too."""
+    """Milliseconds that one more sequence takes from prompts in each step. The first sequence also takes the fixed cost
+    of the step."""
     before = worker.around_ms if worker.num_decodes else 0.0
     return min(step_ms, target_ms) - min(before, target_ms)

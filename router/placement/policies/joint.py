@@ -1,11 +1,11 @@
 """`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
 all requests.
 
-    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; where
-                the pair is not formed yet, the time of that
-    of others   the added time of each step on D, for all its steps, times the sequences there; where D computes the
-                prompt, the time of that times the sequences there; and the time to compute again what is evicted from
-                a full cache, times the probability of reuse
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; also
+                the time to form the pair, if it is not formed yet
+    of others   the added time of each step on D, for all its steps, times the sequences there; if D computes the
+                prompt, also the time of the prefill times the sequences there; and the time to compute again the
+                tokens evicted from a full cache, times the probability of reuse
     barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
 
 The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
@@ -27,8 +27,8 @@ from disagg.router.workers.worker import Worker
 
 _SLACK_SHARE = 0.02
 _SLACK_MS = 0.5
-"""Costs that differ by less are equal. Else a worker whose steps were once measured a little shorter would get all
-requests, and the others would never be measured again."""
+"""Milliseconds by which costs may differ and still count as equal. Else a worker whose steps were once measured a
+little shorter would get all requests, and the others would never be measured again."""
 _MOST_FULL = 0.99
 """The KV utilization at which the barrier stops growing, so that a worker with room can always be chosen."""
 
@@ -58,11 +58,11 @@ class Joint:
         self._pairs = pairs
 
     def equal_up_to(self, cost: float) -> float:
-        """A share and a constant above `cost` (`_SLACK_SHARE`, `_SLACK_MS`)."""
+        """The cost plus a share and a constant (`_SLACK_SHARE`, `_SLACK_MS`)."""
         return cost * (1 + _SLACK_SHARE) + _SLACK_MS
 
     def rank(self, worker: Worker) -> float:
-        """The wait, what one more sequence costs all on the worker in each step, and the barrier."""
+        """The wait, the added cost of one more sequence in a step, and the barrier."""
         k = worker.used_blocks / worker.num_blocks
         cost = worker.backlog_ms + (self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms)
         if worker.decodes:
@@ -70,7 +70,7 @@ class Joint:
         return cost
 
     def start(self, turn: int, count: int) -> int:
-        """Index 0, the least rank."""
+        """Index 0, the worker of least rank."""
         return 0
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -87,7 +87,7 @@ class Joint:
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Decode steps, delay of the others, barrier."""
+        """Decode steps, delay of the other sequences, barrier."""
         worker, num_steps = candidate.worker, demand.num_steps
         joining = worker.decode_ms + demand.context * worker.context_ms
         step = worker.around_ms + joining
@@ -100,8 +100,8 @@ class Joint:
         return weight
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
-        """Wait, prefill, decode steps, delay, barrier. Sequences there wait for the prefill too, without the steps'
-        fixed cost."""
+        """Wait, prefill, decode steps, delay, barrier. The worker's sequences wait for the prefill too, without the
+        steps' fixed cost."""
         worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
         num_new = num_tokens - cached
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
@@ -128,14 +128,14 @@ class Joint:
         )
 
     def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
-        """The same by the latest fits as they are."""
+        """Like `weigh_pair`, by the latest fits without redoing them."""
         worker, prefill_id = decode.worker, prefill.worker.worker_id
         kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
         decode_id = worker.worker_id
         return self._links.known_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
 
     def _barrier_of(self, candidate: Candidate) -> float:
-        """Of the worker's KV utilization after joining."""
+        """The barrier of the worker's KV utilization after joining."""
         worker = candidate.worker
         k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
         return self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
