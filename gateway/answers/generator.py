@@ -117,8 +117,8 @@ class Generator:
         self._grammars = grammars or Grammars(None)
 
     async def run(self, prompt: AdmittedPrompt) -> Events:
-        """Tokenize and hash a prompt. The events of its answers, merged as tokens come; nothing is submitted before they
-        are read. Close them (`contextlib.aclosing`) when leaving them early.
+        """Tokenize and hash a prompt, and return the events of its answers, merged as tokens come. Nothing is submitted
+        before they are read. Close them (`contextlib.aclosing`) when leaving them early.
 
         Raises:
             DisaggError: whatever is wrong with the tokens of the prompt, or of the answer that is resumed; while the
@@ -147,8 +147,14 @@ class Generator:
         resumed: TextStream | None = None,
         resumed_guard: AnswerGuard | None = None,
     ) -> Events:
-        """Submit an answer for each of `n`; their events, merged as tokens come. `resumed` is the text of an answer that
-        is resumed, and `resumed_guard` its guardrails."""
+        """Submit an answer for each of `n` and yield their events, merged as tokens come.
+
+        Args:
+            prompt: what is answered.
+            routed: the request of the first answer.
+            resumed: the text of an answer that is resumed; `None` for new ones.
+            resumed_guard: its guardrails.
+        """
         checked, call, charge = prompt.checked, prompt.call, prompt.charge
         answers: list[Answer] = []
         try:
@@ -176,8 +182,8 @@ class Generator:
                 answer.cancel()
 
     async def check_prompt(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
-        """Have the guardrails look at the prompt. The request with the prompt that they allow; unchanged where there are
-        none.
+        """Have the guardrails look at the prompt, and return the request with the prompt that they allow: unchanged
+        where there are none.
 
         Raises:
             ContentFilterError: if one refuses it.
@@ -205,8 +211,7 @@ class Generator:
             raise InvalidRequestError(checked.structured_field, wrong)
 
     def take_charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
-        """Charge the tenant for all answers to all prompts of a call; None where it has no limits. Raises `LimitError`.
-        """
+        """Charge the tenant for all answers to the prompts of a call; None where it has no limits. Raises `LimitError`."""
         return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
 
     @property

@@ -1,11 +1,11 @@
 """One call in the gateway; the package's docstring has its steps.
 
-    async with calls.open(origin) as call:             counted, readiness held, use record open
-        generator = call.find(model)                   the model, and the right to use it
-        admitted = await call.admit(inputs, names)     checks, deadline, charge, grammar, guardrails
-        async for event in call.events(admitted):      of all answers to all prompts, as they come
-            ...                                        the front end writes
-        await call.finished()                          the use is recorded before the client gets the end
+async with calls.open(origin) as call:             counted, readiness held, use record open
+    generator = call.find(model)                   the model, and the right to use it
+    admitted = await call.admit(inputs, names)     checks, deadline, charge, grammar, guardrails
+    async for event in call.events(admitted):      of all answers to all prompts, as they come
+        ...                                        the front end writes
+    await call.finished()                          the use is recorded before the client gets the end
 """
 
 from __future__ import annotations
@@ -57,13 +57,23 @@ class Origin:
     max_priority: int | None = None
     """The largest priority in the router's queue that the call may have; None for no bound but the router's own."""
     targets: Targets = NO_TARGETS
-    """Of a call whose client names none."""
+    """Of a call whose client cannot name its own."""
     trace_parent: str = ""
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""
     """Id of the client's span; empty without one."""
     use: CallUse = field(default_factory=CallUse, compare=False)
     """Grows while the call is answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What a client says of the time that its call may take. It is no part of `Origin`: what is wrong in it is an error
+    of the call, which is counted."""
+
+    deadline: float | None = None
+    """On the generators' clock; None for none."""
+    targets: Targets = NO_TARGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +136,8 @@ class CallScope:
         self,
         inputs: Sequence[GenerationInput],
         names: Sequence[FieldNames] = (),
-        *,
+        times: Times | None = None,
         priority: int = 0,
-        deadline: float | None = None,
-        targets: Targets | None = None,
     ) -> AdmittedCall:
         """Check all prompts, charge for all their answers, and have grammar and guardrails looked at, in this order and
         before any prompt is queued: a prompt that is refused refuses the call, and ends no stream that has begun.
@@ -137,9 +145,8 @@ class CallScope:
         Args:
             inputs: the prompts of the call, at least one, alike but for their prompts.
             names: the fields of each prompt as the protocol calls them; empty where it uses the names of gRPC.
+            times: deadline and targets of the client; None where it may name none.
             priority: the client's, in the router's queue.
-            deadline: on the generator's clock; None for none.
-            targets: the client's; None for those of the origin.
 
         Raises:
             InvalidRequestError: for a wrong field, or a grammar or prompt that is refused.
@@ -147,19 +154,19 @@ class CallScope:
             LimitError: if a limit of the tenant is in the way.
             DisaggError: whatever guardrails and the compiler of grammars raise.
         """
-        generator = self.generator
+        generator, times = self.generator, times or Times(targets=self._call.targets)
         all_names = tuple(names) or (None,) * len(inputs)
         checked = await in_pieces(_check(generator, inputs, all_names))
         call = self._call = replace(
             self._call,
-            deadline=deadline,
-            targets=self._call.targets if targets is None else targets,
+            deadline=times.deadline,
+            targets=times.targets,
             priority=priority if self._max_priority is None else min(priority, self._max_priority),
         )
         call.use.model = generator.model.info.name
         call.use.num_prompts = len(inputs)
         arrival = generator.clock()
-        check_deadline(None if deadline is None else deadline - arrival)
+        check_deadline(None if times.deadline is None else times.deadline - arrival)
         self._charge = generator.take_charge(inputs, call.caller)
         with _in_words_of(all_names[0]):
             await generator.check_grammar(checked[0], call)  # all prompts have the same

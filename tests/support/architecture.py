@@ -84,6 +84,7 @@ GATEWAY_FLOORS = (
     ("operators", "batches"),
     ("other_apis", "rpc"),
     ("openai",),
+    ("calls",),
     ("models",),
     ("answers",),
     ("metrics", "usage"),

@@ -14,6 +14,7 @@ from disagg.gateway.answers.generator import Generator
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
+from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
@@ -84,9 +85,8 @@ class TestApp:
         self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)
         models = Models([generator])
-        self.completions = Completions(
-            models, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW, usage
-        )
+        calls = Calls(models, self.metrics, self.readiness, usage, self._mint_id)
+        self.completions = Completions(calls, limits, lambda: 1000.0, lambda: NOW)
         self.app = HttpApp(
             self.completions,
             Information(models, self.readiness, self.metrics, limits, CREATED),
