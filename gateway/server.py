@@ -48,6 +48,7 @@ from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.admin import AdminService, Control, no_controller
 from disagg.gateway.operators.page import Page
+from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.rpc.decoding import DecodeRequests
 from disagg.gateway.rpc.health import Health
@@ -353,7 +354,8 @@ class GatewayServer:
         config, limits, batches = self.config, self._body_limits(), self._batches
         app = HttpApp(
             _make_completions(calls, limits),
-            Information(calls.models, self._readiness, self._metrics, limits, created=int(time.time())),
+            Information(calls.models, limits, created=int(time.time())),
+            Probes(self._readiness, self._metrics),
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,

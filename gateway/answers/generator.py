@@ -211,7 +211,7 @@ class Generator:
             raise InvalidRequestError(checked.structured_field, wrong)
 
     def take_charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
-        """Charge the tenant for all answers to the prompts of a call; None where it has no limits. Raises `LimitError`."""
+        """Charge the tenant for all answers of a call; None where it has no limits. Raises `LimitError`."""
         return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
 
     @property

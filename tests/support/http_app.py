@@ -25,6 +25,7 @@ from disagg.gateway.models.models import Models
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.page import Page
+from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.handler import UsageHandler
@@ -89,7 +90,8 @@ class TestApp:
         self.completions = Completions(calls, limits, lambda: 1000.0, lambda: NOW)
         self.app = HttpApp(
             self.completions,
-            Information(models, self.readiness, self.metrics, limits, CREATED),
+            Information(models, limits, CREATED),
+            Probes(self.readiness, self.metrics),
             authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,
