@@ -17,7 +17,7 @@ import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -75,6 +75,15 @@ _IDS_A_TURN: Final = 512
 """Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
 
 
+class _Resumed(NamedTuple):
+    """An answer of which the client has the beginning, and which goes on."""
+
+    routed: RoutedRequest
+    text: TextStream
+    """As it was after the tokens that the client has."""
+    guard: AnswerGuard | None
+
+
 class Generator:
     """Runs calls for one model. Keeps nothing between calls.
 
@@ -116,18 +125,16 @@ class Generator:
         self._guardrails = guardrails
         self._grammars = grammars or Grammars(None)
 
-    async def run(self, prompt: AdmittedPrompt) -> Events:
-        """Tokenize and hash a prompt, and return the events of its answers, merged as tokens come. Nothing is submitted
-        before they are read. Close them (`contextlib.aclosing`) when leaving them early.
+    def run(self, prompt: AdmittedPrompt) -> Events:
+        """The events of the answers to a prompt, merged as tokens come. Nothing is done before they are read. Close
+        them (`contextlib.aclosing`) when leaving them early. Reading them raises `DisaggError`: for what is wrong with
+        the tokens of the prompt or of the answer that is resumed, or whatever happens to one of the answers."""
+        return self._resume(prompt) if prompt.checked.resumed else self._answers(prompt)
 
-        Raises:
-            DisaggError: whatever is wrong with the tokens of the prompt, or of the answer that is resumed; while the
-                events are read, whatever happens to one of the answers.
-        """
+    async def _resume(self, prompt: AdmittedPrompt) -> Events:
+        """The rest of an answer of which the client has the beginning."""
         checked, call = prompt.checked, prompt.call
         routed = await self._route(prompt)
-        if not checked.resumed:
-            return self._answers(prompt, routed)
         call.use.continues = True
         text, had_text = await self._resumed_text(checked, routed)
         end = _end_of(checked, routed, text)
@@ -135,35 +142,29 @@ class Generator:
             _note_ended(call, checked, routed, text)
         guard = await self._answer_guard(checked, call, routed, had_text)
         if end is not None:
-            return _ended(guard, routed, text, end)
-        if guard is not None and guard.stopped is not None:  # in what the client has
-            return guarded_rest(guard, routed, text, "stop")
-        return self._answers(prompt, routed, text, guard)
+            rest = _ended(guard, routed, text, end)
+        elif guard is not None and guard.stopped is not None:  # in what the client has
+            rest = guarded_rest(guard, routed, text, "stop")
+        else:
+            rest = self._answers(prompt, _Resumed(routed, text, guard))
+        async with aclosing(rest) as events:
+            async for event in events:
+                yield event
 
-    async def _answers(
-        self,
-        prompt: AdmittedPrompt,
-        routed: RoutedRequest,
-        resumed: TextStream | None = None,
-        resumed_guard: AnswerGuard | None = None,
-    ) -> Events:
-        """Submit an answer for each of `n` and yield their events, merged as tokens come.
-
-        Args:
-            prompt: what is answered.
-            routed: the request of the first answer.
-            resumed: the text of an answer that is resumed; `None` for new ones.
-            resumed_guard: its guardrails.
-        """
+    async def _answers(self, prompt: AdmittedPrompt, resumed: _Resumed | None = None) -> Events:
+        """Tokenize and hash, submit an answer for each of `n`, and yield their events, merged as tokens come. An answer
+        that is resumed goes on where its client is."""
         checked, call, charge = prompt.checked, prompt.call, prompt.charge
+        routed = await self._route(prompt) if resumed is None else resumed.routed
         answers: list[Answer] = []
         try:
             for i in range(checked.num_answers):
                 if i:
                     await asyncio.sleep(0)  # one answer in a turn of the event loop
                 one = self._one_of(routed, i)
-                guard = resumed_guard if resumed is not None else await self._answer_guard(checked, call, one)
-                answer = self._submit(checked, one, prompt.arrival, i, resumed, guard)
+                text = None if resumed is None else resumed.text
+                guard = await self._answer_guard(checked, call, one) if resumed is None else resumed.guard
+                answer = self._submit(checked, one, prompt.arrival, i, text, guard)
                 if _is_continuable(call, checked):
                     call.use.token_ids.extend(checked.resumed)
                     answer.note_tokens(call.use.token_ids)

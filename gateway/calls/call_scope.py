@@ -11,7 +11,7 @@ async with calls.open(origin) as call:             counted, readiness held, use 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -210,7 +210,7 @@ class CallScope:
         if self._usage is not None:
             await self._usage.finished(self._call)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Cancel the answers, and give back what was charged for those that were not submitted. Idempotent."""
         try:
             if self._events is not None:
@@ -219,10 +219,15 @@ class CallScope:
             if self._charge is not None:
                 self._charge.close()
 
-    async def _answers(self, prompt: AdmittedPrompt, names: FieldNames | None, first_index: int) -> Events:
+    def _answers(self, prompt: AdmittedPrompt, names: FieldNames | None, first_index: int) -> Events:
         """The events of the answers to one prompt, the first of which has this index in the call."""
+        if names is None and not first_index:
+            return self.generator.run(prompt)
+        return self._renamed_answers(prompt, names, first_index)
+
+    async def _renamed_answers(self, prompt: AdmittedPrompt, names: FieldNames | None, first_index: int) -> Events:
         with _in_words_of(names):
-            async with aclosing(await self.generator.run(prompt)) as events:
+            async with aclosing(self.generator.run(prompt)) as events:
                 async for event in events:
                     yield replace(event, answer_index=first_index + event.answer_index) if first_index else event
 
@@ -255,15 +260,15 @@ class Calls:
     @asynccontextmanager
     async def open(self, origin: Origin) -> AsyncGenerator[CallScope, None]:
         """The scope of a call. Raises `UnavailableError` while the gateway stops, but for lines of batches."""
-        usage = None if origin.protocol is None else self._usage
+        protocol, usage = origin.protocol, None if origin.protocol is None else self._usage
         scope = CallScope(origin, self.models, usage, self._mint_id)
-        async with AsyncExitStack() as held:
-            if origin.protocol is not None:
-                held.enter_context(self._metrics.counted(origin.protocol))
-                held.enter_context(self._readiness.answering())
-                await held.enter_async_context(self._usage.counted(scope.call))
-            held.push_async_callback(scope.close)
-            yield scope
+        if protocol is None:
+            async with aclosing(scope):
+                yield scope
+            return
+        with self._metrics.counted(protocol), self._readiness.answering():
+            async with self._usage.counted(scope.call), aclosing(scope):
+                yield scope
 
 
 def _check(
