@@ -31,6 +31,7 @@ from disagg.gateway.http.sites import Sites
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.page import Page
+from disagg.gateway.operators.probes import Probes
 from disagg.gateway.other_apis.messages.errors import MESSAGES, answer_as_anthropic
 from disagg.gateway.other_apis.messages.messages import Messages
 from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
@@ -64,7 +65,8 @@ class HttpApp:
 
     Args:
         completions: answers prompts.
-        information: answers everything else.
+        information: answers what needs a model but no answer.
+        probes: answer whether the gateway is alive and ready, and with its metrics.
         authenticator: of the callers.
         mint_id: a request id that was never used.
         mint_trace_bits: 192 random bits, see `traceparent`.
@@ -80,6 +82,7 @@ class HttpApp:
         self,
         completions: Completions,
         information: Information,
+        probes: Probes,
         authenticator: Authenticator,
         mint_id: Callable[[], RequestId],
         mint_trace_bits: Callable[[], int],
@@ -102,6 +105,7 @@ class HttpApp:
         self._mint_trace_bits = mint_trace_bits
         self._routes = (
             *_routes(completions, information),
+            *_probe_routes(probes),
             *_other_routes(Responses(completions), Messages(completions)),
             *_page_routes(page),
             *_batch_routes(files, batches),
@@ -185,15 +189,21 @@ def _routes(completions: Completions, information: Information) -> Sequence[Rout
         Route("/v1/completions", completions.text, methods=post),
         Route("/v1/models", information.models, methods=get),
         Route("/v1/models/{model:path}", information.model, methods=get),
-        Route("/health", information.health, methods=get),
-        Route("/ping", information.health, methods=get),
-        Route("/livez", information.alive, methods=get),
-        Route("/readyz", information.ready, methods=get),
-        Route("/metrics", information.metrics, methods=get),
-        Route("/version", information.version, methods=get),
         Route("/v1/embeddings", information.embeddings, methods=post),
         Route("/tokenize", information.tokenize, methods=post),
         Route("/detokenize", information.detokenize, methods=post),
+    )
+
+
+def _probe_routes(probes: Probes) -> Sequence[Route]:
+    get = ["GET"]
+    return (
+        Route("/health", probes.health, methods=get),
+        Route("/ping", probes.health, methods=get),
+        Route("/livez", probes.alive, methods=get),
+        Route("/readyz", probes.ready, methods=get),
+        Route("/metrics", probes.metrics, methods=get),
+        Route("/version", probes.version, methods=get),
     )
 
 

@@ -28,6 +28,7 @@ from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
 from disagg.gateway.batches.line_answers import LineAnswers
 from disagg.gateway.batches.service import BatchService
+from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.config import GatewayConfig, GatewayOptions, serves_page
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.offload import Offload
@@ -41,13 +42,13 @@ from disagg.gateway.http.server import HttpServer
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models.models import Models
 from disagg.gateway.models.pair_probe import PairProbes
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.admin import AdminService, Control, no_controller
 from disagg.gateway.operators.page import Page
+from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.rpc.decoding import DecodeRequests
 from disagg.gateway.rpc.health import Health
@@ -203,6 +204,7 @@ class GatewayServer:
         self._usage.start()
         self._metrics.guardrails = self._guardrails
         models = self.served.begin(self._offload, self._guardrails)
+        calls = Calls(models, self._metrics, self._readiness, self._usage, _mint_id)
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
@@ -219,18 +221,18 @@ class GatewayServer:
                 tpot_s=config.tpot_target_s,
             )
         server = grpc.aio.server(interceptors=interceptors, options=self._options())
-        self._add_services(server, models)
+        self._add_services(server, calls)
         try:
             self._port = _listen(server, self._address(config.port), self._security.tls)
             if config.shares_ports:
                 self._own_port = _listen(server, self._address(0), self._security.tls)
             if config.http_port is not None:
                 port = config.http_port
-                self._http = self._make_http(models, config.max_connections)
+                self._http = self._make_http(calls, config.max_connections)
                 self._http_port = await self._http.start(config.host, port, shares_port=config.shares_ports)
                 if config.shares_ports:
                     port = config.own_http_port
-                    self._own_http = self._make_http(models, min(config.max_connections, _MAX_OWN_CONNECTIONS))
+                    self._own_http = self._make_http(calls, min(config.max_connections, _MAX_OWN_CONNECTIONS))
                     self._own_http_port = await self._own_http.start(config.host, port)
         except (RuntimeError, OSError) as error:
             await server.start()  # gRPC closes the ports of no server that was not started
@@ -246,7 +248,7 @@ class GatewayServer:
         self._server = server
         self._security.watch.start()
         if self._batches is not None:
-            completions = self._make_completions(models, self._body_limits())
+            completions = _make_completions(calls, self._body_limits())
             lines = LineAnswers(completions, self._security.authenticator, _mint_id)
             self._batches.start(lines, self._usage.add_line)
         await self.set_serving(serving)
@@ -348,16 +350,12 @@ class GatewayServer:
             unfinished=self._unfinished,
         )
 
-    def _make_completions(self, models: Models, limits: BodyLimits) -> Completions:
-        return Completions(
-            models, self._metrics, self._readiness, limits, _mint_id, process_clock().now, time.time, self._usage
-        )
-
-    def _make_http(self, models: Models, max_connections: int) -> HttpServer:
+    def _make_http(self, calls: Calls, max_connections: int) -> HttpServer:
         config, limits, batches = self.config, self._body_limits(), self._batches
         app = HttpApp(
-            self._make_completions(models, limits),
-            Information(models, self._readiness, self._metrics, limits, created=int(time.time())),
+            _make_completions(calls, limits),
+            Information(calls.models, limits, created=int(time.time())),
+            Probes(self._readiness, self._metrics),
             self._security.authenticator,
             _mint_id,
             _mint_trace_bits,
@@ -378,16 +376,10 @@ class GatewayServer:
         )
         return HttpServer(app, connections, process_clock().now, tls.http if tls is not None else None)
 
-    def _add_services(self, server: grpc.aio.Server, models: Models) -> None:
+    def _add_services(self, server: grpc.aio.Server, calls: Calls) -> None:
+        models = calls.models
         inference = InferenceService(
-            models,
-            _mint_id,
-            process_clock().now,
-            _mint_trace_bits,
-            write_timeout_s=self.config.write_timeout_s,
-            metrics=self._metrics,
-            readiness=self._readiness,
-            usage=self._usage,
+            calls, _mint_id, process_clock().now, _mint_trace_bits, write_timeout_s=self.config.write_timeout_s
         )
         pb_grpc.add_InferenceServiceServicer_to_server(inference, server)  # type: ignore[no-untyped-call]
         self._admin = AdminService(
@@ -421,6 +413,10 @@ def sites_of(config: GatewayOptions) -> Sites:
         hosts=tuple(name.lower() for name in config.allowed_hosts),
         origins=tuple(origin.lower().rstrip("/") for origin in config.allowed_origins),
     )
+
+
+def _make_completions(calls: Calls, limits: BodyLimits) -> Completions:
+    return Completions(calls, limits, process_clock().now, time.time)
 
 
 def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int:

@@ -1,7 +1,7 @@
-"""One call in the gateway, from the client's input to text.
+"""From an admitted prompt to text: what a gateway has for one model.
 
-    check ──> wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, merged ──> finish
-                           an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
+    wait for a thread, tokenize, hash ──> one `Answer` submitted for each of `n` ──> deltas, merged ──> finish
+                 an answer fails, the deadline, the consumer leaves ──> all are cancelled <──┘
 
 Nothing is held before the answers are submitted; after that, every way out but the normal end cancels all of them. The
 generator reads more tokens only when its consumer takes more, and the router's handle merges what came meanwhile: a
@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,11 +26,11 @@ from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.answers.guarded import GuardedAnswer, guarded_rest
 from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import CALLER, Caller
-from disagg.gateway.auth.rights import require_model
 from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.answers import AnswerGuard
 from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.requests.charge import Charge, least_tokens
+from disagg.gateway.requests.admitted import AdmittedPrompt
+from disagg.gateway.requests.charge import Charge
 from disagg.gateway.requests.headers import sibling_of
 from disagg.gateway.requests.request import (
     BYTES_PER_ID,
@@ -48,7 +48,6 @@ from disagg.gateway.requests.validate import (
     Limits,
     check_deadline,
     check_prompt,
-    check_request,
     fit_prompt,
 )
 from disagg.gateway.requests.values import check_length
@@ -66,6 +65,7 @@ from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 __all__ = ["Delta", "Finish", "Generator"]
 
 T = TypeVar("T")
+Events = AsyncGenerator[Delta | Finish, None]
 
 MAX_LISTED_IDS: Final = 65_536
 """Of one call that takes or gives ids only, where the context is not longer."""
@@ -73,6 +73,15 @@ _MAX_TAG_IDS: Final = 16
 """Of a tag at the end of a prompt, with white space."""
 _IDS_A_TURN: Final = 512
 """Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
+
+
+class _Resumed(NamedTuple):
+    """An answer of which the client has the beginning, and which goes on."""
+
+    routed: RoutedRequest
+    text: TextStream
+    """As it was after the tokens that the client has."""
+    guard: AnswerGuard | None
 
 
 class Generator:
@@ -109,95 +118,80 @@ class Generator:
         self.limits = limits
         self._router = router
         self._prefix_root = prefix_root
-        self._clock = clock
+        self.clock = clock
         self.mint_seed = mint_seed
         self._mint_id = mint_id
         self._offload = offload
         self._guardrails = guardrails
         self._grammars = grammars or Grammars(None)
 
-    async def run(
-        self,
-        given: GenerationInput,
-        call: Call,
-        charge: Charge | None = None,
-        checked: CheckedRequest | None = None,
-    ) -> AsyncGenerator[Delta | Finish, None]:
-        """Answer `given`, `n` times, merged as tokens come. Close the generator (`contextlib.aclosing`) when leaving it
-        early. `charge` is what was charged for it, where it is one prompt of several; `checked` is what `check_request`
-        made of it, where that was done.
+    def run(self, prompt: AdmittedPrompt) -> Events:
+        """The events of the answers to a prompt, merged as tokens come. Nothing is done before they are read. Close
+        them (`contextlib.aclosing`) when leaving them early. Reading them raises `DisaggError`: for what is wrong with
+        the tokens of the prompt or of the answer that is resumed, or whatever happens to one of the answers."""
+        return self._resume(prompt) if prompt.checked.resumed else self._answers(prompt)
 
-        Raises:
-            DisaggError: whatever is wrong with the request or happens to one of its answers.
-        """
-        arrival = self._clock()
-        require_model(call.caller, given.model)
-        time_left_s = None if call.deadline is None else call.deadline - arrival
-        if checked is None:
-            checked = check_request(given, self.limits, time_left_s)
-        check_deadline(time_left_s)
-        call.use.model = given.model
-        own = self.charge([given], call.caller) if charge is None else None
-        charge = charge or own
+    async def _resume(self, prompt: AdmittedPrompt) -> Events:
+        """The rest of an answer of which the client has the beginning."""
+        checked, call = prompt.checked, prompt.call
+        routed = await self._route(prompt)
+        call.use.continues = True
+        text, had_text = await self._resumed_text(checked, routed)
+        end = _end_of(checked, routed, text)
+        if end is not None:
+            _note_ended(call, checked, routed, text)
+        guard = await self._answer_guard(checked, call, routed, had_text)
+        if end is not None:
+            rest = _ended(guard, routed, text, end)
+        elif guard is not None and guard.stopped is not None:  # in what the client has
+            rest = guarded_rest(guard, routed, text, "stop")
+        else:
+            rest = self._answers(prompt, _Resumed(routed, text, guard))
+        async with aclosing(rest) as events:
+            async for event in events:
+                yield event
+
+    async def _answers(self, prompt: AdmittedPrompt, resumed: _Resumed | None = None) -> Events:
+        """Tokenize and hash, submit an answer for each of `n`, and yield their events, merged as tokens come. An answer
+        that is resumed goes on where its client is."""
+        checked, call, charge = prompt.checked, prompt.call, prompt.charge
+        routed = await self._route(prompt) if resumed is None else resumed.routed
         answers: list[Answer] = []
-        routed: RoutedRequest | None = None
         try:
-            await self._check_grammar(checked, call)
-            if self._guardrails is not None:
-                checked = await self.guarded(checked, call)
-            routed = await self._route(checked, call, None if charge is None else least_tokens(given))
-            call.use.continues |= bool(checked.resumed)
-            resumed, had_text = await self._resumed_text(checked, routed)
-            if resumed is not None and (reason := _end_of(checked, routed, resumed)) is not None:
-                call.use.add(routed.num_prompt_tokens, 0, resumed.num_tokens)
-                call.use.token_ids.extend(checked.resumed)
-                _note_stream(call, checked, routed, checked.model_version)
-                guard = await self._answer_guard(checked, call, routed, had_text)
-                if guard is not None:
-                    async for event in guarded_rest(guard, routed, resumed, reason):
-                        yield event
-                    return
-                for event in _rest_of(routed, resumed, reason):
-                    yield event
-                return
             for i in range(checked.num_answers):
                 if i:
                     await asyncio.sleep(0)  # one answer in a turn of the event loop
                 one = self._one_of(routed, i)
-                guard = await self._answer_guard(checked, call, one, had_text)
-                if guard is not None and guard.stopped is not None:  # in what the client has
-                    async for event in guarded_rest(guard, routed, resumed or self._text_stream(checked, one), "stop"):
-                        yield event
-                    return
-                answer = self._submit(checked, one, arrival, i, resumed, guard)
+                text = None if resumed is None else resumed.text
+                guard = await self._answer_guard(checked, call, one) if resumed is None else resumed.guard
+                answer = self._submit(checked, one, prompt.arrival, i, text, guard)
                 if _is_continuable(call, checked):
                     call.use.token_ids.extend(checked.resumed)
                     answer.note_tokens(call.use.token_ids)
                 answers.append(answer)  # one by one: the next may be refused
                 if charge is not None:
-                    charge.submitted(least_tokens(given))
+                    charge.submitted(prompt.least_tokens)
             streams = [answer.events() for answer in answers]
             async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as events:
                 async for event in events:
                     yield event
         finally:
-            if routed is not None and answers:
+            if answers:
                 _note_use(call, routed, [answer.used() for answer in answers])
                 _note_stream(call, checked, routed, answers[0].model_version)
             for answer in answers:
                 answer.cancel()
-            if own is not None:
-                own.close()
 
-    async def guarded(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
-        """The request after guardrails looked at its prompt; as it is where they did already, and where there are none.
+    async def check_prompt(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
+        """Have the guardrails look at the prompt, and return the request with the prompt that they allow: unchanged
+        where there are none.
 
         Raises:
             ContentFilterError: if one refuses it.
             UnavailableError: if one gives no verdict, and without one nothing may pass.
             InvalidRequestError: if what one put in its place is too long.
         """
-        if self._guardrails is None or checked.decisions is not None:
+        if self._guardrails is None:
             return checked
         found = await self._guardrails.check_prompt(
             checked.prompt,
@@ -210,6 +204,16 @@ class Generator:
         if found.prompt is not prompt:
             prompt = check_prompt(found.prompt, self.limits, checked.max_prompt_tokens)
         return replace(checked, prompt=prompt, decisions=found.decisions)
+
+    async def check_grammar(self, checked: CheckedRequest, call: Call) -> None:
+        """Raises `InvalidRequestError` for a grammar that cannot be compiled, or as `Grammars.check`."""
+        grammar = checked.sampling.grammar
+        if grammar and (wrong := await self._grammars.check(grammar, call.caller.tenant, call.deadline)):
+            raise InvalidRequestError(checked.structured_field, wrong)
+
+    def take_charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
+        """Charge the tenant for all answers of a call; None where it has no limits. Raises `LimitError`."""
+        return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
 
     @property
     def max_listed_ids(self) -> int:
@@ -235,25 +239,16 @@ class Generator:
             return work()
         return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
 
-    def charge(self, inputs: Sequence[GenerationInput], caller: Caller) -> Charge | None:
-        """Charge the tenant for a call; None where it has no limits. Raises `LimitError`."""
-        return None if caller.limits is NO_LIMITS else Charge(self._router, caller, inputs)
-
     def quota(self, caller: Caller) -> Quota:
         """What is left now to the tenant."""
         return Quota() if caller.limits is NO_LIMITS else self._router.quota(caller.tenant, caller.limits)
 
-    async def _check_grammar(self, checked: CheckedRequest, call: Call) -> None:
-        """Raises `InvalidRequestError`, or as `Grammars.check`."""
-        grammar = checked.sampling.grammar
-        if grammar and (wrong := await self._grammars.check(grammar, call.caller.tenant, call.deadline)):
-            raise InvalidRequestError(checked.structured_field, wrong)
-
-    async def _route(self, checked: CheckedRequest, call: Call, prepaid_tokens: int | None) -> RoutedRequest:
+    async def _route(self, prompt: AdmittedPrompt) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""
+        checked, call = prompt.checked, prompt.call
         seed = self.mint_seed()
         waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
-        came = self._clock() if waits else 0.0
+        came = self.clock() if waits else 0.0
         max_tokens = self.limits.model.max_model_len - 1
         if isinstance(checked.prompt, TextPrompt) and checked.max_prompt_tokens is None:
             self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
@@ -261,7 +256,7 @@ class Generator:
             self._router.check_queue_capacity()
 
         def prepare() -> RoutedRequest:
-            queue_s = self._clock() - came if waits else 0.0
+            queue_s = self.clock() - came if waits else 0.0
             token_ids = _prompt_ids(checked, self.model.tokenizer, max_tokens)
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
@@ -281,14 +276,14 @@ class Generator:
                 parent_span=call.parent_span,
                 tenant=call.caller.tenant,
                 limits=call.caller.limits,
-                prepaid_tokens=prepaid_tokens,
+                prepaid_tokens=prompt.prepaid_tokens,
                 tokenize_queue_s=queue_s,
                 resumed_token_ids=checked.resumed,
                 model_version=checked.model_version,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
-        check_deadline(None if call.deadline is None else call.deadline - self._clock())
+        check_deadline(None if call.deadline is None else call.deadline - self.clock())
         return routed
 
     def _one_of(self, first: RoutedRequest, answer_index: int) -> RoutedRequest:
@@ -312,14 +307,14 @@ class Generator:
     ) -> Answer:
         text = resumed or self._text_stream(checked, routed)
         if guard is not None:
-            return GuardedAnswer(self._router, routed, arrival, text, self._clock, answer_index, guard)
-        answer = Answer(self._router, routed, arrival, text, self._clock, answer_index)
+            return GuardedAnswer(self._router, routed, arrival, text, self.clock, answer_index, guard)
+        answer = Answer(self._router, routed, arrival, text, self.clock, answer_index)
         if checked.decisions is not None and checked.decisions.counts:
             answer.note_decisions(checked.decisions.counts)
         return answer
 
     async def _answer_guard(
-        self, checked: CheckedRequest, call: Call, routed: RoutedRequest, had_text: str
+        self, checked: CheckedRequest, call: Call, routed: RoutedRequest, had_text: str = ""
     ) -> AnswerGuard | None:
         """The guardrails of one answer, after the text that its client has; None without any."""
         if self._guardrails is None or checked.decisions is None:
@@ -344,13 +339,10 @@ class Generator:
         parser = tool_parser(tokenizer.tool_format, functions) if functions else None
         return answer_splitter(_first_phase(checked, routed, tokenizer), parser)
 
-    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> tuple[TextStream | None, str]:
+    async def _resumed_text(self, checked: CheckedRequest, routed: RoutedRequest) -> tuple[TextStream, str]:
         """The text of an answer that is resumed, as it was after the tokens that the client has, and what the client
-        has of it; None for a new one. Raises `InvalidRequestError` if a stop string ends it before the last of
-        them."""
+        has of it. Raises `InvalidRequestError` if a stop string ends it before the last of them."""
         token_ids = checked.resumed
-        if not token_ids:
-            return None, ""
         had: list[str] = []
         text = self._text_stream(checked, routed)
         for begin in range(0, len(token_ids), _IDS_A_TURN):
@@ -393,6 +385,13 @@ def _note_stream(call: Call, checked: CheckedRequest, routed: RoutedRequest, mod
     call.use.num_had = max(call.use.num_had, len(checked.resumed))
 
 
+def _note_ended(call: Call, checked: CheckedRequest, routed: RoutedRequest, text: TextStream) -> None:
+    """Count an answer of which the client has all tokens."""
+    call.use.add(routed.num_prompt_tokens, 0, text.num_tokens)
+    call.use.token_ids.extend(checked.resumed)
+    _note_stream(call, checked, routed, checked.model_version)
+
+
 def stream_id(tenant: str, model: str, model_version: str, checked: CheckedRequest, routed: RoutedRequest) -> bytes:
     """What an answer and its continuations by other calls have in common: tenant, prompt, all settings, the seed where
     it is drawn by one, and model and version that made it. 16 bytes."""
@@ -412,8 +411,14 @@ def _end_of(checked: CheckedRequest, routed: RoutedRequest, text: TextStream) ->
     return "length" if len(checked.resumed) >= sampling.max_tokens else None
 
 
-def _rest_of(routed: RoutedRequest, text: TextStream, reason: Literal["stop", "length"]) -> Iterator[Delta | Finish]:
-    """What comes after the last token."""
+async def _ended(
+    guard: AnswerGuard | None, routed: RoutedRequest, text: TextStream, reason: Literal["stop", "length"]
+) -> Events:
+    """What comes after the last token of an answer of which the client has all tokens."""
+    if guard is not None:
+        async for event in guarded_rest(guard, routed, text, reason):
+            yield event
+        return
     if not text.stopped:
         tail = text.finish()
         reason = "stop" if tail.stopped else reason

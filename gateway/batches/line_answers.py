@@ -13,12 +13,13 @@ from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
 from disagg.gateway.batches.store import Batch
 from disagg.gateway.batches.tries import Tries
-from disagg.gateway.guardrails.judges import UNAVAILABLE as GUARDRAIL_UNAVAILABLE
+from disagg.gateway.calls.call_scope import Origin
 from disagg.gateway.http.errors import error_json
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
 from disagg.gateway.requests.call_use import CallUse
-from disagg.gateway.requests.request import Call, Targets
+from disagg.gateway.requests.request import Targets
+from disagg.gateway.requests.verdicts import UNJUDGED
 from disagg.proto.errors import DisaggError, InternalError, UnavailableError, retry_after_s
 from disagg.proto.ids import RequestId
 
@@ -79,15 +80,15 @@ class LineAnswers:
         caller = self._authenticator.find(batch.tenant, batch.credential)
         require_inference(caller)
         CALLER.set(caller)  # of this line's task
-        call = Call(request_id=self._mint_id(), targets=_TARGETS, caller=caller, priority=PRIORITY, use=use)
+        origin = Origin(request_id=self._mint_id(), caller=caller, max_priority=PRIORITY, targets=_TARGETS, use=use)
         if batch.endpoint == RESPONSES:
-            return await self._responses.line(bytes(line.body), call)
-        return await self._completions.line(batch.endpoint, bytes(line.body), call)
+            return await self._responses.line(bytes(line.body), origin)
+        return await self._completions.line(batch.endpoint, bytes(line.body), origin)
 
 
 def _later(error: DisaggError, tries: Tries) -> Later | None:
     """When a line is tried again that ended so; None where this is its answer. Notes the try."""
-    is_unjudged = error.code == GUARDRAIL_UNAVAILABLE
+    is_unjudged = error.code == UNJUDGED
     is_lost = isinstance(error, UnavailableError) and not error.code.startswith("no_") and not is_unjudged
     tries.num += 1
     tries.num_unjudged += is_unjudged

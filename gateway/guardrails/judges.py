@@ -29,6 +29,7 @@ from disagg.gateway.guardrails.places import Places, PlacesError, Ticket
 from disagg.gateway.requests.verdicts import (
     ALLOW,
     MAX_REASON_CHARS,
+    UNJUDGED,
     Allow,
     CannotJudgeError,
     Decision,
@@ -50,8 +51,6 @@ REFUSED: Final = "it cannot be judged"
 _RETRY_S: Final = 1.0
 _REFUSALS_LOGGED_S: Final = 60.0
 """Between two lines of the log about refused questions."""
-UNAVAILABLE: Final = "guardrail_unavailable"
-"""Code of the error where a guardrail gave no verdict and nothing may pass without one."""
 MAX_REPLACEMENT_CHARS: Final = 1 << 20
 
 
@@ -197,7 +196,7 @@ class Asked:
             note(Decision(options.name, "", question.subject, "failed", f"{error}"[:MAX_REASON_CHARS]))
             if options.on_failure == "allow" and self._circuit.is_outage:
                 return ALLOW
-            raise UnavailableError(f"the guardrail {options.name} gives no verdict", UNAVAILABLE) from None
+            raise UnavailableError(f"the guardrail {options.name} gives no verdict", UNJUDGED) from None
         finally:
             self.seconds += self._clock() - began
         count("allow" if isinstance(verdict, Allow) else "replace" if isinstance(verdict, Replace) else "stop")

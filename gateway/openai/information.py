@@ -1,4 +1,4 @@
-"""Everything but answers to prompts: models, health, metrics, version, tokens of a text."""
+"""Everything of OpenAI's API and vLLM's but answers to prompts: models, tokens of a text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from disagg import __version__
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.auth.rights import require_counts
 from disagg.gateway.event_loop.turns import in_pieces
 from disagg.gateway.http.exchange import BodyLimits, Exchange
-from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.logprobs import token_text
 from disagg.gateway.openai.schema import ABSENT, DetokenizeBody, TokenizeBody, decoded
 from disagg.gateway.openai.template_options import read_template_options
 from disagg.gateway.openai.to_input import FieldNames, read_turns
 from disagg.gateway.openai.tools import read_tools
-from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.part_counts import Pieces
 from disagg.gateway.requests.request import BYTES_PER_ID, ChatPrompt
 from disagg.gateway.requests.validate import check_chat, check_text
@@ -43,23 +39,12 @@ class Information:
 
     Args:
         models: have the tokenizers.
-        readiness: whether new requests are taken.
-        metrics: what `/metrics` shows.
         limits: of bodies.
         created: when the models began to be served, in seconds since 1970.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        readiness: Readiness,
-        metrics: GatewayMetrics,
-        limits: BodyLimits,
-        created: int,
-    ) -> None:
+    def __init__(self, models: Models, limits: BodyLimits, created: int) -> None:
         self._models = models
-        self._readiness = readiness
-        self._metrics = metrics
         self._limits = limits
         self._created = created
 
@@ -77,32 +62,6 @@ class Information:
         """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
         names = ", ".join(generator.model.info.name for generator in self._models.allowed(CALLER.get()))
         raise InvalidRequestError("model", f"{names} generates text and was not trained to make embeddings")
-
-    async def alive(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /livez`: the process answers."""
-        await exchange.respond_json({"status": "alive"})
-
-    async def health(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /health`: some worker can serve, 200; or none, or the gateway drains, 503."""
-        num_workers = self._readiness.num_decode_workers
-        state = self._readiness.state if num_workers else "no decode worker"
-        body = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
-        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode(body))
-
-    async def ready(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /readyz`: new requests should be sent here, 200, or not, 503."""
-        state = self._readiness.state
-        await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode({"status": state}))
-
-    async def metrics(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /metrics`: what is exact to a request is not for every tenant."""
-        require_counts(CALLER.get())
-        body, content_type = self._metrics.render(exchange.headers.get("accept", ""))
-        await exchange.respond(200, body, content_type.encode())
-
-    async def version(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /version`."""
-        await exchange.respond_json({"version": __version__})
 
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""

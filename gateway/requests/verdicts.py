@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 Subject = Literal["prompt", "answer"]
+UNJUDGED: Final = "guardrail_unavailable"
+"""Code of the error where a guardrail gave no verdict and nothing may pass without one."""
 MAX_REASON_CHARS: Final = 200
 MAX_NOTED: Final = 32
 """Different decisions on one request that are kept for `explain`."""

@@ -1,13 +1,11 @@
 """The public gRPC service for clients: it translates between protobuf and the gateway, and decides nothing.
 
-The call's deadline is the request's deadline; a call that ends in any other way than its own closes the
-generator, which cancels.
+The call's deadline is the request's deadline; however a call ends, leaving its scope cancels what still runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,21 +13,18 @@ from typing_extensions import override
 
 from disagg.gateway.answers.generator import Delta, Finish, Generator
 from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.calls.call_scope import Calls, Origin, Times
 from disagg.gateway.event_loop.loop_watch import name_task
 from disagg.gateway.event_loop.stall import StalledError, StallWatch
 from disagg.gateway.event_loop.turns import in_pieces
-from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models.models import Models
-from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.headers import HEADER as TRACE_METADATA
 from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
-from disagg.gateway.requests.request import Call, GenerationInput, Prompt
+from disagg.gateway.requests.request import GenerationInput, Prompt
 from disagg.gateway.requests.validate import check_chat, check_targets, check_text
 from disagg.gateway.requests.values import check_ids, check_length
 from disagg.gateway.rpc.from_protobuf import read_request, read_turns
 from disagg.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
 from disagg.gateway.status import abort_on_error
-from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.v1 import inference_pb2 as pb
@@ -39,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Begun(NamedTuple):
-    """A call whose initial metadata is sent; see `Call`."""
+    """A call whose initial metadata is sent; see `Origin`."""
 
     request_id: RequestId
     trace_parent: str
@@ -50,76 +45,59 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     """`disagg.v1.InferenceService`.
 
     Args:
-        models: answer requests.
+        calls: answer requests.
         mint_id: a request id that was never used.
-        clock: the generator's clock.
+        clock: the generators' clock.
         mint_trace_bits: 192 random bits, see `child_of`.
         write_timeout_s: how long a client may leave a message unread.
-        metrics: counts the calls.
-        readiness: whether new ones are taken.
-        usage: records what they use.
     """
 
     def __init__(
         self,
-        models: Models,
+        calls: Calls,
         mint_id: Callable[[], RequestId],
         clock: Callable[[], float],
         mint_trace_bits: Callable[[], int],
         *,
         write_timeout_s: float,
-        metrics: GatewayMetrics,
-        readiness: Readiness,
-        usage: UsageRecorder,
     ) -> None:
-        self._usage = usage
-        self._models = models
+        self._calls = calls
+        self._models = calls.models
         self._mint_id = mint_id
         self._clock = clock
         self._mint_trace_bits = mint_trace_bits
         self._write_timeout_s = write_timeout_s
-        self._metrics = metrics
-        self._readiness = readiness
 
     @override
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         begun = await self._begin(context)
-        async with abort_on_error(context, begun.request_id):
-            with self._metrics.counted("grpc"), self._readiness.answering():
-                generator = self._models.find(CALLER.get(), request.model)
-                given, call = await _read(generator, request), self._call(begun, context)
-                run = generator.run(given, call)
-                async with (
-                    self._usage.counted(call),
-                    StallWatch(self._write_timeout_s) as watch,
-                    aclosing(run) as events,
-                ):
-                    last, num_left = None, given.n or 1
-                    async for event in events:
-                        num_left -= isinstance(event, Finish)
-                        if num_left <= 0:
-                            last = _response(event)
-                        else:
-                            await self._write(context, _response(event), watch)
-                    await self._usage.finished(call)
-                    if last is not None:
-                        await self._write(context, last, watch)
+        async with abort_on_error(context, begun.request_id), self._calls.open(_origin(begun)) as scope:
+            given = await _read(scope.find(request.model), request)
+            times = self._times(context)
+            async with StallWatch(self._write_timeout_s) as watch:
+                last, num_left = None, given.n or 1
+                async for event in scope.events(await scope.admit([given], times=times)):
+                    num_left -= isinstance(event, Finish)
+                    if num_left <= 0:
+                        last = _response(event)
+                    else:
+                        await self._write(context, _response(event), watch)
+                await scope.finished()
+                if last is not None:
+                    await self._write(context, last, watch)
 
     @override
     async def GenerateOnce(self, request: pb.GenerateOnceRequest, context: Context) -> pb.GenerateOnceResponse:
         begun = await self._begin(context)
         answer = pb.GenerateOnceResponse()
-        async with abort_on_error(context, begun.request_id):
-            with self._metrics.counted("grpc"), self._readiness.answering():
-                generator = self._models.find(CALLER.get(), request.request.model)
-                given = await _read(generator, request.request)
-                if given.n is not None and given.n > 1:
-                    raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
-                if given.resumed is not None:
-                    raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
-                call = self._call(begun, context)
-                async with self._usage.counted(call), aclosing(generator.run(given, call)) as events:
-                    await _gather(events, answer)
+        async with abort_on_error(context, begun.request_id), self._calls.open(_origin(begun)) as scope:
+            given = await _read(scope.find(request.request.model), request.request)
+            if given.n is not None and given.n > 1:
+                raise InvalidRequestError("n", "GenerateOnce gives one answer; Generate gives several")
+            if given.resumed is not None:
+                raise InvalidRequestError("resume", "GenerateOnce gives whole answers; Generate continues one")
+            await _gather(scope.events(await scope.admit([given], times=self._times(context))), answer)
+            await scope.finished()
         return answer
 
     @override
@@ -171,16 +149,12 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await context.send_initial_metadata(tuple(metadata))
         return _Begun(request_id, trace_parent, parent)
 
-    def _call(self, begun: _Begun, context: Context) -> Call:
-        """With deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong targets."""
+    def _times(self, context: Context) -> Times:
+        """Deadline and targets of the call's metadata. Raises `InvalidRequestError` for wrong targets."""
         time_left_s = context.time_remaining()
-        return Call(
-            request_id=begun.request_id,
+        return Times(
             deadline=None if time_left_s is None else self._clock() + time_left_s,
             targets=check_targets(context.invocation_metadata() or ()),
-            caller=CALLER.get(),
-            trace_parent=begun.trace_parent,
-            parent_span=begun.parent_span,
         )
 
     async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:
@@ -193,6 +167,16 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             raise RequestCancelledError("the client is gone") from error
         except StalledError:
             raise UnavailableError(f"nothing was read for {self._write_timeout_s:g} s", "stream_lost") from None
+
+
+def _origin(begun: _Begun) -> Origin:
+    return Origin(
+        request_id=begun.request_id,
+        caller=CALLER.get(),
+        protocol="grpc",
+        trace_parent=begun.trace_parent,
+        parent_span=begun.parent_span,
+    )
 
 
 async def _read(generator: Generator, request: pb.GenerateRequest) -> GenerationInput:

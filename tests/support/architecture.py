@@ -85,6 +85,7 @@ GATEWAY_FLOORS = (
     ("operators", "batches"),
     ("other_apis", "rpc"),
     ("openai",),
+    ("calls",),
     ("models",),
     ("answers",),
     ("metrics", "usage"),
@@ -99,6 +100,18 @@ GATEWAY_FLOORS = (
 GATEWAY_NEIGHBOURS = frozenset(
     {("server", "app"), ("server", "security"), ("event_loop", "auth"), ("sqlite", "private_files")}
 )
+
+FRONT_ENDS = ("openai", "other_apis", "rpc", "batches")
+"""The rooms of the gateway that read what a client sent and write what it gets."""
+
+PARTS_OF_A_CALL = (
+    "disagg.gateway.requests.charge",
+    "disagg.gateway.guardrails",
+    "disagg.gateway.usage",
+    "disagg.gateway.metrics",
+    "disagg.gateway.readiness",
+)
+"""What a call takes and gives back, which front ends leave to `gateway/calls/`."""
 
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/on_ray/*",),
@@ -304,6 +317,19 @@ def floor_findings(path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: {own} or {room} is on no floor of the gateway")
         elif floor_of[room] <= floor_of[own]:
             found.append(f"{path}:{line}: {own} may not import {room}, which is not below it")
+    return sorted(set(found))
+
+
+def front_end_findings(path: str, source: str) -> list[str]:
+    """Front ends of the gateway that import what a call takes and gives back: `gateway/calls/` does that for them."""
+    if not matches(path, [f"gateway/{room}/*" for room in FRONT_ENDS]):
+        return []
+    found = [
+        f"{path}:{i.line}: a front end may not import {part}, but gateway/calls/"
+        for i in imports(path, source)
+        for part in PARTS_OF_A_CALL
+        if i.name == part or i.name.startswith(f"{part}.")
+    ]
     return sorted(set(found))
 
 

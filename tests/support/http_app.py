@@ -14,6 +14,7 @@ from disagg.gateway.answers.generator import Generator
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
+from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
@@ -24,6 +25,7 @@ from disagg.gateway.models.models import Models
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
 from disagg.gateway.operators.page import Page
+from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.handler import UsageHandler
@@ -84,12 +86,12 @@ class TestApp:
         self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)
         models = Models([generator])
-        self.completions = Completions(
-            models, self.metrics, self.readiness, limits, self._mint_id, lambda: 1000.0, lambda: NOW, usage
-        )
+        calls = Calls(models, self.metrics, self.readiness, usage, self._mint_id)
+        self.completions = Completions(calls, limits, lambda: 1000.0, lambda: NOW)
         self.app = HttpApp(
             self.completions,
-            Information(models, self.readiness, self.metrics, limits, CREATED),
+            Information(models, limits, CREATED),
+            Probes(self.readiness, self.metrics),
             authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,

@@ -116,6 +116,10 @@ def test_rooms_of_the_gateway_import_those_below_them() -> None:
     assert findings("floor_findings", CODE) == []
 
 
+def test_front_ends_leave_to_calls_what_a_call_takes() -> None:
+    assert findings("front_end_findings", CODE) == []
+
+
 def test_own_code_is_imported_through_disagg() -> None:
     assert findings("bare_name_findings", CODE + TESTS) == []
 
@@ -191,6 +195,13 @@ PLANTED: list[tuple[str, str, str, list[int]]] = [
     ("floor", "gateway/event_loop/x.py", "from disagg.gateway.auth.auth import CALLER", []),
     ("floor", "gateway/attic/x.py", "from disagg.gateway.text import tokenizer", [1]),
     ("floor", "router/x.py", "from disagg.gateway.text import tokenizer", []),
+    ("front_end", "gateway/openai/x.py", "from disagg.gateway.requests.charge import Charge", [1]),
+    ("front_end", "gateway/other_apis/responses/x.py", "import os\nimport disagg.gateway.guardrails.rules", [2]),
+    ("front_end", "gateway/rpc/x.py", "def f():\n    from disagg.gateway import readiness", [2]),
+    ("front_end", "gateway/batches/x.py", "from disagg.gateway.usage.recorder import UsageRecorder", [1]),
+    ("front_end", "gateway/openai/x.py", "from disagg.gateway.metrics import registry", [1]),
+    ("front_end", "gateway/openai/x.py", "from disagg.gateway.calls.call_scope import Calls", []),
+    ("front_end", "gateway/calls/x.py", "from disagg.gateway.usage.recorder import UsageRecorder", []),
     ("bare_name", "tests/x.py", "import disagg.proto.ids\nimport routers", []),
     ("bare_name", "tests/x.py", "import os\nimport proto.ids", [2]),
     ("bare_name", "tests/x.py", "from engine import plan", [1, 1]),

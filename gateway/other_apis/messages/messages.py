@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Final
 
 import msgspec
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
 from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.calls.call_scope import CallScope, Events
 from disagg.gateway.http.exchange import Exchange
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.schema import decoded
@@ -19,7 +18,6 @@ from disagg.gateway.other_apis.messages.to_input import Conversation, read_conve
 from disagg.gateway.other_apis.shared.answers import PartReader, write_answer
 from disagg.gateway.other_apis.shared.bodies import sampling_of
 from disagg.gateway.requests.part_counts import Pieces
-from disagg.gateway.requests.request import Call
 from disagg.gateway.requests.validate import check_chat
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
@@ -52,18 +50,11 @@ class Messages:
             raise asked.names.rename(error) from None
         await exchange.respond_json({"input_tokens": len(token_ids)})
 
-    async def _write(
-        self,
-        generator: Generator,
-        exchange: Exchange,
-        parsed: ParsedCall,
-        call: Call,
-        events: AsyncGenerator[Delta | Finish, None],
-    ) -> None:
+    async def _write(self, exchange: Exchange, scope: CallScope, parsed: ParsedCall, events: Events) -> None:
         reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
         model, shows_reasoning = parsed.inputs[0].model, parsed.shows_reasoning
-        writer = MessageWriter(model, call.request_id, reader, exchange.error_event, shows_reasoning)
-        await write_answer(exchange, events, writer, parsed.stream)
+        writer = MessageWriter(model, scope.call.request_id, reader, exchange.error_event, shows_reasoning)
+        await write_answer(exchange, events, writer, parsed.stream, scope.finished)
 
 
 def _read_count(body: MessagesBody) -> Pieces[tuple[str, Conversation]]:

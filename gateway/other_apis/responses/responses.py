@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Final
 
 import msgspec
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.calls.call_scope import CallScope, Events, Origin
 from disagg.gateway.http.exchange import Exchange
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.schema import decoded
@@ -16,7 +15,6 @@ from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.gateway.other_apis.responses.to_input import ParsedResponse, read_response
 from disagg.gateway.other_apis.shared.answers import PartReader, whole_answer, write_answer
 from disagg.gateway.requests.part_counts import Pieces
-from disagg.gateway.requests.request import Call
 from disagg.proto.ids import RequestId
 
 RESPONSES: Final = "/v1/responses"
@@ -37,28 +35,19 @@ class Responses:
         """`POST /v1/responses`."""
         await self._completions.run(exchange, request_id, _read, self._write)
 
-    async def line(self, body: bytes, call: Call) -> bytes:
+    async def line(self, body: bytes, origin: Origin) -> bytes:
         """The answer to a line of a batch. Raises as a request."""
-        return await self._completions.run_line(body, call, _read, self._whole)
+        return await self._completions.run_line(body, origin, _read, self._whole)
 
-    async def _write(
-        self,
-        generator: Generator,
-        exchange: Exchange,
-        parsed: ParsedResponse,
-        call: Call,
-        events: AsyncGenerator[Delta | Finish, None],
-    ) -> None:
-        await write_answer(exchange, events, self._writer(generator, parsed, call), parsed.stream)
+    async def _write(self, exchange: Exchange, scope: CallScope, parsed: ParsedResponse, events: Events) -> None:
+        await write_answer(exchange, events, self._writer(scope, parsed), parsed.stream, scope.finished)
 
-    async def _whole(
-        self, generator: Generator, parsed: ParsedResponse, call: Call, events: AsyncGenerator[Delta | Finish, None]
-    ) -> bytes:
-        return await whole_answer(events, self._writer(generator, parsed, call))
+    async def _whole(self, scope: CallScope, parsed: ParsedResponse, events: Events) -> bytes:
+        return await whole_answer(events, self._writer(scope, parsed))
 
-    def _writer(self, generator: Generator, parsed: ParsedResponse, call: Call) -> ResponseWriter:
+    def _writer(self, scope: CallScope, parsed: ParsedResponse) -> ResponseWriter:
         reader = PartReader(parsed.tools is not None and parsed.tools.parallel)
-        return ResponseWriter(parsed, call.request_id, int(self._completions.wall_clock()), reader)
+        return ResponseWriter(parsed, scope.call.request_id, int(self._completions.wall_clock()), reader)
 
 
 def _read(raw: bytes) -> Pieces[ParsedResponse]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -92,12 +92,18 @@ async def whole_answer(events: AsyncGenerator[Delta | Finish, None], writer: Ans
 
 
 async def write_answer(
-    exchange: Exchange, events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter, as_stream: bool
+    exchange: Exchange,
+    events: AsyncGenerator[Delta | Finish, None],
+    writer: AnswerWriter,
+    as_stream: bool,
+    before_end: Callable[[], Awaitable[None]],
 ) -> None:
     """Send the one answer of a call. A stream's status waits for the first event, so that whatever is wrong before has
-    a status of its own."""
+    a status of its own. `before_end` is awaited before the end of the answer is sent."""
     if not as_stream:
-        await exchange.respond(200, await whole_answer(events, writer))
+        body = await whole_answer(events, writer)
+        await before_end()
+        await exchange.respond(200, body)
         return
     last = b""
     async for event in events:
@@ -112,4 +118,5 @@ async def write_answer(
         written += writer.delta(event)
         if written:
             await exchange.write(written)
+    await before_end()
     await exchange.end(last)

@@ -18,6 +18,7 @@ from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import DisaggError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion, RoutedRequest
+from tests.support.calls import answer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, Step, Wait, forever, limits_of
 
 IDS = [RequestId("r1"), RequestId("r2"), RequestId("r3")]
@@ -35,7 +36,7 @@ def run(model: ServedModel, router: FakeRouter, **fields: Any) -> AsyncGenerator
         mint_id=lambda: next(others),
     )
     usual: dict[str, Any] = {"model": MODEL_NAME, "prompt": IdsPrompt(tuple(range(5, 45))), "n": 3}
-    return generator.run(GenerationInput(**usual | fields), Call(request_id=IDS[0], deadline=50.0))
+    return answer(generator, GenerationInput(**usual | fields), Call(request_id=IDS[0], deadline=50.0))
 
 
 async def read_into(seen: list[Delta | Finish], events: AsyncIterator[Delta | Finish]) -> None:

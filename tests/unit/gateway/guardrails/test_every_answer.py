@@ -24,6 +24,7 @@ from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import Completion, TokenBatch
+from tests.support.calls import answer
 from tests.support.gateway import MODEL_NAME, TOKENIZER_CONFIG, FakeRouter, Step, write_checkpoint
 from tests.support.http_app import TestApp, events_of
 
@@ -242,7 +243,7 @@ class Client:
         given = GenerationInput(
             model=MODEL_NAME, prompt=ChatPrompt((ChatTurn("user", "hi"),)), split_reasoning=True, logprobs=3
         )
-        events = [event async for event in self.app.generator.run(given, Call(request_id=RequestId("rpc")))]
+        events = [event async for event in answer(self.app.generator, given, Call(request_id=RequestId("rpc")))]
         deltas = [event for event in events if isinstance(event, Delta)]
         tokenizer = self.app.model.tokenizer
         for delta in deltas:

@@ -46,6 +46,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RequestTrace, TokenBatch
+from tests.support.calls import answer
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, limits_of
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Setup:
     async def run(self, prompt: Prompt | None = None, **fields: Any) -> list[Delta | Finish]:
         given = GenerationInput(model=MODEL_NAME, prompt=prompt or TextPrompt("hello"), **fields)
         try:
-            async with aclosing(self.generator.run(given, CALL)) as events:
+            async with aclosing(answer(self.generator, given, CALL)) as events:
                 return [event async for event in events]
         finally:
             await self.guardrails.close()
@@ -295,7 +296,7 @@ class TestAnswers:
         call = Call(request_id=ID)
         given = GenerationInput(model=MODEL_NAME, prompt=TextPrompt("hello"), stop=(stop,))
         router.traces[ID].num_output_tokens = 40  # workers are ahead
-        async with aclosing(setup.generator.run(given, call)) as events:
+        async with aclosing(answer(setup.generator, given, call)) as events:
             end = end_of([event async for event in events])
         assert end.reason == ("stop" if stop == "|" else "content_filter")
         assert call.use.completion_tokens == end.num_output_tokens < 40

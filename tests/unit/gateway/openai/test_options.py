@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from benchmarks.bad_input.generated_http import Bodies
-from disagg.gateway.auth.auth import Caller
+from disagg.gateway.auth.auth import ANONYMOUS, Caller
+from disagg.gateway.calls.call_scope import Origin
 from disagg.gateway.openai.order import read_priority, tier_of
-from disagg.gateway.requests.request import Call
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
@@ -103,10 +103,10 @@ async def test_a_key_limits_the_tier_that_is_said(
 
 
 async def test_a_line_of_a_batch_stays_behind_interactive_requests(app: TestApp) -> None:
-    call = Call(request_id=RequestId("line"), priority=-1)
+    origin = Origin(request_id=RequestId("line"), caller=ANONYMOUS, max_priority=-1)
     for fields, priority in (({"service_tier": "priority"}, -1), ({"priority": 7}, -7)):
         line = msgspec.json.encode({**TEXT, **fields})
-        answer = msgspec.json.decode(await app.completions.line("/v1/completions", line, call))
+        answer = msgspec.json.decode(await app.completions.line("/v1/completions", line, origin))
         assert app.router.submitted[-1][0].priority == priority
         assert answer.get("service_tier") == ("flex" if "service_tier" in fields else None)
 

@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from disagg.gateway.answers.grammars.grammars import Grammars
+from disagg.gateway.auth.auth import ANONYMOUS
+from disagg.gateway.calls.call_scope import Origin
 from disagg.gateway.event_loop.turns import in_pieces
 from disagg.gateway.openai.schema import ABSENT, ChatBody, Message
 from disagg.gateway.openai.to_input import read_chat
@@ -14,7 +16,6 @@ from disagg.gateway.openai.tool_choices import ToolChoices
 from disagg.gateway.openai.tools import read_extra, read_tools
 from disagg.gateway.other_apis.shared.turns import Turns
 from disagg.gateway.requests.part_counts import MAX_JSON_PARTS
-from disagg.gateway.requests.request import Call
 from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.gateway.text.segments import ToolCall
 from disagg.gateway.text.tokenizer import ServedModel, fake_model
@@ -218,6 +219,6 @@ async def test_a_line_of_a_batch_must_be_calls_as_a_request_must(
     body = {**CHAT, "tools": [tool()], "tool_choice": "required", "max_tokens": 1}
     assert (await app.client.post("/v1/chat/completions", json=body)).status_code == 200
     line = msgspec.json.encode(body)
-    await app.completions.line("/v1/chat/completions", line, Call(request_id=RequestId("line")))
+    await app.completions.line("/v1/chat/completions", line, Origin(request_id=RequestId("line"), caller=ANONYMOUS))
     grammars = [routed.sampling.grammar for routed, _ in app.router.submitted]
     assert grammars[0] == grammars[1] != ""

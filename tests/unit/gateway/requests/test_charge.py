@@ -14,6 +14,7 @@ from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import LimitError, OverloadedError
 from disagg.proto.ids import RequestId
 from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
+from tests.support.calls import answer
 from tests.support.gateway import FINGERPRINT, MAX_MODEL_LEN, MODEL_NAME, FakeHandle, FakeRouter, limits_of
 from tests.support.http_app import CHAT, TEXT, TestApp, error_of
 
@@ -54,7 +55,7 @@ async def run(model: ServedModel, router: FakeRouter, caller: Caller, prompt: Pr
         mint_id=lambda: next(ids),
     )
     given = GenerationInput(model=MODEL_NAME, prompt=prompt, n=n, max_tokens=10)
-    async for _ in generator.run(given, Call(request_id=RequestId("first"), caller=caller)):
+    async for _ in answer(generator, given, Call(request_id=RequestId("first"), caller=caller)):
         pass
 
 

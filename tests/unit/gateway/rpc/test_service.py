@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER, Caller
+from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
@@ -38,7 +39,11 @@ class CountedCalls(GatewayMetrics):
 
 
 def make(
-    model: ServedModel, router: FakeRouter, write_timeout_s: float = 60.0, metrics: GatewayMetrics | None = None
+    model: ServedModel,
+    router: FakeRouter,
+    write_timeout_s: float = 60.0,
+    metrics: GatewayMetrics | None = None,
+    usage: UsageRecorder | None = None,
 ) -> InferenceService:
     def mint_id() -> RequestId:
         return RequestId("r1")
@@ -53,16 +58,9 @@ def make(
         mint_id=mint_id,
         grammars=grammars_here(model),
     )
-    return InferenceService(
-        Models([generator]),
-        mint_id,
-        lambda: 0.0,
-        lambda: 0xABC,
-        write_timeout_s=write_timeout_s,
-        metrics=metrics or CountedCalls(),
-        readiness=Readiness(router.view),
-        usage=UsageRecorder(None, lambda: 0.0),
-    )
+    usage = usage or UsageRecorder(None, lambda: 0.0)
+    calls = Calls(Models([generator]), metrics or CountedCalls(), Readiness(router.view), usage, mint_id)
+    return InferenceService(calls, mint_id, lambda: 0.0, lambda: 0xABC, write_timeout_s=write_timeout_s)
 
 
 class FakeContext:

@@ -183,8 +183,7 @@ async def test_the_last_message_of_a_stream_comes_after_its_use_is_recorded(
     context: Any = FakeContext()
     recorder = Ordered(context)
     request = pb.GenerateRequest(model=MODEL_NAME, token_ids=pb.TokenIds(ids=[75, 76, 77]), n=num_answers)
-    service = make(model, FakeRouter(LETTERS))
-    service._usage = recorder
+    service = make(model, FakeRouter(LETTERS), usage=recorder)
     await service.Generate(request, context)
     finishes = [i for i, message in enumerate(context.written) if message.HasField("finished")]
     assert (len(finishes), finishes[-1]) == (num_answers, len(context.written) - 1)
@@ -201,8 +200,7 @@ async def test_a_stream_has_the_same_identity_when_it_is_continued(model: Served
         recorder = Ordered(context)
         given: dict[str, Any] = {"model": MODEL_NAME, "token_ids": pb.TokenIds(ids=[75, 76, 77])}
         request = pb.GenerateRequest(**{**given, "sampling": pb.SamplingParams(seed=7), **changes})
-        service = make(model, FakeRouter(LETTERS))
-        service._usage = recorder
+        service = make(model, FakeRouter(LETTERS), usage=recorder)
         await service.Generate(request, context)
         return recorder.calls[0].use
 
