@@ -320,8 +320,8 @@ class RolloutState(Message, frozen=True, kw_only=True):
     """Generation that is being applied."""
     previous: int
     stage: str
-    """`canary`: the first new workers start; `rolling`: other workers are replaced; `finishing`: workers beyond the new sizes leave.
-    """
+    """`canary`: the first new workers start; `rolling`: other workers are replaced; `finishing`: workers beyond the new
+    sizes leave."""
     num_done: int
     """Workers that have the new configuration and are ready."""
     num_workers: int

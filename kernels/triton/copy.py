@@ -22,10 +22,10 @@ from disagg.kernels.triton.jit import jit
 from disagg.kernels.triton.sampling import GOLDEN, mix
 
 _PROGRAM_BYTES = 16384
-"""What a program moves: 128 bytes a thread of four warps."""
+"""Bytes that a program moves: 128 for each thread of four warps."""
 
 _DIGEST_WORDS = 1024
-"""Words at a time: 64 bytes a thread of four warps."""
+"""Words that a program adds up at a time: 64 bytes for each thread of four warps."""
 _MAX_PROGRAMS = 1024
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

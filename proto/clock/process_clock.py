@@ -69,7 +69,7 @@ class ProcessClock(StillTime):
 
 @functools.cache
 def process_clock() -> ProcessClock:
-    """The clock of this process."""
+    """The clock by which this process judges others."""
     return ProcessClock()
 
 
