@@ -93,7 +93,7 @@ class PoolConfig(EngineLimits, frozen=True, kw_only=True):
     """A section of `pools`: workers of one kind."""
 
     size: Count = 1
-    """Number of workers."""
+    """Number of workers in the pool."""
     min_size: NonNegativeInt = 1
     """Least number of workers that the autoscaler keeps. With 0 it empties the pool when no requests arrive; the first
     requests after that are refused, with a time to retry after, until a worker has started."""

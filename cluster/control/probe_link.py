@@ -53,7 +53,7 @@ _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class ProbeError(Exception):
-    """A probe failed."""
+    """The probe of a new worker failed."""
 
     def __init__(self, text: str, is_refusal: bool = False) -> None:
         super().__init__(text)

@@ -81,7 +81,7 @@ class PrivateEnvironment:
                 self._set.append(name)
 
     def leave(self) -> None:
-        """Undo `enter`. Idempotent."""
+        """Restore the variables that `enter` has set. Idempotent."""
         for name in self._set:
             os.environ.pop(name, None)
         self._set.clear()

@@ -65,7 +65,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
 
     @abstractmethod
     def folder(self) -> Path:
-        """Folder of the table."""
+        """The folder that holds the provider's table."""
 
     @override
     def non_terminated_nodes(self, tag_filters: Mapping[str, str]) -> list[str]:
