@@ -70,7 +70,8 @@ def check_given(files: CertificateFiles) -> None:
 
 
 def given_until(secret: ClusterSecret) -> float | None:
-    """When the given certificate that this process uses expires, in seconds since the epoch; None without one."""
+    """Time at which the given certificate that this process uses expires, in seconds since the epoch; None without
+    one."""
     return _leaf(secret).expires_at if secret.encrypted and secret.certificates is not None else None
 
 

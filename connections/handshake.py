@@ -205,7 +205,7 @@ class AuthenticatedListener:
         self._thread.join()
 
     def join(self) -> None:
-        """After `close`: wait until `on_connection` has returned for every connection."""
+        """Wait after `close` until `on_connection` has returned for every connection."""
         for thread in self._threads:
             thread.join()
 

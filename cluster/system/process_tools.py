@@ -237,7 +237,7 @@ def _wait_gone(processes: list[ProcessRef], timeout_s: float) -> bool:
 
 
 def _start_ticks(pid: int) -> int:
-    """When a process started, or -1 for one that is gone or a zombie."""
+    """Start time of a process, or -1 for one that is gone or a zombie."""
     state, *fields = _stat(pid) or ["Z"]
     return -1 if state == "Z" else int(fields[18])
 

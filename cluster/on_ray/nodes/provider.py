@@ -189,7 +189,7 @@ class StaticSshProvider(TableProvider):
             logger.warning("%s: Ray could not be ended there: %s", node_id, error)
 
     def prepare_for_head_node(self, cluster_config: Config) -> Config:
-        """Also sets how the head reaches the others: Ray has put its own key there, and removed the proxy."""
+        """Also add how the head reaches the others: Ray has put its own key there, and removed the proxy."""
         cluster_config = super().prepare_for_head_node(cluster_config)
         cluster_config["provider"]["auth"] = dict(cluster_config["auth"])
         return cluster_config
