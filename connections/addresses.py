@@ -6,7 +6,7 @@ import ipaddress
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, or `[host]:port`."""
+    """Write an address as `host:port`, or as `[host]:port` for an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

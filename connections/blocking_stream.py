@@ -2,7 +2,7 @@
 
     start ──> [ resolve ──> open a channel ──> one call at a time ──break──> pause ] again and again ──stop──> joined
 
-For what must go on while the event loop of the process is busy, or must not need one.
+For streams that must work while the event loop of the process is busy, or without one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from disagg.connections.channels import open_blocking_channel
 from disagg.connections.cluster_secret import ClusterSecret
 
 Resolve = Callable[[], str]
-"""host:port of the controller now; may block. What it raises counts as a controller that is away."""
+"""Returns the present host:port of the controller; may block. An exception counts as a controller that cannot be
+reached."""
 
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
-"""Pauses between two tries: the first one, and the longest."""
+"""The longest pause between two tries, in seconds, and before it the first one."""
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -30,7 +31,7 @@ class BlockingStream:
     Args:
         method: full name of the gRPC method, both sides of which are streams.
         resolve: called before every try, because the other process may have moved.
-        secret: of the cluster.
+        secret: the cluster's secret.
     """
 
     def __init__(self, method: str, resolve: Resolve, secret: ClusterSecret) -> None:
@@ -40,7 +41,7 @@ class BlockingStream:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
-        """Cancelled by `stop`; guarded by the lock, which also orders it against `stop`."""
+        """The call under way. `stop` cancels it. Guarded by the lock, which also orders it against `stop`."""
         self._thread: threading.Thread | None = None
 
     def stop(self) -> None:
@@ -58,8 +59,8 @@ class BlockingStream:
         self._thread.start()
 
     def _replies(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """Make one call: sends `messages`, which gRPC reads one ahead on a thread of its own, and gives the replies,
-        until either side ends it. Raises `grpc.RpcError`, and whatever `resolve` raises."""
+        """Make one call: sends `messages`, which gRPC reads one ahead on a thread of its own, and yields the replies
+        until either side ends it. Raises `grpc.RpcError`, and what `resolve` raises."""
         with open_blocking_channel(self._resolve(), self._secret) as channel:
             with self._lock:
                 if self._stopped.is_set():

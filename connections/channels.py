@@ -23,35 +23,36 @@ if TYPE_CHECKING:
 
 _lock: Final = threading.Lock()
 _leaves: Final[dict[ClusterSecret, Leaf]] = {}
-"""Of this process; guarded by the lock. One entry in a process that serves."""
+"""Leaf certificates of this process by secret; guarded by the lock. A process that serves has one entry."""
 _given: Final[dict[CertificateFiles, GivenLeaf]] = {}
-"""Likewise."""
+"""Given certificates of this process by their files; guarded by the lock."""
 
 
 def open_channel(address: str, secret: ClusterSecret) -> grpc.aio.Channel:
-    """A channel of asyncio to another process of the cluster."""
+    """Open a channel of asyncio to another process of the cluster."""
     if not secret.encrypted:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, _channel_credentials(secret), options=_encrypted_options())
 
 
 def open_blocking_channel(address: str, secret: ClusterSecret) -> grpc.Channel:
-    """The same with blocking calls."""
+    """Open a channel with blocking calls to another process of the cluster."""
     if not secret.encrypted:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, _channel_credentials(secret), options=_encrypted_options())
 
 
 def add_port(server: grpc.aio.Server, address: str, secret: ClusterSecret) -> int:
-    """Have a server listen for other processes of the cluster; the port. Raises `RuntimeError` if it is taken."""
+    """Have a server listen for other processes of the cluster, and return the port. Raises `RuntimeError` if it is
+    taken."""
     if not secret.encrypted:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, _server_credentials(secret))
 
 
 def is_stale(opened_at: float, secret: ClusterSecret, now: float) -> bool:
-    """Whether a channel that was opened at a time (seconds since the epoch) should be opened anew before it connects
-    again, because its certificate is to be replaced."""
+    """Whether a channel that was opened at `opened_at` should be opened anew before it connects again, because its
+    certificate is to be replaced. Times are seconds since the epoch."""
     if not secret.encrypted:
         return False
     if secret.certificates is not None:
@@ -62,14 +63,15 @@ def is_stale(opened_at: float, secret: ClusterSecret, now: float) -> bool:
 
 
 def check_given(files: CertificateFiles) -> None:
-    """Find out before anything is started that given certificates cannot be used. Raises `ConfigError`."""
+    """Check before anything is started that given certificates can be used. Raises `ConfigError` if not."""
     from disagg.connections.given import read_leaf
 
     read_leaf(files, time.time())
 
 
 def given_until(secret: ClusterSecret) -> float | None:
-    """When the given certificate that this process uses expires, in seconds since the epoch; None without one."""
+    """Time at which the given certificate that this process uses expires, in seconds since the epoch; None without
+    one."""
     return _leaf(secret).expires_at if secret.encrypted and secret.certificates is not None else None
 
 
@@ -89,7 +91,8 @@ def _server_credentials(secret: ClusterSecret) -> grpc.ServerCredentials:
     shown = first
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC at each handshake, on a thread of its own; None keeps the present one."""
+        """The new configuration, or None to keep the present one. gRPC calls this at each handshake, on a thread of its
+        own."""
         nonlocal shown
         leaf = _leaf(secret)
         if leaf is shown:
@@ -109,8 +112,8 @@ def _configuration(leaf: Leaf) -> grpc.ServerCertificateConfiguration:
 
 
 def _leaf(secret: ClusterSecret) -> Leaf:
-    """This process's leaf: made when there is none or it is due, or what the given files hold. Raises `ConfigError`
-    where these cannot be used from the first."""
+    """This process's leaf: a new one when there is none or it is due, or the one from the given files. Raises
+    `ConfigError` if these cannot be used at first."""
     if secret.certificates is not None:
         return _given_leaf(secret.certificates)
     from disagg.connections.identity import make_leaf  # 0.1 s, for encrypted clusters only

@@ -23,12 +23,12 @@ class CertificateFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """`network.certificates`: PEM files that every host of the cluster has at these paths."""
 
     ca: str
-    """Certificates of the authorities whose certificates are accepted, of other processes of the cluster."""
+    """Certificates of the authorities that are accepted for other processes of the cluster."""
     cert: str
-    """What a process shows, good for servers and clients and with the DNS name `process.disagg.internal`; then those
-    between it and the authority."""
+    """Certificate of this process, valid for servers and clients and with the DNS name `process.disagg.internal`,
+    followed by the certificates between it and the authority."""
     key: str
-    """Its private key, without a passphrase; others must not be able to read it."""
+    """Private key of the certificate, without a passphrase; other users must not be able to read it."""
 
 
 class ClusterSecret(msgspec.Struct, frozen=True):
@@ -40,9 +40,9 @@ class ClusterSecret(msgspec.Struct, frozen=True):
 
     value: Annotated[bytes, msgspec.Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
     encrypted: bool = False
-    """Whether the gRPC connections between the cluster's processes are TLS. Decided once, where the secret is made."""
+    """Whether the gRPC connections between the cluster's processes use TLS. Decided once, where the secret is made."""
     certificates: CertificateFiles | None = None
-    """What they show then, instead of certificates made from the secret."""
+    """Certificates that are used instead of those made from the secret; None for the latter."""
 
     def __post_init__(self) -> None:
         if len(self.value) != NUM_BYTES:
@@ -60,11 +60,11 @@ class ClusterSecret(msgspec.Struct, frozen=True):
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes]]:
-        """What a call to another process of the cluster brings."""
+        """Metadata that authenticates a call to another process of the cluster."""
         return ((METADATA_KEY, self.value),)
 
     def matches(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call brought this secret, once; takes as long whatever else it brought."""
+        """Whether a call carries this secret exactly once. The time does not depend on what else it carries."""
         brought = [value for key, value in metadata if key == METADATA_KEY]
         if len(brought) != 1:
             return False

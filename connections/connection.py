@@ -42,7 +42,7 @@ class Connection(Protocol):
         ...
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
-        """The next frame; None when the other side has ended the connection between two frames.
+        """Read the next frame; None when the other side has ended the connection between two frames.
 
         Raises:
             ConnectionFailedError: if the connection breaks, or a frame is larger than `max_bytes`.
@@ -141,7 +141,7 @@ class SocketConnection(Connection):
 
 
 def connect(address: str, timeout_s: float) -> SocketConnection:
-    """A connection to the rank that listens at `host:port`.
+    """Connect to the rank that listens at `host:port`.
 
     Raises:
         ConnectionFailedError: if it is not accepted in time.

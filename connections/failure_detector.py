@@ -28,11 +28,11 @@ K = TypeVar("K")
 SWEEP_S = 0.25
 """How often `FailureDetector.sweep` is to be called."""
 _LATE_S = 2 * SWEEP_S
-"""A sweep so long after the one before it is late: its process was busy."""
+"""Seconds after the previous sweep from which on a sweep is late: its process was busy."""
 _PATIENCE = 6.0
-"""How many times its predicted length a step may last."""
+"""Largest duration of a step, as a multiple of its predicted duration."""
 _MOST_PATIENCE = 20.0
-"""So many times the limit, whatever is predicted."""
+"""Largest duration of a step as a multiple of the limit, whatever was predicted."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Watched:
 
 
 class FailureDetector(Generic[K]):
-    """Watches processes by key. One owner, whose process's clock is what all times are of.
+    """Watches processes by key. Has one owner; all times are read from the clock of its process.
 
     Args:
         silent_after_s: silence that makes a process suspected; infinite for never.
@@ -79,18 +79,19 @@ class FailureDetector(Generic[K]):
         self._watched[key] = _Watched(now, limit_s)
 
     def forget(self, key: K) -> None:
-        """Stop watching. Does nothing for an unknown key."""
+        """Stop watching a process. Does nothing for an unknown key."""
         self._watched.pop(key, None)
 
     def heartbeat(
         self, key: K, now: float, step_s: float | None = None, doing: str = "", expected_s: float = 0.0
     ) -> bool:
-        """A message of it was received. Returns whether that ends a suspicion. Unknown keys are ignored.
+        """Note that a message of the process was received. Returns whether that ends a suspicion. Unknown keys are
+        ignored.
 
         Args:
-            step_s: for how long its engine has been in its present step; None if the message does not have it.
+            step_s: seconds that its engine has been in its present step; None if the message does not say so.
             doing: what the engine does in it, for the log.
-            expected_s: for how long that step was predicted to last; 0 where none lasts long.
+            expected_s: predicted duration of that step in seconds; 0 where no step lasts long.
         """
         watched = self._watched.get(key)
         if watched is None:
@@ -104,8 +105,8 @@ class FailureDetector(Generic[K]):
         return True
 
     def sweep(self, now: float) -> list[tuple[K, str, bool]]:
-        """Those that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`, and whether
-        that is a step that does not end."""
+        """The processes that are suspected from now on, each with the reason, such as `was unresponsive for 2.6 s`, and
+        whether the reason is a step that does not end."""
         is_late = now > self._swept_at + _LATE_S
         judges_silence = self._is_to_judge or not is_late
         self._swept_at, self._is_to_judge = now, not judges_silence
@@ -128,5 +129,5 @@ class FailureDetector(Generic[K]):
 
 
 def limit(seconds: float | None) -> float:
-    """A limit of a configuration, where None means never."""
+    """A limit from the configuration in seconds; infinite for None, which means never."""
     return math.inf if seconds is None else seconds

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 
 
 async def first_to_end(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until one ends; cancel the others, wait for them, and raise what the first one raised."""
+    """Run all coroutines until one ends; cancel the others, wait for them, and raise the exception of the first one."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

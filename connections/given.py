@@ -34,7 +34,7 @@ _BOTH_ENDS: Final = {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT
 
 
 class GivenLeaf:
-    """What the files hold. Owner: the one caller at a time that has the lock of `channels.py`.
+    """The leaf in the files. Owner: the one caller at a time that has the lock of `channels.py`.
 
     Args:
         now: seconds since the epoch.
@@ -49,7 +49,7 @@ class GivenLeaf:
         self.leaf = read_leaf(files, now)
 
     def refresh(self, now: float) -> Leaf:
-        """The leaf to use: the files' where they have changed and can be used, else the last one."""
+        """The leaf to use: that of the files if they have changed and can be used, else the previous one."""
         stamps = _stamps(self._files)
         if stamps == self._seen:
             return self.leaf
@@ -100,7 +100,7 @@ def read_leaf(files: CertificateFiles, now: float) -> Leaf:
 
 
 def _certificates(path: str, name: str) -> tuple[list[x509.Certificate], bytes]:
-    """All of a file, at least one, and its content."""
+    """All certificates of a file, at least one, and the content of the file."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -114,7 +114,8 @@ def _certificates(path: str, name: str) -> tuple[list[x509.Certificate], bytes]:
 def _check_chain(
     chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate], files: CertificateFiles
 ) -> None:
-    """Each of the chain is signed by the next one, and the last one by one of the CA file, or is there itself."""
+    """Check that each certificate of the chain is signed by the next one, and the last one by one of the CA file,
+    unless it is in that file itself."""
     for signed, signer in itertools.pairwise(chain):
         if not _is_issued_by(signed, signer):
             raise ConfigError(f"{_WHERE}.cert: the certificates in {files.cert} are no chain")

@@ -15,13 +15,13 @@ from disagg.connections.cluster_secret import ClusterSecret
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_PEERS: Final = 1024
-"""Hosts that are remembered, so that each is logged once; those that come later are refused without a line."""
+"""Number of hosts that are remembered, so that each is logged once; further ones are refused without a log line."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only in the stubs
 
 
 class ClusterGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Lets only processes of the same cluster call; other callers get UNAUTHENTICATED, whatever the method."""
+    """Accepts calls of processes of the same cluster only; other callers get UNAUTHENTICATED, whatever the method."""
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._secret = secret

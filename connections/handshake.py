@@ -33,12 +33,12 @@ from disagg.proto.messages import Message, decoder
 
 NONCE_BYTES: Final = 32
 TIMEOUT_S: Final = 10.0
-"""How long each side waits for the other, in all."""
+"""Seconds that each side waits for the other, over the whole handshake."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 
 Purpose = Literal["rank connection", "rendezvous", "kv link"]
-"""What the connection is for: a follower's connection to rank 0 of its worker, a member's connection to a
-`RendezvousServer`, or the words of a pair whose bytes travel by NIXL."""
+"""Purpose of a connection: a follower's connection to rank 0 of its worker, a member's connection to a
+`RendezvousServer`, or the control messages of a pair whose KV travels by NIXL."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 M = TypeVar("M", bound=Message)
 
@@ -53,7 +53,7 @@ class Introduction(Message, frozen=True, kw_only=True, tag=True):
     """The joiner's first frame."""
 
     name: Annotated[str, msgspec.Meta(max_length=512)]
-    """Of the worker or the pair."""
+    """Name of the worker or the pair that is joined."""
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     nonce: Nonce
     proof: bytes
@@ -66,7 +66,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class HandshakeError(ConnectionFailedError):
-    """The other side did not authenticate, or did not answer."""
+    """The other side did not authenticate itself, or did not answer."""
 
 
 def proof(
@@ -77,7 +77,7 @@ def proof(
     name: str,
     rank: int,
 ) -> bytes:
-    """The proof of `giver`; `nonces` are the listener's and the joiner's, concatenated."""
+    """The proof that `giver` sends; `nonces` are the listener's and the joiner's, concatenated."""
     return secret.sign(f"disagg {purpose}", giver, nonces, name, rank)
 
 
@@ -88,7 +88,7 @@ def challenge(
     it.
 
     Raises:
-        ConnectionFailedError: it proved nothing, is not expected, or the connection broke.
+        ConnectionFailedError: the other side proved nothing, is not expected, or the connection broke.
     """
     with closed_after(connection, TIMEOUT_S):
         connection.send(Challenge(nonce=nonce))
@@ -177,9 +177,9 @@ class AuthenticatedListener:
         self._on_connection = on_connection
         self._lock = threading.Lock()
         self._connections: dict[Connection, None] = {}
-        """Of handshakes under way, the oldest first."""
+        """Connections whose handshake is under way, the oldest first."""
         self._threads: list[threading.Thread] = []
-        """Of connections; also some that have ended."""
+        """Threads of connections, some of which may have ended."""
         self._is_over = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -189,7 +189,7 @@ class AuthenticatedListener:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still listens."""
+        """Whether the listener still accepts connections."""
         return not self._is_over.is_set()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class AuthenticatedListener:
         self._thread.join()
 
     def join(self) -> None:
-        """After `close`: wait until `on_connection` has returned for every connection."""
+        """Wait after `close` until `on_connection` has returned for every connection."""
         for thread in self._threads:
             thread.join()
 

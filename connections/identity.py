@@ -26,14 +26,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from disagg.connections.cluster_secret import ClusterSecret
 
 NAME: Final = "process.disagg.internal"
-"""What every leaf is called, whatever the host."""
+"""Name in every leaf, whatever the host."""
 RENEW_AFTER_S: Final = 24 * 3600.0
 VALID_S: Final = 30 * 24 * 3600.0
-"""Before and after a leaf was made: longer than clocks of hosts differ, and than `RENEW_AFTER_S`."""
+"""Seconds before and after its making for which a leaf is valid: longer than the clocks of hosts differ, and than
+`RENEW_AFTER_S`."""
 
 _CURVE: Final = ec.SECP256R1()
 _ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the curve's group (SEC 2, version 2.0, 2.4.2)."""
+"""Order of the curve's group (SEC 2, version 2.0, 2.4.2)."""
 _AUTHORITY_NAME: Final = "disagg cluster"
 _AUTHORITY_FROM: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _AUTHORITY_UNTIL: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
@@ -41,30 +42,30 @@ _AUTHORITY_UNTIL: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One process's certificate, in PEM; `repr` holds no key."""
+    """Certificate of one process, in PEM; `repr` does not show the key."""
 
     authority: bytes
-    """Certificate of the authority, which every peer's must lead to."""
+    """Certificate of the authority that every peer's certificate must lead to."""
     certificate: bytes
     key: bytes
     made_at: float
-    """When it was made, or read, in seconds since the epoch."""
+    """Time at which it was made or read, in seconds since the epoch."""
     expires_at: float
-    """Likewise."""
+    """Time at which it expires, in seconds since the epoch."""
 
     def __repr__(self) -> str:
         return f"Leaf(made_at={self.made_at})"
 
     def is_due(self, now: float) -> bool:
-        """Whether another one is to take its place: it is old, or the clock was set back behind it."""
+        """Whether a new leaf is due: this one is old, or the clock was set back behind its making."""
         return not 0 <= now - self.made_at < RENEW_AFTER_S
 
 
 def make_leaf(secret: ClusterSecret, now: float) -> Leaf:
-    """A new key with its certificate.
+    """Make a new key and its certificate.
 
     Args:
-        secret: of the cluster.
+        secret: the cluster's secret.
         now: seconds since the epoch.
     """
     authority_key = _authority_key(secret)

@@ -1,4 +1,4 @@
-"""Files of keys: read only where no other user can change or read them."""
+"""Key files, which are read only if no other user can change or read them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ROOT: Final = 0
 
 
 def read_private_file(path: str, name: str) -> bytes:
-    """A file that only its owner may write, and only its owner and group may read. `name` is the configuration's key.
+    """Read a file that only its owner may write, and only its owner and group may read. `name` is the configuration's
+    key.
 
     Raises:
-        ConfigError: if it cannot be read, is another user's, or others can use it.
+        ConfigError: if it cannot be read, belongs to another user, or others can use it.
     """
     try:
         with Path(path).open("rb") as file:
@@ -35,7 +36,8 @@ Stamp = tuple[int, int, int, int] | None
 
 
 def stamp(path: str) -> Stamp:
-    """Device, inode, size and time of change of a file; None where there is none. Another stamp: read it again."""
+    """Device, inode, size and time of change of a file; None if it does not exist. If the stamp differs, read the file
+    again."""
     try:
         found = Path(path).stat()
     except OSError:

@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkCallbacks:
-    """What a link calls of its role."""
+    """Calls from a link to its role."""
 
     on_offered: Callable[[PrefillLink, SequenceSpec], bool]
     """An attempt was offered. If true, its engine events belong to the link until `on_over`; if false, this worker has
     the attempt already, from elsewhere."""
     on_over: Callable[[PrefillLink, ReceiveOver], None]
     on_gone: Callable[[PrefillLink], None]
-    """Nothing of the link is left but what the engine still copies."""
+    """Called when the link holds nothing any more, except what the engine still copies."""
 
 
 class PrefillLink(PairLink):
-    """One pair, from the decode side."""
+    """One pair, on the decode side."""
 
     _half: Receiver
 
@@ -83,7 +83,7 @@ class PrefillLink(PairLink):
         self._callbacks = callbacks
         self._digests = digests
         self._early: list[ReceiveKv] = []
-        """Receives to post when the transport stands."""
+        """Receives that are posted once the transport stands."""
         self._lost = asyncio.Event()
         self._is_forming = True
         self._half = Receiver(
@@ -103,7 +103,7 @@ class PrefillLink(PairLink):
     # ------------------------------------------------------------ start and end
 
     async def _run(self, accept: Callable[[], PairTransport]) -> None:
-        """Form the transport, and close it when the pair is lost."""
+        """Form the transport, and close it after the pair is lost."""
         try:
             transport = await open_on_thread(f"accept-{self.peer.worker_id}", accept)
         except Exception as error:
@@ -131,8 +131,8 @@ class PrefillLink(PairLink):
         self.on_lost()
 
     def on_lost(self) -> None:
-        """The stream ended: all attempts end; what engine or transport still touch is freed by their answers.
-        Idempotent."""
+        """The stream ended: end all attempts; memory that the engine or the transport still use is freed when they are
+        done. Idempotent."""
         if self._lost.is_set():
             return
         self._lost.set()
@@ -146,7 +146,7 @@ class PrefillLink(PairLink):
         self._context.flush()
 
     async def wait_gone(self) -> None:
-        """Until nothing of a pair that was lost is left."""
+        """Wait until a pair that was lost holds nothing any more."""
         await asyncio.gather(self._task, return_exceptions=True)
 
     # ------------------------------------------------------------ inputs
@@ -174,11 +174,11 @@ class PrefillLink(PairLink):
         self._carry_out(self._half.on_ended(key, reason))
 
     def cancel(self, key: AttemptKey) -> None:
-        """The gateway gave the attempt up; it may not have been offered yet."""
+        """Cancel an attempt for the gateway; it may not have been offered yet."""
         self._carry_out(self._half.cancel(key))
 
     def tick(self, now: float) -> None:
-        """Called every heartbeat."""
+        """Check leases and deadlines of the pair; called at every heartbeat."""
         self._carry_out(self._half.tick(now))
 
     # ------------------------------------------------------------ commands
@@ -207,7 +207,7 @@ class PrefillLink(PairLink):
                     self.give_up()
 
     def close_when_idle(self) -> None:
-        """Have the prefill worker close the pair, unless an attempt uses it there by then."""
+        """Ask the prefill worker to close the pair, unless an attempt uses it by then."""
         self._outgoing.put(CloseWhenIdle())
 
     def _reserve(self, spec: SequenceSpec) -> None:
@@ -225,7 +225,8 @@ class PrefillLink(PairLink):
         )
 
     def _receive(self, chunk: ReceiveKv) -> None:
-        """Start a receive, or keep it until the transport stands. `ClearToSend`, which comes next, waits for it."""
+        """Start a receive, or keep it until the transport stands. `ClearToSend`, which follows it, waits for the
+        receive."""
         self._ordered.wait_for((chunk.key, chunk.seq))
         if self._transport is None:
             self._early.append(chunk)

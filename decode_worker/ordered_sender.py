@@ -30,7 +30,7 @@ class OrderedSender:
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
         self._queue: deque[Any] = deque()
-        """Messages, and the receives that they wait for. Begins with a receive that is not posted, or is empty."""
+        """Messages and the receives that they wait for. Begins with a receive that is not posted, or is empty."""
         self._unposted: dict[Chunk, _Receive] = {}
 
     def __len__(self) -> int:
@@ -44,12 +44,12 @@ class OrderedSender:
             self._send(message)
 
     def wait_for(self, chunk: Chunk) -> None:
-        """Send nothing more before this chunk's receive is posted."""
+        """Hold back further messages until this chunk's receive is posted."""
         receive = self._unposted[chunk] = _Receive(chunk)
         self._queue.append(receive)
 
     def posted(self, chunk: Chunk) -> None:
-        """Its receive is posted. Idempotent."""
+        """Note that the chunk's receive is posted, and send what waited for it. Idempotent."""
         receive = self._unposted.pop(chunk, None)
         if receive is None:
             return
@@ -65,6 +65,6 @@ class OrderedSender:
                 self._send(head)
 
     def drop(self) -> None:
-        """The stream has ended: drop what is left."""
+        """Drop the waiting messages, because the stream has ended."""
         self._queue.clear()
         self._unposted.clear()

@@ -50,7 +50,7 @@ class DecodeRole:
         self._links: set[PrefillLink] = set()
         self._link_of = LinkTable[PrefillLink]()
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
-        """Every attempt of this role, from offer or dispatch to its end."""
+        """Gateway of every attempt of this role, from offer or dispatch to its end."""
         self._rendezvous: Rendezvous | None = None
 
     # ------------------------------------------------------------ start and end
@@ -63,7 +63,7 @@ class DecodeRole:
         )
 
     async def stop(self) -> None:
-        """Close all links and the rendezvous, which ends every wait there for a peer."""
+        """Close all links, and the rendezvous, which ends every wait there for a peer."""
         rendezvous, self._rendezvous = self._rendezvous, None
         links = list(self._links)
         for link in links:
@@ -120,7 +120,7 @@ class DecodeRole:
         return welcome, link
 
     def _make_room(self) -> None:
-        """Have idle pairs closed for one more, those first that were not used for longest."""
+        """Ask for idle pairs to be closed, the least recently used first, to make room for one more."""
         most = self._context.config.transfer.max_pairs
         for link in surplus_links(self._links, most):
             idle_s = self._context.now() - link.used_at
@@ -133,7 +133,7 @@ class DecodeRole:
             link.close_when_idle()
 
     def _why_not(self, hello: PairHello) -> str:
-        """Why this pair must not be formed; empty if it may."""
+        """Reason why this pair must not be formed; empty if it may be."""
         ours, theirs = self._context.info, hello.info
         if hello.receiver_incarnation != ours.incarnation:
             return f"{ours.worker_id} is incarnation {ours.incarnation}, not {hello.receiver_incarnation}"
@@ -150,7 +150,7 @@ class DecodeRole:
     # ------------------------------------------------------------ dispatches
 
     def takes(self, dispatch: Dispatch) -> bool:
-        """Dispatches without a decode worker: this worker runs them alone."""
+        """Whether the dispatch names no decode worker, so that this worker runs it alone."""
         return dispatch.decode_peer is None
 
     def dispatch(self, dispatch: Dispatch) -> None:
@@ -169,10 +169,10 @@ class DecodeRole:
         """Nothing to do: the prefill role sends."""
 
     def cancel_migration(self, key: AttemptKey, gateway_id: GatewayId) -> None:
-        """Nothing to do."""
+        """Nothing to do: the prefill role moves attempts."""
 
     def cancel(self, key: AttemptKey) -> None:
-        """Give an attempt up; where it is not known, its offer may still be on its way, so every link remembers it."""
+        """Cancel an attempt. If it is unknown its offer may still be on its way, so every link remembers the cancel."""
         if (link := self._link_of.get(key)) is not None:
             link.cancel(key)
         elif key in self._gateway_of:
@@ -189,7 +189,7 @@ class DecodeRole:
         return key in self._gateway_of or key in self._link_of
 
     def on_event(self, event: Event) -> None:
-        """Pass an event on to the link, and to the gateway what concerns it."""
+        """Pass an event to its link, and to the gateway if it concerns the gateway."""
         link = self._link_of.get(event.key)
         match event:
             case PrefillComputed():
@@ -253,7 +253,7 @@ class DecodeRole:
     # ------------------------------------------------------------ the rest
 
     def transfers(self) -> list[TransferCount]:
-        """None: the sending side counts."""
+        """Empty: the sending side counts transfers."""
         return []
 
     def tick(self, now: float) -> None:
@@ -262,9 +262,9 @@ class DecodeRole:
             link.tick(now)
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
-        """Live attempts of one gateway."""
+        """Keys of the live attempts of one gateway."""
         return [key for key, owner in self._gateway_of.items() if owner == gateway_id]
 
     def holdings(self) -> dict[str, int]:
-        """Attempts and what the pairs hold for them."""
+        """Number of attempts, and of the resources that the pairs hold for them."""
         return total_holdings({"decode_attempts": len(self._gateway_of)}, self._links)

@@ -26,11 +26,11 @@ class Pair(Protocol):
     """The receiving side of one pair, as the stream sees it."""
 
     def on_message(self, message: SenderToReceiver) -> None:
-        """A message after the hello."""
+        """Handle a message after the hello."""
         ...
 
     def on_lost(self) -> None:
-        """The stream ended. Idempotent."""
+        """Handle the end of the stream. Idempotent."""
         ...
 
 
@@ -42,7 +42,7 @@ class TransferService:
         self._decoder = frame_decoder(SenderToReceiver)
 
     def handler(self) -> Any:
-        """To be added to the worker's server."""
+        """The gRPC handler for the worker's server."""
         methods = {service_and_method(TRANSFER)[1]: grpc.stream_stream_rpc_method_handler(self._pair)}
         return grpc.method_handlers_generic_handler(TRANSFER_SERVICE, methods)
 

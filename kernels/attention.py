@@ -5,7 +5,7 @@
     provider.plan(prefills)                       once a step, behind that copy
     provider.attend(q, keys, values, out)         in each layer
 
-Decodes are no provider's: they are in captured graphs, and `dispatch` has them.
+Providers do not compute decodes: these are in captured graphs, see `dispatch`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,32 @@ class AttentionProvider(Protocol):
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Self:
-        """For a rank."""
+        """Make the provider of a rank."""
         ...
 
     @staticmethod
     def takes(spec: AttentionSpec) -> str | None:
-        """Why not, if so; without a look at the device."""
+        """Reason why this provider cannot be used, or None. Does not touch the device."""
         ...
 
     def work(self, places: Sequence[ChunkPlace]) -> PrefillWork | None:
-        """Of at least one chunk: what `plan` finds on the device, as `Prefills.planned`; None where it needs none."""
+        """Data that `plan` needs on the device, as `Prefills.planned`, for at least one chunk; None if it needs
+        none."""
         ...
 
     def plan(self, prefills: Prefills) -> None:
-        """Prepare a step whose chunks are neighbours in the batch."""
+        """Prepare a step whose chunks are adjacent in the batch."""
         ...
 
     def attend(self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, out_TND: Tensor) -> None:
-        """Write the rows of the planned chunks; q and `out` are those of the whole batch. Their KV is in the cache."""
+        """Write the rows of `out` of the planned chunks; q and `out` are those of the whole batch. The KV is in the
+        cache."""
         ...
 
 
 class OwnKernels(AttentionProvider):
-    """By `dispatch`: on a GPU Triton's kernel, all chunks in one launch, on a CPU the compiled one for each chunk."""
+    """Our own kernels, through `dispatch`: on a GPU Triton's kernel, all chunks in one launch, on a CPU the compiled
+    one for each chunk."""
 
     name = "triton"
 
@@ -133,7 +136,7 @@ class FlashInfer(AttentionProvider):
 
     @override
     def plan(self, prefills: Prefills) -> None:
-        """The numbers are on the host, where the library reads them; only the tables are on the device."""
+        """Takes the numbers from the host, where the library reads them; only the tables are on the device."""
         spec, chunks = self.spec, prefills.chunks
         first = chunks[0].rows.start
         ends = [chunk.start + chunk.rows.stop - chunk.rows.start for chunk in chunks]
@@ -160,12 +163,12 @@ class FlashInfer(AttentionProvider):
 
 
 PROVIDERS: tuple[type[AttentionProvider], ...] = (OwnKernels, FlashInfer)
-"""In the order of preference."""
+"""The providers in the order of preference."""
 
 
 def prompts(provider: AttentionProvider, *chunks: tuple[Tensor, int, int], first_row: int = 0) -> Prefills:
-    """Chunks of (block table on the provider's device, start, number of tokens), one behind the other in the batch, as
-    the engine gives them to `plan`, with the provider's work."""
+    """Make the prefills of chunks with the provider's work. A chunk is (block table on the provider's device, start,
+    number of tokens); chunks stand one behind the other in the batch, as the engine gives them to `plan`."""
     made, places, row, first = [], [], first_row, 0
     for table_M, start, num_tokens in chunks:
         made.append(PrefillChunk(slice(row, row + num_tokens), start, table_M))
@@ -180,7 +183,7 @@ def prompts(provider: AttentionProvider, *chunks: tuple[Tensor, int, int], first
 
 
 def _meta(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, a cache and a table of these shapes, without memory."""
+    """Queries, a cache and a table of these shapes, on the meta device."""
     heads = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     return (
         torch.empty((1, spec.num_heads, spec.head_dim), dtype=getattr(torch, spec.dtype), device="meta"),

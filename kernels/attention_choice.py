@@ -31,11 +31,11 @@ from disagg.kernels.ops import AttentionSpec, Prefills
 AttentionSetting = Literal["auto", "triton", "flashinfer"]
 
 PROBE_S = 180.0
-"""Libraries that compile at their first use take a minute or two."""
+"""Time limit of a probe, in seconds. Libraries that compile at their first use take a minute or two."""
 MAX_ERROR = 0.02
-"""Of values around 1 or less, in bfloat16."""
+"""Largest error that a probe allows, for values around 1 or less in bfloat16."""
 CHUNKS = ((0, 150), (200, 40))
-"""(start, number of tokens)."""
+"""Chunks of the probe as (start, number of tokens)."""
 
 
 NOT_NAMED = "used where kernels.attention names it"
@@ -47,11 +47,11 @@ class ProviderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Of one rank."""
+    """The provider of a rank, and why it was chosen."""
 
     provider: AttentionProvider
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why each of the others is not used."""
+    """Reasons why the other providers are not used, by name."""
 
     def __str__(self) -> str:
         others = "".join(f"; {name}: {reason}" for name, reason in self.reasons.items())
@@ -59,7 +59,7 @@ class Choice:
 
 
 def choose(setting: AttentionSetting, spec: AttentionSpec) -> Choice:
-    """The provider of a rank.
+    """Choose the provider of a rank.
 
     Raises:
         ProviderError: the one that `setting` names does not take the spec, or its probe failed.
@@ -76,7 +76,7 @@ def choose(setting: AttentionSetting, spec: AttentionSpec) -> Choice:
 
 
 def probe(name: str, spec: AttentionSpec, limit_s: float = PROBE_S) -> str | None:
-    """Try the provider `name`; what is wrong with it, or None."""
+    """Try the provider `name`, and return what is wrong with it, or None."""
     arguments = [sys.executable, "-m", "disagg.kernels.attention_choice", name, json.dumps(dataclasses.asdict(spec))]
     child = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

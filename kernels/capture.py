@@ -18,7 +18,7 @@ class CaptureError(Exception):
 
 
 class Captured(Protocol[T_co]):
-    """A computation that can be made again, from the same input tensors into the same output tensors."""
+    """A computation that can be repeated, from the same input tensors into the same output tensors."""
 
     def replay(self) -> T_co:
         """Compute again from what the input tensors hold now. The outputs hold the result until the next replay or
@@ -30,7 +30,7 @@ class Capturer(Protocol):
     """Captures computations that run one at a time: they share the memory of what they compute. Owner: one thread."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Captured[T]]:
-        """Run it and keep what it did; its result, which is what a replay gives, and the capture.
+        """Run it and record what it did. Returns its result, in the tensors that a replay writes to, and the capture.
 
         `run` must do the same whenever it is called: read and write the same tensors, through ops that can be captured.
         Its outputs are a tensor, or a tuple of them.
@@ -41,11 +41,11 @@ class Capturer(Protocol):
         ...
 
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
-        """Run it once, for its result, which is good until the next computation, replay or capture. On a CPU its ops
-        are recorded, then executed as one batch, without Python between them.
+        """Run it once and return its result, which is valid until the next computation, replay or capture. On a CPU its
+        ops are recorded, then executed as one batch, without Python between them.
 
-        Runs of one `kind` take the same ops, in other shapes: only in the first of them is looked for ops that cannot
-        be captured.
+        Runs of one `kind` take the same ops, in other shapes: only the first of them is checked for ops that cannot be
+        captured.
 
         Raises:
             CaptureError: there is such an op. Nothing was computed.

@@ -31,10 +31,10 @@ from disagg.kernels.capture import Captured, CaptureError, Capturer
 T = TypeVar("T")
 
 NUM_WARM_UPS = 2
-"""Runs before the capture: the first compiles and loads kernels, the second finds them."""
+"""Number of runs before the capture: the first compiles and loads kernels, the second finds them."""
 
 _cuda: Any = torch.cuda
-"""Untyped: torch's stubs lack types for graphs and streams."""
+"""`torch.cuda` without types: torch's stubs lack types for graphs and streams."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class CudaGraph(Captured[T]):
 
     @override
     def replay(self) -> T:
-        """Queues the graph on the current stream and returns at once."""
+        """Queue the graph on the current stream and return at once."""
         self.graph.replay()
         return self.outputs
 
@@ -89,12 +89,12 @@ class GraphCapturer(Capturer):
 
     @override
     def compute(self, run: Callable[[], T], kind: Hashable) -> T:
-        """Launches are queued anyway."""
+        """Runs it directly, because launches are asynchronous anyway."""
         return run()
 
     def _leave(self, stream: Any) -> None:
-        """Be where the thread was before a capture that failed: torch's own way out ends at the first error, on the
-        stream of the capture and with memory still taken from its pool, which nothing is taken from again."""
+        """Return to the state before a capture that failed. Torch's own exit stops at the first error, on the stream of
+        the capture and with memory still allocated from its pool, which is not used again."""
         _cuda.set_stream(stream)
         end_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
         with contextlib.suppress(RuntimeError):  # where torch did get as far
@@ -103,7 +103,7 @@ class GraphCapturer(Capturer):
         self._pool = _cuda.graph_pool_handle()
 
     def _warm_up(self, run: Callable[[], object]) -> None:
-        """On the stream of the capture, because libraries keep their work space per stream."""
+        """Run on the stream of the capture, because libraries keep their work space per stream."""
         current = _cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -24,11 +24,11 @@ from disagg.kernels.cpu_dtype import find_cpu_dtype
 from disagg.kernels.ops import AttentionSpec
 
 LDCONFIG = "/sbin/ldconfig"
-"""By which Triton finds the driver."""
+"""Program by which Triton finds the driver."""
 
 
 def triton_lacks() -> list[str]:
-    """What Triton needs to launch kernels, and this machine has not: it compiles its launcher at the first use."""
+    """What Triton needs to launch kernels and this machine lacks: it compiles its launcher at the first use."""
     compiler = os.environ.get("CC", "gcc")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     found = {
@@ -49,21 +49,21 @@ USUAL = AttentionSpec(
     head_dim=128,
     block_size=64,
 )
-"""Llama 3 8B in the form that GPU pools have it."""
+"""Attention of Llama 3 8B in the form that GPU pools use."""
 
 
 def attention_refusals(has_gpu: bool) -> dict[str, str | None]:
-    """Why a provider of attention cannot be used on the first GPU, by its name; None where it gives right results.
-    Without a GPU none is tried."""
+    """Reasons why providers of attention cannot be used on the first GPU, by name; None for one that gives right
+    results. Without a GPU none is tried."""
     return {kind.name: kind.takes(USUAL) or (probe(kind.name, USUAL) if has_gpu else None) for kind in PROVIDERS}
 
 
 ROWS, OUTPUTS, INPUTS = 256, 16384, 4096
-"""Of the measured products: the weight is larger than usual caches."""
+"""Sizes of the measured products: the weight is larger than usual caches."""
 
 
 def speed(dtype: torch.dtype, num_threads: int) -> dict[str, float]:
-    """How fast the products of the engine read weights, with one row, and multiply, with many; the best of a few."""
+    """Speed at which the engine's products read weights, with one row, and multiply, with many; the best of several."""
     dispatch.set_num_threads(num_threads)
     weight = dispatch.pack_weight(torch.full((OUTPUTS, INPUTS), 0.5, dtype=dtype))
 

@@ -80,7 +80,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """For CPU tensors."""
+    """The implementations that CPU tensors take."""
 
     description: str
     ops: Ops
@@ -116,11 +116,12 @@ def _choice() -> _Choice:
 
 
 _num_threads: int | None = None
-"""What was set; the C++ kernels are told when they are loaded."""
+"""Number of threads that was set; the C++ kernels get it when they are loaded."""
 
 
 def _made_choice() -> _Choice | None:
-    """The choice for CPU tensors if it was made: whatever concerns the C++ kernels alone does not compile them."""
+    """The choice for CPU tensors if it was made. Functions that concern only the C++ kernels use it, so as not to
+    compile them."""
     return _choice() if _choice.cache_info().currsize else None
 
 
@@ -146,23 +147,23 @@ def _triton() -> TritonOps | None:
 
 @functools.cache
 def _elsewhere() -> Ops:
-    """For tensors that are not on the CPU."""
+    """The implementation for tensors that are not on the CPU."""
     return _triton() or reference
 
 
 def _without() -> str:
-    """What is switched off, to be appended to a description; empty if nothing is."""
+    """Note on what is switched off, to be appended to a description; empty if nothing is."""
     return f", {text}" if (text := str(switches(os.environ))) else ""
 
 
 def describe() -> str:
-    """Which implementation CPU tensors take, such as `cpu-c++ avx512` or `torch reference (no C++ compiler ...)`, and
-    which Triton kernels are switched off, if any are."""
+    """Description of the implementation for CPU tensors, such as `cpu-c++ avx512` or `torch reference (no C++ compiler
+    ...)`, and of the Triton kernels that are switched off, if any are."""
     return _choice().description + _without()
 
 
 def native_library() -> ctypes.CDLL | None:
-    """The C++ kernels, where CPU tensors take them; its calls give the GIL away."""
+    """The C++ kernels, where CPU tensors take them; its calls release the GIL."""
     native = _choice().native
     return None if native is None else native.library
 
@@ -184,13 +185,13 @@ def capturer(device: torch.device) -> Capturer:
 
 
 def _ops(tensor: Tensor) -> Ops:
-    """The implementation for tensors that are where this one is."""
+    """The implementation for tensors on the device of this one."""
     return _choice().ops if tensor.is_cpu else _elsewhere()
 
 
 def _fallback(op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """An op of the reference, in place of a kernel that does not take the tensors. Raises CaptureError while calls of
-    kernels are only recorded: the reference would read what they have not computed yet."""
+    """Call an op of the reference in place of a kernel that does not take the tensors. Raises CaptureError while calls
+    of kernels are only recorded: the reference would read what they have not computed yet."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), tensors[0].dtype)
     if calls.is_deferred():
@@ -213,7 +214,7 @@ def _warn_declined(op: str, dtype: torch.dtype) -> None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """How many threads CPU tensors are computed with in this process: torch's ops and the C++ kernels.
+    """Set the number of threads that compute CPU tensors in this process: torch's ops and the C++ kernels.
 
     Raises:
         ValueError: for less than one.
@@ -228,7 +229,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tensor | PackedWeight:
-    """Lay a weight out for `linear`; the plain weight comes back where that is not possible or brings nothing.
+    """Lay a weight out for `linear`; the plain weight is returned where that is not possible or not faster.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
     read in another way (a tied embedding) must be kept as well. The C++ GEMM takes bf16, fp32 and int8; where there is
@@ -255,15 +256,15 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
 
 
 def packing_name(dtype: torch.dtype) -> str | None:
-    """Names the form that all weights of `dtype` on the CPU are packed in, down to the library that reads it: other
+    """Name of the form that all weights of `dtype` on the CPU are packed in, including the library that reads it: other
     processes with the same name can use their `packed_parts`. None where oneDNN packs, whose form is its own."""
     native = _choice().linear
     return None if native is None or dtype not in (torch.bfloat16, torch.float32) else native.packing
 
 
 def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.device) -> str:
-    """Names how a model with such weights is computed there. What kernels of the same name compute has the same bits;
-    oneDNN (`torch`) and GPUs promise less: by theirs a row may depend on the rows beside it."""
+    """Name of the arithmetic of a model with such weights on a device. Kernels with the same name compute the same
+    bits; oneDNN (`torch`) and GPUs promise less: there a row may depend on the rows beside it."""
     if device.type == "cuda":
         return "cuda-{}.{}".format(*torch.cuda.get_device_capability(device)) + _without()
     native = _choice().linear
@@ -273,7 +274,7 @@ def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.dev
 
 
 def packed_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
-    """What a packed weight consists of, where there is a `packing_name`: panels, and scales of 8-bit ones."""
+    """Parts of a packed weight, where there is a `packing_name`: panels, and scales of 8-bit ones."""
     assert isinstance(weight, NativeWeight), "oneDNN's weights have no parts"
     return weight.packed, weight.scale_O
 
@@ -290,7 +291,7 @@ def restored_weight(packed: Tensor, scale_O: Tensor | None, out_features: int, i
 
 
 def drop_packing_memory() -> None:
-    """Let memory go back to the system with the weights that were packed so far."""
+    """Let memory go back to the system together with the weights that were packed so far."""
     if (made := _made_choice()) is not None and made.linear is not None:
         made.linear.drop_rest()
 
@@ -301,12 +302,13 @@ def _warn_not_int8() -> None:
 
 
 def new_output(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor for ops to write into, contiguous, of the dtype and on the device of `like`; its contents undefined."""
+    """Allocate a tensor for ops to write into, contiguous, of the dtype and on the device of `like`; its contents are
+    undefined."""
     return calls.new_output(shape, like.dtype) if like.is_cpu else like.new_empty(shape)
 
 
 def draws_on(device: torch.device) -> bool:
-    """Whether `draw_rows` takes logits of this device."""
+    """Whether `draw_rows` takes logits on this device."""
     triton = _triton()
     return triton is not None and triton.runs_on(device) and switches(os.environ).has_kernel("draw_rows")
 

@@ -32,7 +32,7 @@ class PackedWeight(ABC):
 
 
 def pack_weight(weight_OI: Tensor) -> Tensor | PackedWeight:
-    """Lay a weight out for oneDNN; the plain weight comes back where that is not possible or brings nothing."""
+    """Lay a weight out for oneDNN; the plain weight is returned where that is not possible or not faster."""
     if weight_OI.is_cpu and weight_OI.dim() == 2 and weight_OI.dtype in _PACKABLE and _packing_works(weight_OI.dtype):
         return _pack(weight_OI)
     return weight_OI
@@ -64,7 +64,7 @@ def _pack(weight_OI: Tensor) -> PackedWeight:
 
 @functools.cache
 def _packing_works(dtype: torch.dtype) -> bool:
-    """Runs the ops once on small numbers: the ops are torch's own, but not part of its public interface."""
+    """Run the ops once on small numbers: they are torch's own, but not part of its public interface."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -16,7 +16,7 @@ from disagg.kernels.prefill_work import PrefillWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """What is fixed for a rank: its own heads, and its cache. Dtypes are torch's names."""
+    """Attention of a rank, fixed from its start: its own heads, and its cache. Dtypes are torch's names."""
 
     device: str
     dtype: str
@@ -28,7 +28,7 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the attention scores."""
         return float(self.head_dim**-0.5)
 
 
@@ -37,10 +37,10 @@ class PrefillChunk:
     """Consecutive tokens of one sequence, from position `start`, whose KV is written."""
 
     rows: slice
-    """Where they are in the batch."""
+    """Rows of the chunk in the batch."""
     start: int
     block_table_M: Tensor
-    """int32; covers the chunk's last token."""
+    """Block table, int32; covers the chunk's last token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,31 +49,31 @@ class Prefills:
 
     chunks: tuple[PrefillChunk, ...]
     planned: PlannedPrefills | None = None
-    """Where the device computes all of them at once (`dispatch.plan_prefills`)."""
+    """Work list for a device that computes all chunks at once (`dispatch.plan_prefills`); else None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedPrefills:
-    """The step's list of work, and its numbers on the device, both tensors aligned to 16 bytes."""
+    """The step's work list, and its numbers on the device, both tensors aligned to 16 bytes."""
 
     work: PrefillWork
     numbers: Tensor
-    """Those of `work`."""
+    """The numbers of `work` on the device, int32."""
     block_tables: Tensor
-    """int32, of all chunks, one behind the other."""
+    """Block tables of all chunks, one behind the other; int32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWrite:
-    """What `qkv_rope_write` takes beside the tokens: fixed for each layer."""
+    """Arguments of `qkv_rope_write` that are fixed for each layer."""
 
     q_norm_D: Tensor | None
-    """Weight of the norm of each head of q; None where there is none."""
+    """Weight of the norm of each head of q; None without such a norm."""
     k_norm_D: Tensor | None
     eps: float
-    """Of both norms."""
+    """Epsilon of the norms of q and k."""
     cos_PD: Tensor
-    """A row for each position."""
+    """Cosines, one row for each position."""
     sin_PD: Tensor
     key_cache_NKBD: Tensor
     value_cache_NKBD: Tensor
@@ -81,24 +81,25 @@ class RopeWrite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filters:
-    """How each row is sampled; all tensors on the logits' device, so that a captured graph reads new values."""
+    """Sampling parameters of each row; all tensors are on the logits' device, so that a captured graph reads new
+    values."""
 
     temperatures_R: Tensor
-    """fp32; below 1e-5 is greedy."""
+    """Temperatures, fp32; below 1e-5 is greedy."""
     top_k_R: Tensor
-    """int32; 0 keeps all."""
+    """Top-k, int32; 0 keeps all."""
     top_p_R: Tensor
-    """fp64; 1 keeps all."""
+    """Top-p, fp64; 1 keeps all."""
     min_p_R: Tensor
-    """fp64; 0 keeps all."""
+    """Min-p, fp64; 0 keeps all."""
     seeds_R: Tensor
-    """int64, the bits of the seed modulo 2^64."""
+    """Bits of the seeds modulo 2^64, int64."""
     indices_R: Tensor
-    """int64, from 0: how many tokens the row's sequence has drawn."""
+    """Number of tokens that the row's sequence has drawn so far, int64."""
 
 
 class Ops(Protocol):
-    """One implementation of all ops. Shapes and numerics are those of `reference.py`, whose functions they are.
+    """One implementation of all ops. Shapes and numerics are those of the functions of `reference.py`.
 
     A method returns None when it does not take the tensors (their dtype, device or layout); then nothing was written.
     Stateless; any thread.
@@ -189,5 +190,5 @@ class Ops(Protocol):
 
 
 def can_hold(out: Tensor | None, like: Tensor) -> bool:
-    """Whether a kernel can write what is of the dtype and the shape of `like` into `out`; None is a new tensor."""
+    """Whether a kernel can write a result of the dtype and shape of `like` into `out`; None stands for a new tensor."""
     return out is None or (out.dtype == like.dtype and out.shape == like.shape and out.is_contiguous())

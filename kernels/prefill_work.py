@@ -1,4 +1,4 @@
-"""What each program of the prefill kernel computes: a list that the host makes once a step, for all layers.
+"""The work of each program of the prefill kernel: a list that the host makes once a step, for all layers.
 
 An item is up to `tokens` query tokens of one chunk, which attend to all tiles of the context up to the last of them.
 All chunks of a step are in one list, the items with the most tiles first. An item that has more than twice an equal
@@ -19,58 +19,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 ITEM_FIELDS = 8
-"""Row of the batch of its first token, number of tokens, position of its first token, first entry of its block table,
-first tile, end tile, number of the piece or -1, 0."""
+"""Fields of an item: row of the batch of its first token, number of tokens, position of its first token, first entry of
+its block table, first tile, end tile, number of the piece or -1, 0."""
 JOIN_FIELDS = 4
-"""Row of the batch of the first token, number of tokens, first piece, number of pieces."""
+"""Fields of a join: row of the batch of the first token, number of tokens, first piece, number of pieces."""
 WHOLE = -1
 MIN_PIECE_TOKENS = 512
-"""Of the context: a shorter piece costs more to join than it saves."""
+"""Least number of context tokens of a piece: a shorter one costs more to join than it saves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlace:
-    """A chunk of a prompt, for the host."""
+    """A chunk of a prompt, described for the host."""
 
     row: int
-    """Of the batch."""
+    """Row of its first token in the batch."""
     num_tokens: int
     start: int
     """Position of its first token."""
     table: int
-    """First entry of its block table, where the tables of all chunks stand behind each other."""
+    """First entry of its block table, in the tables of all chunks one behind the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillWork:
-    """The list of a step."""
+    """The work list of a step."""
 
     numbers: NDArray[np.int32]
-    """W items of `ITEM_FIELDS`, then J joins of `JOIN_FIELDS`, of the items that are cut."""
+    """W items of `ITEM_FIELDS`, then J joins of `JOIN_FIELDS` for the items that are cut."""
     num_items: int
-    """W, pieces counted singly."""
+    """W: the number of items, with each piece counted as one."""
     num_joins: int
     num_pieces: int
-    """Times KV heads at most one and a half times the programs."""
+    """Number of pieces; multiplied by the KV heads at most one and a half times the number of programs."""
     longest: int
-    """Query tokens of the longest chunk, which the shape of the programs is for."""
+    """Query tokens of the longest chunk, for which the launch shape is chosen."""
 
     @property
     def items(self) -> NDArray[np.int32]:
-        """[W, ITEM_FIELDS]."""
+        """The items as an array [W, ITEM_FIELDS]."""
         return self.numbers[: self.num_items * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)
 
     @property
     def joins(self) -> NDArray[np.int32]:
-        """[J, JOIN_FIELDS]."""
+        """The joins as an array [J, JOIN_FIELDS]."""
         return self.numbers[self.num_items * ITEM_FIELDS :].reshape(-1, JOIN_FIELDS)
 
 
 def prefill_work(
     chunks: Sequence[ChunkPlace], tokens: int, tile: int, num_heads: int, num_programs: int
 ) -> PrefillWork:
-    """For at least one chunk, programs of `tokens` query tokens, and tiles of `tile` context tokens; each item is
-    computed for each of `num_heads` KV heads, `num_programs` programs at a time."""
+    """Make the work list for at least one chunk, programs of `tokens` query tokens, and tiles of `tile` context tokens;
+    each item is computed for each of `num_heads` KV heads, `num_programs` programs at a time."""
     items = np.concatenate([_items_of(chunk, tokens, tile) for chunk in chunks])
     tiles = items[:, 5]
     least = -(-MIN_PIECE_TOKENS // tile)
@@ -98,7 +98,7 @@ def prefill_work(
 
 
 def _items_of(chunk: ChunkPlace, tokens: int, tile: int) -> NDArray[np.int64]:
-    """The items of a chunk, whole, from its last token on: those have the most tiles."""
+    """The whole items of a chunk, from its last token on, because those have the most tiles."""
     first = np.arange(0, chunk.num_tokens, tokens, dtype=np.int64)[::-1]
     items = np.zeros((len(first), ITEM_FIELDS), dtype=np.int64)
     items[:, 0] = chunk.row + first

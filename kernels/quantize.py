@@ -31,7 +31,7 @@ from disagg.kernels.switches import switches
 LARGEST_INT8 = 127
 
 Quantization = Literal["none", "int8", "fp8"]
-"""Of the weights of linear layers."""
+"""Quantization of the weights of linear layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +39,9 @@ class Int8Weight:
     """A weight [out_features, in_features]: `quantized * scale`."""
 
     quantized_OI: Tensor
-    """int8."""
+    """Quantized values of the weight, int8."""
     scale_O: Tensor
-    """float32."""
+    """Scale of each output of the layer, float32."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The rounded weight as a tensor [O, I] of `dtype`."""
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-"""The largest value of e4m3."""
+"""The largest finite value of e4m3."""
 ALIGNMENT = 16
 """Both sizes of a weight must be multiples of this many numbers for the scaled GEMM."""
 
@@ -78,13 +78,13 @@ class Fp8Weight(PackedWeight):
     """A weight [out_features, in_features]: `quantized * scale`."""
 
     quantized_OI: Tensor
-    """float8_e4m3fn."""
+    """Quantized values of the weight, float8_e4m3fn."""
     scale_O: Tensor
-    """float32."""
+    """Scale of each output of the layer, float32."""
 
     @override
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """On a GPU x is bf16."""
+        """Takes x in bf16 on a GPU."""
         if x_TI.shape[0] == 0:
             return x_TI.new_empty((0, self.quantized_OI.shape[0]))
         quantized_TI, scale_T = quantize_rows(x_TI)
@@ -128,7 +128,7 @@ def pack_fp8(weight_OI: Tensor) -> Tensor | Fp8Weight:
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [T, I] in e4m3, scales [T] in fp32) of rows; a row of zeros has scale one. Nothing waits for the
+    """Quantize rows to (values [T, I] in e4m3, scales [T] in fp32); a row of zeros has scale one. Nothing waits for the
     device."""
     if x_TI.is_cuda and switches(os.environ).has_kernel("quantize_rows"):
         from disagg.kernels.triton.fp8_rows import quantize_rows as on_gpu  # triton is not everywhere
@@ -138,7 +138,7 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(x_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Row by row, the values clamped, because a number past the largest would be NaN."""
+    """Quantize row by row. The values are clamped, because a number past the largest would be NaN."""
     x = x_RI.float()
     scale_R = x.abs().amax(dim=1) / LARGEST_FP8
     scale_R = torch.where(scale_R == 0, torch.ones_like(scale_R), scale_R)

@@ -98,16 +98,16 @@ def kv_write(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Itself, or its bytes where it holds 8-bit floats, which some of torch's ops do not take."""
+    """The tensor itself, or its bytes where it holds 8-bit floats, which some of torch's ops do not take."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
-    """What lies between the QKV GEMM and attention; the rotated q, contiguous [T, N, D].
+    """All that is between the QKV GEMM and attention. Returns the rotated q, contiguous [T, N, D].
 
-    A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is
-    normed. Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V
-    are written as by `kv_write`.
+    A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is normed.
+    Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V are
+    written as by `kv_write`.
     """
     _, K, _, D = layer.key_cache_NKBD.shape
     T, N = qkv_TQ.shape[0], qkv_TQ.shape[1] // D - 2 * K
@@ -277,7 +277,7 @@ def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: 
 
 _LOW = (1 << 32) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-"""Of SplitMix64, as the factors of `_mix`: `proto/splitmix.py`."""
+"""Increment of SplitMix64, from `proto/splitmix.py` like the factors in `_mix`."""
 
 
 def digest_sums(words: Tensor, seed: int) -> Tensor:
@@ -309,7 +309,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, zeros come in."""
+    """Shift to the right, filling with zeros."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

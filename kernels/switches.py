@@ -1,4 +1,4 @@
-"""`DISAGG_KERNELS`: by what ops are computed. Pure.
+"""`DISAGG_KERNELS`: the choice of the kernels that compute. Pure.
 
 `auto` (or unset): the C++ kernels for CPU tensors, the Triton kernels for CUDA tensors. `reference`: torch everywhere.
 `triton`: CPU tensors take the Triton kernels as well, which then need Triton's interpreter; that is for tests. Behind
@@ -32,12 +32,12 @@ TRITON_OPS = (
     "scatter_kv",
     "silu_mul",
 )
-"""Those that have a Triton kernel, and so can be switched off."""
+"""Ops that have a Triton kernel, which can be switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """What the variable says."""
+    """Value of the variable."""
 
     mode: Mode = "auto"
     without: tuple[str, ...] = ()
@@ -48,12 +48,12 @@ class Switches:
         return self.mode != "reference" and op not in self.without
 
     def __str__(self) -> str:
-        """What is switched off, such as `without draw_rows (DISAGG_KERNELS)`; empty if nothing is."""
+        """Note on what is switched off, such as `without draw_rows (DISAGG_KERNELS)`; empty if nothing is."""
         return f"without {', '.join(self.without)} ({VARIABLE})" if self.without else ""
 
 
 def switches(environ: Mapping[str, str]) -> Switches:
-    """Those of an environment.
+    """The switches in an environment.
 
     Raises:
         ValueError: it names a mode or an op that is not known.
@@ -63,7 +63,7 @@ def switches(environ: Mapping[str, str]) -> Switches:
 
 @functools.cache
 def parse(text: str) -> Switches:
-    """The value of the variable. Raises `ValueError`, which quotes the part that is wrong."""
+    """Parse the value of the variable. Raises `ValueError`, which quotes the part that is wrong."""
     mode, *offs = (part.strip() for part in text.split(","))
     if mode not in get_args(Mode):
         raise ValueError(f"{VARIABLE}: {mode!r} is not one of {', '.join(map(repr, get_args(Mode)))}")

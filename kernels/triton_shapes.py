@@ -21,7 +21,7 @@ VARIABLE = "DISAGG_TRITON_SHAPES"
 
 @dataclass(frozen=True, slots=True)
 class DecodeChange:
-    """None: as built in."""
+    """Changes of the decode kernel's launch; None leaves a value as built in."""
 
     tile: int | None = None
     programs: int | None = None
@@ -31,7 +31,7 @@ class DecodeChange:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChange:
-    """None: as built in."""
+    """Changes of the prefill kernel's launch; None leaves a value as built in."""
 
     rows: int | None = None
     tile: int | None = None
@@ -42,7 +42,7 @@ class PrefillChange:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the variable says."""
+    """All changes that the variable asks for."""
 
     decode: DecodeChange = DecodeChange()
     prefill: PrefillChange = PrefillChange()
@@ -60,7 +60,7 @@ _KINDS = {"decode": ("tile", "programs", "warps", "stages"), "prefill": ("rows",
 
 
 def changes(environ: Mapping[str, str]) -> Changes:
-    """Those of an environment.
+    """The changes in an environment.
 
     Raises:
         ValueError: the value is not such an object; the message names the key.
@@ -71,7 +71,7 @@ def changes(environ: Mapping[str, str]) -> Changes:
 
 @functools.cache
 def parse(text: str) -> Changes:
-    """The value of the variable; errors as `changes`."""
+    """Parse the value of the variable; errors as in `changes`."""
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:

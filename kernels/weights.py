@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (1073741824, 744257238, 257890130, 59371512, 9880746, 1013080)
-"""Of 2^-x on [0, 1), times 2^30, with alternating signs: a least-squares fit of the relative error."""
+"""Coefficients of a polynomial for 2^-x on [0, 1), times 2^30, with alternating signs: a least-squares fit of the
+relative error."""
 STEPS = 1512775.375
-"""2^20 * log2(e) in fp32."""
+"""Steps for a difference of one: 2^20 * log2(e) in fp32."""
 MOST_STEPS = float(43 << 20)
 MAX_TOKENS = 1 << 20
 
 
 def weights(values_RV: Tensor, tops_R1: Tensor) -> Tensor:
-    """int64 [R, V] of finite fp32 values, or -inf; `tops` are each row's largest, finite."""
+    """Integer weights, int64 [R, V], of finite fp32 values or -inf; `tops` are the largest of each row, finite."""
     steps_RV = ((tops_R1 - values_RV) * STEPS).clamp_(max=MOST_STEPS).long()
     fractions_RV = steps_RV & 0xFFFFF
     power_RV = torch.full_like(steps_RV, COEFFICIENTS[-1])
@@ -37,8 +38,8 @@ def weights(values_RV: Tensor, tops_R1: Tensor) -> Tensor:
 
 
 def draw_unfiltered(logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor) -> Tensor:
-    """A token for each row of the first `vocab_size` columns, int64 [R]; -1 where a row over its temperature (fp32)
-    holds NaN, +inf, or nothing finite. Uniform numbers are fp64, in [0, 1)."""
+    """Draw a token for each row from the first `vocab_size` columns, int64 [R]; -1 where a row over its temperature
+    (fp32) holds NaN, +inf, or nothing finite. Uniform numbers are fp64, in [0, 1)."""
     values_RV = logits_RV[:, :vocab_size].float() / temperatures_R[:, None]
     tops_R1 = values_RV.amax(dim=-1, keepdim=True)
     is_good_R1 = tops_R1.isfinite()

@@ -1,4 +1,5 @@
-"""What a load test plans and what it records: the two structs that everything else in this folder reads or writes.
+"""The plan and the record of a request in a load test: the two structs that everything else in this folder reads or
+writes.
 
     workload.py ──PlannedRequest──> open_loop.py ──RequestRecord──> one JSON line each ──> goodput.py, report.py
 
@@ -17,70 +18,71 @@ from typing import Literal
 import msgspec
 
 Status = Literal["ok", "refused", "failed", "deadline", "dropped"]
-"""`ok`: the whole answer came. `refused`: RESOURCE_EXHAUSTED. `deadline`: DEADLINE_EXCEEDED. `dropped`: not sent,
-because too many were in flight. Everything but `ok` counts as missed."""
+"""Result of a request. `ok`: the whole answer came. `refused`: RESOURCE_EXHAUSTED. `deadline`: DEADLINE_EXCEEDED.
+`dropped`: not sent, because too many were in flight. Everything but `ok` counts as missed."""
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a workload, complete before the run begins."""
 
     index: int
-    """0, 1, 2, ... in the order of `due_s`."""
+    """Number of the request, from 0, in the order of `due_s`."""
     due_s: float
-    """When it is to be sent. A later turn of a conversation is sent at this time or, if that is later, when the answer
-    to the turn before it has ended."""
+    """Time at which it is to be sent. A later turn of a conversation is sent at this time or, if that is later, when
+    the answer to the turn before it has ended."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt; of a later turn only the new tokens, which follow the earlier prompt and the answer to it."""
+    """Token ids of the prompt; in a later turn only the new ones, which follow the earlier prompt and the answer to
+    it."""
     max_tokens: int
-    """Output tokens, forced: the end of sequence is ignored."""
+    """Number of output tokens, which is forced: the end of sequence is ignored."""
     after: int | None = None
     """Index of the turn before this one in the same conversation."""
     group: str = ""
-    """A label for reports, such as the shared prefix or the conversation."""
+    """Label for reports, such as the shared prefix or the conversation."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request as it went. A request that was due has exactly one record."""
+    """Record of one request. A request that was due has exactly one record."""
 
     index: int
     due_s: float
-    """When it was due: as planned or, for a later turn of a conversation, when the answer to the turn before it ended,
-    if that was later."""
+    """Time at which it was due: as planned or, for a later turn of a conversation, when the answer to the turn before
+    it ended, if that was later."""
     sent_s: float
-    """When it was really sent, or dropped. Its lateness is `sent_s - due_s`."""
+    """Time at which it was sent, or dropped. Its lateness is `sent_s - due_s`."""
     status: Status
     num_prompt_tokens: int
     max_tokens: int
     token_times_s: tuple[float, ...] = ()
-    """When each output token came in, in order; several may share one message and so one time."""
+    """Arrival time of each output token, in order; several may share one message and so one time."""
     end_s: float | None = None
-    """When the stream ended."""
+    """Time at which the stream ended; None if it is unknown."""
     cached_tokens: int = 0
     output_digest: str = ""
-    """Hash of the output token ids: equal work is asserted by equal digests."""
+    """Hash of the output token ids: equal answers have equal digests."""
     request_id: str = ""
     error: str = ""
     group: str = ""
 
     @property
     def lateness_s(self) -> float:
-        """By how much the generator was late."""
+        """Lateness of the generator, in seconds."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From the due time to the first token."""
+        """Time from the due time to the first token, in seconds; None without a token."""
         return self.token_times_s[0] - self.due_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None for answers of one token."""
+        """Mean time per output token after the first, in seconds; None for answers of one token."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
     def max_itl_s(self) -> float | None:
-        """The longest gap between two tokens; None for answers of one token."""
+        """The longest gap between two tokens, in seconds; None for answers of one token."""
         times = self.token_times_s
         return max(after - before for before, after in pairwise(times)) if len(times) > 1 else None
 
@@ -95,7 +97,7 @@ def to_line(record: RequestRecord) -> bytes:
 
 
 def read_records(lines: Iterable[bytes]) -> Iterator[RequestRecord]:
-    """Records from lines of JSON; raises `ValueError` naming the line that is none."""
+    """Read records from lines of JSON; raises `ValueError` naming the first invalid line."""
     for number, line in enumerate(lines, start=1):
         try:
             yield _decoder.decode(line)

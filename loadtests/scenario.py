@@ -1,4 +1,4 @@
-"""A scenario file: which requests are sent, when, and the limits to meet.
+"""A scenario file: the requests, their times, and the limits to meet.
 
     workload: {kind: random, isl: 512, osl: 64}
     arrivals: {kind: poisson, rate_per_s: 2.0, num_requests: 300}
@@ -24,17 +24,17 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 
 
 class Overrides(msgspec.Struct, frozen=True, kw_only=True):
-    """What replaces a scenario's own values; None leaves them."""
+    """Values that replace those of a scenario; None keeps the scenario's."""
 
     rate_per_s: float | None = None
     duration_s: float | None = None
     num_requests: int | None = None
     seed: int | None = None
-    """Of the arrivals and of the workload."""
+    """Seed of the arrivals and of the workload."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A load test, but for the cluster."""
+    """A load test without the cluster that it is for."""
 
     workload: WorkloadConfig
     arrivals: ArrivalConfig
@@ -43,7 +43,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def load_scenario(name: str, overrides: Overrides | None = None) -> Scenario:
-    """A scenario from a file, or of the given name.
+    """Load a scenario from a file, or the built-in one of the given name.
 
     Raises:
         ValueError: naming the file and the field, if it cannot be read or has a value that is not allowed.
@@ -64,18 +64,18 @@ def load_scenario(name: str, overrides: Overrides | None = None) -> Scenario:
 
 
 def built_in_names() -> list[str]:
-    """The scenarios that come with the package."""
+    """Names of the scenarios that come with the package."""
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
 
 
 def scenario_path(name: str) -> Path:
-    """The file that a name stands for."""
+    """Path of the file that a name stands for."""
     is_plain = Path(name).name == name and not Path(name).suffix
     return SCENARIOS / f"{name}.yaml" if is_plain else Path(name)
 
 
 def make_scenario(raw: dict[str, Any], overrides: Overrides | None = None) -> Scenario:
-    """A scenario from plain values; raises `ValueError` naming the field."""
+    """Make a scenario from plain values; raises `ValueError` naming the field."""
     sections = {name: dict(value) if isinstance(value, dict) else value for name, value in raw.items()}
     workload, arrivals = sections.get("workload"), sections.get("arrivals")
     if overrides is not None and isinstance(workload, dict) and isinstance(arrivals, dict):
@@ -94,7 +94,7 @@ def make_scenario(raw: dict[str, Any], overrides: Overrides | None = None) -> Sc
 
 
 def _with_field_first(text: str) -> str:
-    """``problem - at `$.workload.isl` `` as `workload.isl: problem`."""
+    """Convert ``problem - at `$.workload.isl` `` to `workload.isl: problem`."""
     match = re.fullmatch(r"(.*) - at `\$\.(.*)`", text, re.DOTALL)
     if match is None:
         return text

@@ -1,7 +1,7 @@
 """The shell around one `Sender`: the pair of this prefill worker with one incarnation of a decode worker.
 
     connecting   control stream, hello, then the byte transport; attempts wait, at most until their deadline
-    open         the sender decides, this file carries its commands out
+    open         the sender decides, this file executes its commands
     closed       every attempt was reported; the role makes a new link for the next attempt
     gone         stream, transport and task have ended, too
 
@@ -61,9 +61,9 @@ class _Waiting(NamedTuple):
     deadline: float | None
     since: float
     timeout_s: float | None
-    """For how long it may wait; None for as long as the pair takes."""
+    """Seconds that it may wait for the pair; None for as long as the pair takes."""
     move: int = 0
-    """See `DecodeLink.offer`."""
+    """Number of the move of a running sequence; 0 for a prompt."""
 
     def is_too_long(self, now: float) -> bool:
         return self.timeout_s is not None and now - self.since >= self.timeout_s
@@ -72,7 +72,7 @@ class _Waiting(NamedTuple):
         return self.deadline is not None and now >= self.deadline
 
     def spec_now(self, now: float) -> SequenceSpec:
-        """The spec with what is left of its time."""
+        """The spec with its remaining timeout and the progress towards its targets."""
         spec, targets = self.spec, self.spec.targets
         if self.deadline is not None:
             spec = msgspec.structs.replace(spec, timeout_s=self.deadline - now)
@@ -83,20 +83,20 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkCallbacks:
-    """What a link calls of its role."""
+    """Calls from a link to its role."""
 
     on_reserved: Callable[[AttemptKey], None]
     """The decode worker has room for the attempt, and its prefill begins."""
     on_over: Callable[[SendOver], None]
-    """Once per offered attempt."""
+    """Called once for each offered attempt, when its hand-over is decided."""
     on_closed: Callable[[DecodeLink], None]
-    """The link takes no more attempts. Idempotent."""
+    """Called when the link takes no more attempts. Idempotent."""
     on_gone: Callable[[DecodeLink], None]
-    """Nothing of the link is left but what the engine still copies."""
+    """Called when the link holds nothing any more, except what the engine still copies."""
 
 
 class DecodeLink(PairLink):
-    """One pair, from the prefill side."""
+    """One pair, on the prefill side."""
 
     _half: Sender | None
 
@@ -123,7 +123,7 @@ class DecodeLink(PairLink):
         self._task.add_done_callback(lambda _: self._callbacks.on_gone(self))
 
     def retire(self, why: str) -> None:
-        """End a pair that is idle, in the background; the role makes a new link when it needs one."""
+        """Close an idle pair in the background; the role makes a new link when it needs one."""
         idle_s = self._context.now() - self.used_at
         logger.info("pair with %s: idle for %.0f s, closing it: %s", self.peer.worker_id, idle_s, why)
         self._is_retired = True
@@ -134,7 +134,7 @@ class DecodeLink(PairLink):
             self._task.cancel()
 
     async def close(self) -> None:
-        """Give all attempts up and end the pair; returns when its task is over."""
+        """Abort all attempts and close the pair; returns when its task has ended."""
         if self._task is None:
             return
         if not self._is_shutting_down:
@@ -202,7 +202,7 @@ class DecodeLink(PairLink):
         self._context.flush()
 
     async def _formed(self, form: Callable[[], PairTransport]) -> PairTransport:
-        """The byte transport, unless D leaves meanwhile: `form` would wait for it as long as a set-up may take."""
+        """The byte transport, unless D ends the stream first: `form` would wait for D as long as a set-up may take."""
         forming = asyncio.create_task(open_on_thread(f"connect-{self.peer.worker_id}", form))
         leaving = asyncio.create_task(self._stream.ended())
         try:
@@ -258,7 +258,7 @@ class DecodeLink(PairLink):
         self._carry_out(commands)
 
     def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
-        """Give an attempt up; unknown ones are ignored."""
+        """Abort an attempt; unknown ones are ignored."""
         if (waiting := self._waiting.pop(key, None)) is not None:
             self._callbacks.on_over(SendOver(key, "cancelled", cause, stays=waiting.move > 0))
         elif self._half is not None:
@@ -286,7 +286,7 @@ class DecodeLink(PairLink):
         self._carry_out(self._half.on_gathered(key, seq, ok, nbytes, checksum))
 
     def tick(self, now: float) -> None:
-        """Called every heartbeat."""
+        """Check leases and deadlines of the pair; called at every heartbeat."""
         self._expire_waiting(now)
         if self._half is not None:
             self._carry_out(self._half.tick(now))

@@ -34,28 +34,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that is not over."""
+    """An attempt that has not ended."""
 
     gateway_id: GatewayId
     dispatched_at: float
     alloc_wait_s: float = 0.0
-    """From the dispatch until the decode worker had reserved room."""
+    """Time from the dispatch until the decode worker had reserved blocks, in seconds."""
     is_move: bool = False
-    """Whether it decodes here: the decode role has it, too."""
+    """Whether the attempt decodes here and moves away: the decode role has it, too."""
     has_ended: bool = False
-    """Whether the engine ended it, which the decode role reports."""
+    """Whether the engine ended the attempt, which the decode role reports."""
 
 
 @dataclass(slots=True)
 class _Transfers:
-    """What was sent to one decode worker."""
+    """Totals of the transfers to one decode worker."""
 
     num_transfers: int = 0
     num_bytes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
     def note(self, over: SendOver) -> None:
-        """A hand-over is decided."""
+        """Count a hand-over whose outcome is decided."""
         if over.cause is None:
             self.num_transfers += 1
             self.num_bytes += over.kv_bytes
@@ -64,7 +64,7 @@ class _Transfers:
 
 
 def _is_fault_of_pair(outcome: SendOutcome, cause: Cause) -> bool:
-    """Not so if D had no room, or the attempt was cancelled."""
+    """Whether the pair is at fault: not if D had no room, or the attempt was cancelled."""
     return outcome == "failed" or cause.failure is Failure.PAIR_LOST
 
 
@@ -76,18 +76,18 @@ class PrefillRole:
     def __init__(self, context: RoleContext) -> None:
         self._context = context
         self._links: dict[PeerRef, DecodeLink] = {}
-        """Links that take attempts, or will."""
+        """Links that take attempts, now or once they are formed."""
         self._all_links: set[DecodeLink] = set()
-        """Also those that are being closed."""
+        """All links, including those that are being closed."""
         self._warm: set[PeerRef] = set()
-        """Peers whose pairs were formed ahead of time, by `Connect`: those are not closed for being idle."""
+        """Peers whose pairs were formed ahead of time, by `Connect`; these pairs are not closed for being idle."""
         self._link_of = LinkTable[DecodeLink]()
         self._attempts: dict[AttemptKey, _Attempt] = {}
-        """Until each is over."""
+        """Attempts that have not ended."""
         self._migrations: dict[AttemptKey, Migrate] = {}
-        """Those whose sequence the engine has not described yet."""
+        """Moves whose sequence the engine has not described yet."""
         self._transfers: dict[tuple[WorkerId, str], _Transfers] = {}
-        """By decode worker and transport."""
+        """Totals of transfers by decode worker and transport."""
 
     async def start(self) -> None:
         """Load what the transport needs, because that may hold the event loop for seconds. Links are made later, when
@@ -96,15 +96,15 @@ class PrefillRole:
         self._context.parts.make_connector(config.transport, config.host, self._context.cluster_secret)
 
     async def stop(self) -> None:
-        """Close all links."""
+        """Close all links, and wait for their ends."""
         await asyncio.gather(*(link.close() for link in list(self._all_links)))
 
     def handlers(self) -> list[object]:
-        """None: it serves gateways only."""
+        """No handlers: this role serves gateways only."""
         return []
 
     def connect(self, peer: PeerRef) -> None:
-        """Form the pair with a decode worker, unless it is there, or this worker has as many as it keeps."""
+        """Form the pair with a decode worker, unless it exists, or this worker has as many pairs as it keeps."""
         if peer in self._links or len(self._links) < self._context.config.transfer.max_pairs:
             self._warm.add(peer)
             self._link_to(peer)
@@ -125,14 +125,14 @@ class PrefillRole:
         return link
 
     def _make_room(self) -> None:
-        """Close pairs for one more, those first that were not used for longest. Where all are in use there are more for
-        a while."""
+        """Close the least recently used idle pairs to make room for one more. If all are in use the limit is exceeded
+        for a while."""
         most = self._context.config.transfer.max_pairs
         for link in surplus_links(self._links.values(), most):
             link.retire(f"this worker keeps {most}")
 
     def takes(self, dispatch: Dispatch) -> bool:
-        """Dispatches with a decode worker."""
+        """Whether the dispatch names a decode worker."""
         return dispatch.decode_peer is not None and "prefill" in self._context.config.roles
 
     def dispatch(self, dispatch: Dispatch) -> None:
@@ -177,25 +177,25 @@ class PrefillRole:
         link.offer(event.spec, message.pair_timeout_s, message.number)
 
     def cancel(self, key: AttemptKey) -> None:
-        """Give an attempt up, or its move; unknown ones are over already, because a cancel cannot overtake its dispatch
+        """Abort an attempt, or its move. Unknown ones have ended already, because a cancel cannot overtake its dispatch
         on one session."""
         self._migrations.pop(key, None)
         if (link := self._link_of.get(key)) is not None:
             link.cancel(key)
 
     def cancel_migration(self, key: AttemptKey, gateway_id: GatewayId) -> None:
-        """Have an attempt stay here, if it is not committed yet."""
+        """Keep an attempt here, if its move is not committed yet."""
         if self._migrations.pop(key, None) is not None:
             self._context.outbox.migration_failed(gateway_id, key, "cancelled", refused=False)
         elif (link := self._link_of.get(key)) is not None:
             link.cancel(key)
 
     def owns(self, key: AttemptKey) -> bool:
-        """Whether a link holds the attempt, if only for a buffer that is still being filled, or will."""
+        """Whether a link holds the attempt, or will; a buffer that is still being filled counts."""
         return key in self._link_of or key in self._migrations
 
     def on_event(self, event: Event) -> None:
-        """Pass an event on to the link, and to the gateway what concerns it."""
+        """Pass an event to its link, and to the gateway if it concerns the gateway."""
         if isinstance(event, Exported):
             self._on_exported(event)
             return
@@ -234,11 +234,11 @@ class PrefillRole:
                 link.retire("no attempt used it")
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
-        """Live attempts of one gateway."""
+        """Keys of the live attempts of one gateway."""
         return [key for key, attempt in self._attempts.items() if attempt.gateway_id == gateway_id]
 
     def holdings(self) -> dict[str, int]:
-        """Attempts and what the pairs hold for them."""
+        """Number of attempts, and of the resources that the pairs hold for them."""
         own = {
             "prefill_attempts": len(self._attempts),
             "migrations": len(self._migrations),
@@ -246,7 +246,7 @@ class PrefillRole:
         return total_holdings(own, self._all_links)
 
     def transfers(self) -> list[TransferCount]:
-        """What was sent to each decode worker since the start, in all of its incarnations."""
+        """Totals of the transfers to each decode worker since the start, over all of its incarnations."""
         return [
             TransferCount(
                 decode_worker=worker_id,

@@ -20,7 +20,7 @@ from disagg.proto.messages import PeerRef, WorkerInfo
 from disagg.proto.services import TRANSFER
 
 END_TIMEOUT_S = 1.0
-"""For the end of a call that is over; it is there at once."""
+"""Seconds to wait for the end of a call that is over, which normally comes at once."""
 
 
 class PairError(Exception):
@@ -84,7 +84,7 @@ class PairStream:
             self._call.cancel()
 
     async def messages(self) -> AsyncGenerator[ReceiverToSender, None]:
-        """The peer's messages, until the stream ends; raises `PairError` when it breaks."""
+        """Yields the peer's messages until the stream ends; raises `PairError` when it breaks."""
         assert self._incoming is not None
         try:
             async for frame in self._incoming:
@@ -100,7 +100,7 @@ class PairStream:
             raise PairError(f"the stream to {self._peer.worker_id} was given up") from None
 
     async def ended(self) -> None:
-        """Returns when the stream is over, whichever side ended it. To be called once it is open."""
+        """Wait until the stream has ended, whichever side ended it. To be called once it is open."""
         await self._call.code()
 
     async def close(self) -> None:
@@ -124,8 +124,8 @@ class PairStream:
 
 
 async def _read_out(incoming: AsyncGenerator[Any, None]) -> None:
-    """Read to the end of a call that is over. gRPC keeps a call with unread messages, and its connection with it; where
-    a write has failed, not even a cancel ends it."""
+    """Read a call that is over to its end. gRPC keeps a call with unread messages, and its connection with it; where a
+    write has failed, not even a cancel ends it."""
     with contextlib.suppress(grpc.RpcError, asyncio.CancelledError, TimeoutError):  # gRPC's, of its own cancel
         async with asyncio.timeout(END_TIMEOUT_S):
             async for _ in incoming:

@@ -9,23 +9,23 @@ from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import Message, StepCoefficients
 
 MAX_REQUEST_SAMPLES = 256
-"""Of the latest requests in one report."""
+"""Largest number of requests in one report: the latest ones."""
 
 
 class RequestSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One of the latest requests, refused ones among them."""
 
     age_s: float
-    """Since its arrival."""
+    """Time since the request's arrival, in seconds."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, that no worker had to compute."""
+    """Prompt tokens that no worker had to compute."""
     output_tokens: int | None
-    """None where they are unknown: it runs, failed or was refused."""
+    """Output tokens of the answer; None where the request still runs, failed or was refused."""
     max_tokens: int
-    """That it allows."""
+    """Largest number of output tokens that the request allows."""
     ttft_s: float | None = None
-    """Its targets."""
+    """Target of the time to the first token, in seconds; None without one."""
     tpot_s: float | None = None
 
 
@@ -42,42 +42,42 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int = 0
     num_waiting: int = 0
     blocks_used: int = 0
-    """That sequences hold or are promised."""
+    """KV blocks that sequences hold or that are reserved for them."""
     steps: StepCoefficients | None = None
-    """Its step times, as placement has them; None before any was measured."""
+    """Coefficients of its step times, as placement uses them; None before any was measured."""
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag=True):
-    """The load of one model at one gateway's door."""
+    """Load of one model, as one gateway sees it."""
 
     model: str = ""
-    """Its key; empty where there is one."""
+    """Key of the model; empty where the cluster serves only one."""
     num_arrived: int
-    """Requests since it began, refused ones among them."""
+    """Requests that arrived since the router of the model started, refused ones included."""
     num_queued: int
     num_running: int
     num_met: int = 0
-    """Of the requests of the last minute that had targets, those that met them."""
+    """Requests of the last minute that met their targets."""
     num_judged: int = 0
-    """Those that had targets."""
+    """Requests of the last minute that had targets."""
     requests: tuple[RequestSample, ...] = ()
-    """The latest first."""
+    """The latest requests, the latest one first."""
     workers: tuple[WorkerSample, ...] = ()
-    """That requests are placed on."""
+    """Workers on which requests are placed."""
     link_latency_s: float = 1e-4
     link_byte_s: float = 1e-10
 
 
 class PoolDecision(Message, frozen=True, kw_only=True):
-    """What one pool should be."""
+    """Size that the policy wants for one pool."""
 
     name: str
     size: int
-    """Desired size when it was decided."""
+    """Desired size of the pool when this was decided."""
     wanted: int
     reason: str
     change: str
-    """What would change it."""
+    """The condition under which the decision would change, as text."""
 
 
 class Decision(Message, frozen=True, kw_only=True):
@@ -85,32 +85,32 @@ class Decision(Message, frozen=True, kw_only=True):
 
     pools: tuple[PoolDecision, ...]
     prompt_tokens_per_s: float = 0.0
-    """That arrive and are not cached."""
+    """Rate of prompt tokens that arrive and are not cached."""
     output_tokens_per_s: float = 0.0
-    """That what arrives asks for."""
+    """Rate of output tokens that the arriving requests ask for."""
     requests_per_s: float = 0.0
     forecast_per_s: float = 0.0
-    """Requests per second when a worker that is started now would serve."""
+    """Expected requests per second at the time when a worker that is started now would serve."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What is wanted, by pool."""
+        """Wanted sizes by pool."""
         return {pool.name: pool.wanted for pool in self.pools}
 
     @property
     def is_change(self) -> bool:
-        """Whether any pool is to be resized."""
+        """Whether the decision resizes any pool."""
         return any(pool.size != pool.wanted for pool in self.pools)
 
 
 class AutoscalerState(Message, frozen=True, kw_only=True, tag=True):
-    """The autoscaler, for operators."""
+    """State of the autoscaler, for operators."""
 
     policy: str
     dry_run: bool
     decision: Decision | None = None
-    """The latest; None before the first."""
+    """The latest decision; None before the first one."""
     age_s: float = 0.0
-    """Since then."""
+    """Time since the latest decision, in seconds."""
     changes: dict[str, int] = msgspec.field(default_factory=dict)
     """`<pool> up` and `<pool> down`: how often it was resized, or would have been in a dry run."""

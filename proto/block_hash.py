@@ -23,13 +23,13 @@ _BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
 
 
 def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
-    """The parent of block 0. `tenant_salt` is another one for each tenant (and salt of its own choice), or empty where
-    there are neither."""
+    """The parent of block 0. `tenant_salt` differs for each tenant (and each salt that a tenant chooses), and is empty
+    where there is neither."""
     return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """What workers call a tenant: not its name, and empty where that is."""
+    """Name of a tenant for workers: a hash of its real name; empty if that is empty."""
     return hashlib.sha256(b"disagg/tenant\0" + tenant.encode()).digest()[:_TAG_BYTES] if tenant else b""
 
 

@@ -21,12 +21,12 @@ NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-"""A part of something that must not be nothing."""
+"""A share that must be larger than zero."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 MAX_TARGET_MS: Final = 86_400_000.0
-"""A day."""
+"""One day in milliseconds."""
 MIN_TPOT_MS: Final = 0.1
-"""The least TPOT target, which is less than the step of any model takes."""
+"""The smallest TPOT target: less than the duration of a step of any model."""
 Millis = Annotated[float, msgspec.Meta(gt=0, le=MAX_TARGET_MS)]
 TpotMillis = Annotated[float, msgspec.Meta(ge=MIN_TPOT_MS, le=MAX_TARGET_MS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -61,7 +61,7 @@ def check_bounds(config: msgspec.Struct, path: str) -> None:
 
 @functools.cache
 def _bounds(kind: type[msgspec.Struct]) -> Mapping[str, msgspec.Meta]:
-    """Field -> its bounds, of those that have any; also of `Count | None`."""
+    """The bounds of each field that has any, by field name; also of `Count | None`."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: bounds for name, hint in hints.items() if (bounds := _meta(hint)) is not None}
 
@@ -72,7 +72,8 @@ def _meta(hint: Any) -> msgspec.Meta | None:
 
 
 def _broken_rule(bounds: msgspec.Meta, value: Any) -> str:
-    """What the value must be; empty if it is that, or of a kind that these bounds are not for. NaN is within none."""
+    """The rule that the value breaks; empty if it breaks none, or is of a kind that these bounds do not apply to. NaN
+    breaks every rule."""
     if isinstance(value, str):
         if bounds.min_length and len(value) < bounds.min_length:
             return "not be empty"

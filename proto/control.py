@@ -21,13 +21,14 @@ HEARTBEAT_S = 0.5
 MAX_POOL_SIZE = 1024
 PoolKind = Literal["prefill", "decode", "colocated", "workers"]
 PoolName = str
-"""A kind of pool; where the cluster has several models, with the key of one: `qwen/decode`."""
+"""Name of a pool: its kind, and where the cluster has several models the key of one before it, such as `qwen/decode`.
+"""
 MemberState = Literal["ready", "draining"]
 WorkerPhase = Literal["starting", "ready", "draining", "stopping", "lost", "failed"]
-"""`lost`: it was there, its stream or its process ended, and it is expected back or started again. `failed`: its start
-failed; it is tried again."""
+"""Phase of a worker. `lost`: it was ready, its stream or its process ended, and it is expected back or started again.
+`failed`: its start failed; it is tried again."""
 GatewayPhase = Literal["starting", "ready", "stopping", "lost", "failed"]
-"""As for workers; a gateway is not drained."""
+"""Phase of a gateway, with the meanings of `WorkerPhase`; a gateway is not drained."""
 
 
 # ---------------------------------------------------------------- worker -> controller
@@ -47,7 +48,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True, tag=True):
     worker_id: WorkerId
     error: str
     start_id: str = ""
-    """As in `WorkerInfo`."""
+    """The start that failed, as in `WorkerInfo.start_id`."""
 
 
 class WorkerStarting(Message, frozen=True, kw_only=True, tag=True):
@@ -55,18 +56,18 @@ class WorkerStarting(Message, frozen=True, kw_only=True, tag=True):
 
     worker_id: WorkerId
     doing: str
-    """For people to read."""
+    """What the worker is doing, as text for operators."""
     start_id: str = ""
-    """As in `WorkerInfo`."""
+    """The start that is under way, as in `WorkerInfo.start_id`."""
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """A heartbeat of a worker, periodically after its hello."""
 
     turn_s: float = 0.0
-    """For how long its engine has been in its present turn; 0 where it waits."""
+    """Time for which its engine has been in its present turn, in seconds; 0 where it waits."""
     expected_s: float = 0.0
-    """For how long that was predicted to last; 0 where no turn lasts long."""
+    """Predicted duration of that turn in seconds; 0 where no turn lasts long."""
 
 
 WorkerToController = WorkerHello | WorkerFailed | WorkerStarting | WorkerHeartbeat
@@ -77,7 +78,7 @@ class WorkerWelcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerProven(Message, frozen=True, kw_only=True, tag=True):
-    """A probe went through the worker, and it counts as ready. It keeps that for the next controller."""
+    """A probe went through the worker, and it counts as ready. The worker remembers this for the next controller."""
 
 
 class WorkerRejected(Message, frozen=True, kw_only=True, tag=True):
@@ -107,15 +108,15 @@ class GatewayHello(Message, frozen=True, kw_only=True, tag=True):
     """host:port of its public server; empty while it does not listen yet."""
     pid: int
     http_address: str = ""
-    """The same of HTTP; empty where it serves none."""
+    """host:port of its HTTP server; empty where it serves none."""
     draining: tuple[WorkerIncarnation, ...] = ()
-    """The workers that it drains on request of an earlier controller."""
+    """The workers that it drains because an earlier controller asked for it."""
     name: str = "gateway"
-    """Of its process."""
+    """Name of the gateway's process."""
     own_address: str = ""
-    """With several gateways at one address: where only this one listens, too; empty with one."""
+    """host:port where only this gateway listens too, if several gateways share one address; else empty."""
     own_http_address: str = ""
-    """The same of HTTP."""
+    """host:port where only this gateway serves HTTP too, if several gateways share one address; else empty."""
 
 
 class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
@@ -127,20 +128,20 @@ class GatewayFailed(Message, frozen=True, kw_only=True, tag=True):
 
 
 class GatewayCounts(Message, frozen=True, kw_only=True):
-    """What one gateway counts, for the views of all of them."""
+    """Counts of one gateway, which are sent to the views of all gateways."""
 
     num_queued: int
     num_running: int
     stages: dict[str, int]
-    """Requests by what they wait for."""
+    """Number of requests by what they wait for."""
     slos: dict[str, tuple[int, int]]
-    """Of the last minute: (requests that met it, requests that had it)."""
+    """Counts of the last minute by target: (requests that met it, requests that had it)."""
     requests_per_s: float
     output_tokens_per_s: float
 
 
 class WorkerDrained(Message, frozen=True, kw_only=True, tag=True):
-    """This gateway has nothing left on that draining worker."""
+    """The gateway has no request left on that draining worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -153,12 +154,12 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     gateway_id: GatewayId = GatewayId("")
     pid: int = 0
     turn_s: float = 0.0
-    """For how long its event loop has been in its present turn."""
+    """Time for which its event loop has been in its present turn, in seconds."""
     doing: str = ""
-    """What the loop does in it, as sampled, for the log."""
+    """What the event loop does in that turn, as sampled; for the log."""
     name: str = "gateway"
     counts: GatewayCounts | None = None
-    """On the stream of its hello, where there are several gateways."""
+    """Counts of the gateway; only on the stream of its hello, and only where there are several gateways."""
 
 
 class MembershipRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -185,44 +186,44 @@ class Member(Message, frozen=True, kw_only=True):
 
 
 class Membership(Message, frozen=True, kw_only=True, tag=True):
-    """All workers; replaces what was known."""
+    """The complete list of workers, which replaces the previous one."""
 
     members: tuple[Member, ...]
     source: str = ""
-    """Names the list that the revision is of; another controller has another."""
+    """Name of the list that the revision belongs to; each controller has its own."""
     revision: int = 0
-    """Counts the changes of the list."""
+    """Number of changes of the list so far."""
 
 
 class MembershipChange(Message, frozen=True, kw_only=True, tag=True):
-    """What became of the membership of the revision before."""
+    """The difference between the membership and its previous revision."""
 
     source: str
     revision: int
-    """After the change."""
+    """Revision of the list after this change."""
     changed: tuple[Member, ...] = ()
-    """Workers that came, or are not what they were."""
+    """Workers that are new or have changed."""
     removed: tuple[WorkerId, ...] = ()
 
 
 class GatewaySettings(Message, frozen=True, kw_only=True, tag=True):
-    """What a gateway is to do differently from now on, without a restart."""
+    """Settings that a gateway applies from now on, without a restart."""
 
     generation: int
-    """Of the configuration that says so; answered with `SettingsFollowed`."""
+    """Generation of the configuration that contains these settings; answered with `SettingsFollowed`."""
     routers: bytes
     """The `RouterConfig` of each model, by its key, as JSON; the key is empty where there is one."""
     models: bytes
     """The `ModelSource` of each model that is to be served, as JSON."""
     load_every_s: float | None
-    """Between two reports to an autoscaler; None without one."""
+    """Seconds between two load reports for the autoscaler; None without one."""
 
 
 class ExpectedWorkers(Message, frozen=True, kw_only=True, tag=True):
-    """The workers that are starting, or are about to; replaces what was known of them."""
+    """The complete list of workers that are starting or are about to, which replaces the previous one."""
 
     in_s: dict[WorkerId, float]
-    """Seconds until each is expected to be ready, as the message is sent."""
+    """Seconds until each worker is expected to be ready, counted from when the message is sent."""
 
 
 ControllerToGateway = Membership | MembershipChange | ExpectedWorkers | AutoscalerState | GatewaySettings
@@ -232,7 +233,7 @@ ControllerToGateway = Membership | MembershipChange | ExpectedWorkers | Autoscal
 
 
 class ScaleRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Make pools this large from now on. Answered as soon as it is noted."""
+    """Set the desired sizes of these pools. Answered as soon as it is noted."""
 
     sizes: dict[PoolName, int]
 
@@ -242,33 +243,34 @@ class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
 
     worker_id: WorkerId
     deadline_s: float | None = None
-    """After so many seconds what is left of them is retried elsewhere; None for `controller.drain_timeout_s`."""
+    """Seconds after which its remaining requests are retried on other workers; None for `controller.drain_timeout_s`.
+    """
 
 
 class ApplyRequest(Message, frozen=True, kw_only=True, tag=True):
     """Give the cluster another configuration. Answered with `ApplyReply` as soon as it is noted."""
 
     config: bytes
-    """`ClusterConfig` as JSON."""
+    """The `ClusterConfig` as JSON."""
     dry_run: bool = False
-    """Only say what would be done."""
+    """Whether only to report what would be done."""
     surge: bool = True
-    """Whether each pool has one worker more while its workers are replaced; without, one less."""
+    """Whether each pool has one worker more while its workers are replaced; else it has one less."""
     restart: bool = False
-    """Replace all workers, also where nothing differs: for new weights or code in the old place."""
+    """Whether to replace all workers even where nothing differs: for new weights or code at the old path."""
     ready_timeout_s: float = 300.0
     """How long a new worker may take to be ready, before the old configuration is restored."""
 
 
 class StateRequest(Message, frozen=True, kw_only=True, tag=True):
-    """What is there."""
+    """Ask for the state of the cluster, a `ControlState`."""
 
 
 ControlRequest = ScaleRequest | DrainRequest | ApplyRequest | StateRequest
 
 
 class PoolState(Message, frozen=True, kw_only=True):
-    """One pool: desired and observed."""
+    """Desired and observed size of one pool."""
 
     name: PoolName
     desired: int
@@ -276,61 +278,61 @@ class PoolState(Message, frozen=True, kw_only=True):
 
 
 class WorkerRecord(Message, frozen=True, kw_only=True):
-    """One worker that is, or is to be, in the cluster."""
+    """One worker that is in the cluster, or is going to be."""
 
     worker_id: WorkerId
     pool: PoolName
     phase: WorkerPhase
     info: WorkerInfo | None = None
-    """Of its present incarnation."""
+    """Information about its present incarnation."""
     num_starts: int = 0
     detail: str = ""
-    """Why it was lost or failed, the last time."""
+    """Reason why it was last lost or failed."""
 
 
 class GatewayRecord(Message, frozen=True, kw_only=True):
-    """A gateway that follows, or that is to."""
+    """A gateway that is connected to the controller, or is going to be."""
 
     gateway_id: GatewayId
-    """Empty until it follows."""
+    """Id of the gateway; empty until it is connected."""
     address: str
-    """host:port for clients; empty until it follows."""
+    """host:port for clients; empty until it is connected."""
     pid: int
     http_address: str = ""
-    """The same of HTTP; empty where it serves none."""
+    """host:port of its HTTP server; empty where it serves none."""
     phase: GatewayPhase = "ready"
     detail: str = ""
-    """Why it was lost or failed, the last time."""
+    """Reason why it was last lost or failed."""
     name: str = "gateway"
-    """Of its process."""
+    """Name of the gateway's process."""
     own_address: str = ""
-    """With several gateways at one address: where only this one listens, too."""
+    """host:port where only this gateway listens too, if several gateways share one address."""
     own_http_address: str = ""
-    """The same of HTTP."""
+    """host:port where only this gateway serves HTTP too, if several gateways share one address."""
     counts: GatewayCounts | None = None
-    """Its latest, where there are several gateways."""
+    """The latest counts of the gateway, where there are several."""
 
 
 class RolloutState(Message, frozen=True, kw_only=True):
-    """How far the way to another configuration is."""
+    """Progress of the rollout of a configuration."""
 
     generation: int
-    """That is being applied."""
+    """Generation that is being applied."""
     previous: int
     stage: str
-    """`canary`: the first new workers start; `rolling`: others are replaced; `finishing`: workers that stood in leave.
-    """
+    """`canary`: the first new workers start; `rolling`: other workers are replaced; `finishing`: workers beyond the new
+    sizes leave."""
     num_done: int
     """Workers that have the new configuration and are ready."""
     num_workers: int
-    """Workers that are to have it."""
+    """Workers that will have the new configuration."""
     running_s: float
     doing: str
     next: str
     is_back: bool = False
-    """Whether `previous` failed, and its workers are replaced by those of `generation`."""
+    """Whether this is a rollback: `previous` failed, and its workers are replaced by those of `generation`."""
     why: str = ""
-    """It failed."""
+    """Reason of the rollback: what failed."""
 
 
 class RolledBack(Message, frozen=True, kw_only=True):
@@ -347,11 +349,11 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
     workers: tuple[WorkerRecord, ...]
     gateways: tuple[GatewayRecord, ...]
     autoscaler: AutoscalerState | None = None
-    """None where it is not enabled."""
+    """State of the autoscaler; None where it is not enabled."""
     generation: int = 1
-    """Of the configuration; counts those that were applied."""
+    """Generation of the configuration: the number of configurations that were applied."""
     rollout: RolloutState | None = None
-    """Of the configuration that is being applied."""
+    """Progress of the configuration that is being applied; None while there is no rollout."""
     rolled_back: RolledBack | None = None
     """The configuration that was requested last, where it could not be applied."""
 
@@ -370,32 +372,32 @@ class ControlState(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ControlRefused(Message, frozen=True, kw_only=True, tag=True):
-    """The request cannot be followed; nothing was changed."""
+    """The request cannot be carried out; nothing was changed."""
 
     field: str
     message: str
 
 
 class FieldChange(Message, frozen=True, kw_only=True):
-    """What becomes of one field in which the configuration differs."""
+    """One field in which the configuration differs, and what follows from that."""
 
     field: str
-    """Its path in the file."""
+    """Path of the field in the file."""
     before: str
     after: str
     how: Literal["in place", "replaces workers", "no effect", "refused"]
     detail: str = ""
-    """The pools whose workers are replaced; why it is refused."""
+    """The pools whose workers are replaced, or the reason of the refusal."""
 
 
 class ApplyReply(Message, frozen=True, kw_only=True, tag=True):
-    """What is being done, or would be."""
+    """The changes that are being made, or that would be made."""
 
     generation: int
-    """That is being applied; the present one where nothing differs, or for a dry run."""
+    """Generation that is being applied; the present one where nothing differs, and in a dry run."""
     changes: tuple[FieldChange, ...]
     pools: tuple[PoolName, ...]
-    """Whose workers are replaced, or that come or go."""
+    """Pools that are added or removed, or whose workers are replaced."""
 
 
 ControlReply = ControlState | ControlRefused | ApplyReply

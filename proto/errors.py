@@ -46,7 +46,7 @@ CLIENT_MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
         "shutting_down": "the server is stopping; try again in some seconds",
     }
 )
-"""By code, what a client reads of errors inside the cluster."""
+"""Messages by error code that clients read about errors inside the cluster."""
 
 
 GRAMMAR_TOO_LARGE: Final = (
@@ -56,7 +56,7 @@ GRAMMAR_TOO_LARGE: Final = (
 
 
 class DisaggError(Exception):
-    """Base of everything that is answered to a client.
+    """Base of all errors that are answered to a client.
 
     Args:
         message: for the client.
@@ -159,8 +159,8 @@ class RequestCancelledError(DisaggError):
 
 
 class OverloadedError(DisaggError):
-    """Refused because of load; `retry_after_s` seconds from now it may be taken. None: not as it is, however long one
-    waits."""
+    """The request was refused because of load. It may be accepted `retry_after_s` seconds from now; None if it would be
+    refused at any time."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -196,7 +196,7 @@ class UnavailableError(DisaggError):
 
 
 NO_WORKER_YET = "no_worker_yet"
-"""Code of an `UnavailableError`: a worker is coming, because one died, or because the request makes one start."""
+"""Code of an `UnavailableError`: a worker is being started, because one died or because the request needs one."""
 
 
 class InternalError(DisaggError):
@@ -217,7 +217,8 @@ class ConfigError(ValueError):
 
 
 UNAVAILABLE_RETRY_S = 1.0
-"""When to try again after an `UnavailableError`, which brings no time: a restarted worker is found within it."""
+"""Seconds after which to try again after an `UnavailableError`, which carries no time: a restarted worker is found
+within them."""
 
 
 def retry_after_s(error: DisaggError) -> float | None:

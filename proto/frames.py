@@ -13,7 +13,7 @@ import msgspec
 from disagg.proto.messages import decoder, encode
 
 FULL_FRAME_BYTES = 64 << 10
-"""A frame takes no further message beyond this; it is larger only where its one message is."""
+"""Size beyond which a frame takes no further message. A frame is larger only where its one message is."""
 
 
 def frames(messages: Iterable[msgspec.Struct]) -> Iterator[bytes]:
@@ -32,7 +32,7 @@ def frames(messages: Iterable[msgspec.Struct]) -> Iterator[bytes]:
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
-    """One message in a frame of its own, as a stream begins with."""
+    """Encode one message as a frame of its own: the first frame of a stream."""
     (frame,) = frames([message])
     return frame
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES = 32 << 10
-"""Of a grammar's text, as the client wrote it and as workers get it."""
+"""Largest size of a grammar's text, both as the client wrote it and as workers get it."""
 _BEGIN: Final = "\U000f0000"
 _END: Final = "\U000f0001"
-"""Of private use, around the names of special tokens."""
+"""Private-use characters `_BEGIN` and `_END` stand around the names of special tokens."""
 _PROVED_STEPS = 4
-"""Tokens of an answer that `prove` takes."""
+"""Number of tokens of an answer that `prove` tries."""
 
 
 def grammar_limits() -> LLParserLimits:
@@ -94,7 +94,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _first_line(matcher: LLMatcher) -> str:
-    """Of its error, as a client is to read it."""
+    """First line of the matcher's error, worded for the client."""
     line, *_ = matcher.get_error().split("\n")
     told, is_special, _ = line.partition("; following special tokens are available:")
     return f"{told}; a special token is named by its id, as <[2]>" if is_special else line[:300]

@@ -16,15 +16,15 @@ from disagg.proto.ids import AttemptKey, Incarnation, RequestId
 from disagg.proto.messages import Message, SequenceSpec, TokenLogprobs, WorkerInfo
 
 Side = Literal["sender", "receiver"]
-"""Of a pair: P sends, D receives."""
+"""Side of a pair: P is the sender, D the receiver."""
 
 
 class Failure(enum.StrEnum):
-    """Why a hand-over did not succeed: for programs, and the `reason` of `disagg_kv_transfer_failures`. Text that goes
-    with it is for people."""
+    """Why a hand-over did not succeed: for programs, and the `reason` of `disagg_kv_transfer_failures`. The
+    accompanying text is for operators."""
 
     CANCELLED = "cancelled"
-    """On purpose; the other side does not report it as a failure either."""
+    """The attempt was cancelled on purpose; the other side does not report it as a failure either."""
     DEADLINE = "deadline"
     REFUSED = "refused"
     """D has no room, or has or had this attempt."""
@@ -48,7 +48,7 @@ class Failure(enum.StrEnum):
     CHUNK_REJECTED = "chunk_rejected"
     """A chunk did not arrive as it was sent."""
     OTHER = "other"
-    """Also what a peer sends that is not listed here."""
+    """Any other failure, and one that a peer sends and that is not listed here."""
 
     @classmethod
     def _missing_(cls, value: object) -> Failure:
@@ -73,11 +73,11 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     """Unique per (both incarnations, connection); the prefix in D's store."""
     transport: str
     store_address: str = ""
-    """Of D's rendezvous, as the transport writes it; host:port of its store with gloo."""
+    """Address of D's rendezvous, in the form of the transport; with gloo it is host:port of D's store."""
     tp: int = 1
-    """Ranks of D."""
+    """Tensor parallel ranks of D."""
     credits: int
-    """Chunks that P may have announced and not seen `ChunkDone` for."""
+    """Largest number of chunks that P may have announced without having received their `ChunkDone`."""
     max_chunk_bytes: int
     digests: bool = False
     """Whether D's device does so too: then checksums are digests, which D compares behind the copy to its device."""
@@ -91,22 +91,22 @@ class PairRefused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class AttemptMessage(Message, frozen=True, kw_only=True):
-    """Concerns one attempt."""
+    """Base of the messages about one attempt."""
 
     request_id: RequestId
     attempt: int
 
     @property
     def key(self) -> AttemptKey:
-        """(request id, number of the attempt)."""
+        """The attempt that the message is about."""
         return AttemptKey(self.request_id, self.attempt)
 
 
 class ReservationMessage(AttemptMessage, frozen=True, kw_only=True):
-    """Concerns one reservation of an attempt; one with another generation is stale."""
+    """Base of the messages about one reservation of an attempt; one with another generation is stale."""
 
     generation: int
-    """Number of the reservation, from `Reserved`."""
+    """Number of the reservation, as in `Reserved`."""
 
 
 class Offer(Message, frozen=True, kw_only=True, tag=True):
@@ -114,7 +114,7 @@ class Offer(Message, frozen=True, kw_only=True, tag=True):
 
     spec: SequenceSpec
     move: int = 0
-    """Number of the move of a running sequence, see `Migrate`; 0 for a prompt. A later move is another offer."""
+    """Number of the move of a running sequence, see `Migrate`; 0 for a prompt. A later move is a new offer."""
 
 
 class Reserved(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -125,10 +125,10 @@ class Reserved(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(AttemptMessage, frozen=True, kw_only=True, tag=True):
-    """D cannot take it now. No fault: the router places again."""
+    """D cannot take the attempt now. This is no fault: the router places it again."""
 
     reason: str
-    """For people."""
+    """Reason as text for operators."""
 
 
 class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -141,11 +141,11 @@ class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """
 
     seq: int
-    """Counts chunks of the attempt from 0."""
+    """Number of the chunk within the attempt, from 0."""
     start_token: int
     end_token: int
     nbytes: int
-    """Of all slices."""
+    """Size of all slices together."""
     checksum: int | None
     """xxh3-64 of the payload, or its digest (`PairWelcome.digests`); of several slices, that of their checksums in the
     order of the plan. None where P still computes these tokens: `ChunkSum` follows."""
@@ -160,8 +160,7 @@ class ChunkSum(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Extend(ReservationMessage, frozen=True, kw_only=True, tag=True):
-    """The sequence decoded on while its KV was copied, and was held now: these tokens follow the known ones. Their KV
-    comes too."""
+    """P sends the tokens that the sequence decoded while its KV was copied; it is held now. Their KV follows."""
 
     token_ids: tuple[int, ...]
 
@@ -172,7 +171,7 @@ class ClearToSend(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
     seq: int
     turn: int
-    """Counts the receives of the pair from 0; bytes are sent in this order."""
+    """Number of the receive within the pair, from 0; bytes are sent in this order."""
 
 
 class ChunkDone(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -183,11 +182,11 @@ class ChunkDone(ReservationMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Commit(ReservationMessage, frozen=True, kw_only=True, tag=True):
-    """All chunks were announced; here is output token 0 of this attempt. D checks that every token's KV has landed."""
+    """All chunks were announced. Carries output token 0 of this attempt. D checks that every token's KV has arrived."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Of that token, where the request wants them."""
+    """Log-probabilities of that token, where the request asks for them."""
     num_chunks: int
 
 
@@ -203,7 +202,7 @@ class Abort(AttemptMessage, frozen=True, kw_only=True, tag=True):
 
 
 class AbortAck(AttemptMessage, frozen=True, kw_only=True, tag=True):
-    """The other side holds nothing of the attempt any more, but what bytes under way still need."""
+    """The other side holds nothing of the attempt any more, except buffers that transfers under way still use."""
 
 
 class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):

@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import Final, NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
-"""Minted by the gateway, one per sequence; a client's own id is only a label."""
+"""Id of a request, made by the gateway, one for each sequence. A client's own id is only a label."""
 
 WorkerId = NewType("WorkerId", str)
 """The stable name of a worker's place in its pool, such as `prefill-0`; where the cluster has several models, with the
 key of its model: `qwen/prefill-0`."""
 
 Incarnation = NewType("Incarnation", str)
-"""Random per start of a worker process, so that messages for an earlier incarnation at the same address are
+"""Id of one start of a worker process, random, so that messages for an earlier incarnation at the same address are
 recognized."""
 
 GatewayId = NewType("GatewayId", str)
-"""One per gateway process."""
+"""Id of a gateway process."""
 
 _PROBE: Final = "probe-"
 
 
 def probe_gateway_id(suffix: str) -> GatewayId:
-    """Of a controller that probes a worker as a gateway would use it."""
+    """Gateway id of a controller that probes a worker in the way a gateway would use it."""
     return GatewayId(_PROBE + suffix)
 
 
 def is_probe(gateway_id: str) -> bool:
-    """Whether requests of that gateway are such probes, which are left out of what is counted."""
+    """Whether a gateway id belongs to such a probe. Its requests are left out of statistics."""
     return gateway_id.startswith(_PROBE)
 
 
@@ -36,7 +36,7 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 class AttemptKey(NamedTuple):
-    """One try at one request: the key of every piece of state that a worker holds for it."""
+    """One attempt at a request: the key of all state that a worker holds for it."""
 
     request_id: RequestId
     attempt: int

@@ -16,7 +16,7 @@ from disagg.proto.control import Member, Membership, MembershipChange
 from disagg.proto.ids import WorkerId
 
 Applied = Literal["new", "old", "gap", "waiting"]
-"""The result of a message. `gap`: all of the membership must be requested, once. `waiting`: that was done already."""
+"""Result of a message. `gap`: the whole membership must be requested, once. `waiting`: that was requested already."""
 
 
 class MembershipLog:
@@ -51,10 +51,10 @@ class MembershipCopy:
 
     def __init__(self) -> None:
         self._source: str | None = None
-        """Of what it has; None without anything."""
+        """Source of the list that this is a copy of; None before the first message."""
         self._revision = 0
         self._latest = 0
-        """The highest revision of that source that a message had."""
+        """The highest revision of that source that was received."""
         self._members: dict[WorkerId, Member] = {}
         self._is_waiting = False
 

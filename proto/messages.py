@@ -24,7 +24,7 @@ RoleName = Literal["prefill", "decode"]
 EndReason = Literal["stop", "length", "cancelled", "deadline", "refused", "preempted", "moved", "failed", "invalid"]
 """`stop` and `length` are answers; `refused` means nothing was done and another worker may be used; `preempted` that
 the worker needed the sequence's memory, and it continues on another worker or later; `moved` that another worker has
-the sequence with its KV and goes on (see `Migrate`); `failed` is a fault; `invalid` that the request itself is the
+the sequence with its KV and continues it (see `Migrate`); `failed` is a fault; `invalid` that the request itself is the
 cause, so that it is not tried again: no token can be sampled with its settings."""
 
 MAX_FRAME_BYTES = 16 << 20
@@ -40,10 +40,10 @@ class Sampling(Message, frozen=True, kw_only=True):
     """Sampling parameters as workers need them: complete, validated by the gateway, in token ids."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """Number of most probable tokens to sample from; 0 keeps all."""
     min_p: float = 0.0
     seed: int = 0
     """The draw for output token i is a function of (seed, i) only."""
@@ -51,43 +51,45 @@ class Sampling(Message, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    """The client's and, unless `ignore_eos`, the model's; the gateway merged them."""
+    """Ids that end the answer: the client's and, unless `ignore_eos`, the model's, merged by the gateway."""
     max_tokens: int = 16
-    """Output tokens of the whole request, those of earlier attempts counted."""
+    """Limit on the output tokens of the whole request, those of earlier attempts included."""
     min_tokens: int = 0
     """No stop id is sampled before this many output tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), before everything else that changes logits."""
+    """Pairs of (token id, number that is added to its logit), applied before everything else that changes logits."""
     logprobs: int = -1
-    """How many of the likeliest tokens come with each output token; 0: only its own probability; -1: none at all."""
+    """Number of most probable tokens that are reported with each output token; 0: only its own probability; -1: none at
+    all."""
     prompt_logprobs: int = -1
-    """As `logprobs`, of the prompt's tokens from the second on; with the first output token, if that has `logprobs`."""
+    """The same for the prompt's tokens from the second on; reported with the first output token, if that has
+    `logprobs`."""
     grammar: str = ""
-    """What the output must be, as `proto/grammars.py` says; empty for any text."""
+    """Grammar of the output, in the form that `proto/grammars.py` describes; empty for any text."""
 
 
 class Targets(msgspec.Struct, frozen=True, array_like=True):
-    """The latency targets of a request, and how far it is, when this was sent."""
+    """Latency targets of a request, and its progress when this was sent."""
 
     ttft_s: float | None = None
-    """From the request's arrival at the gateway to its first token."""
+    """Target of the time from the request's arrival at the gateway to its first token, in seconds."""
     tpot_s: float | None = None
-    """Mean time between the tokens of the whole answer."""
+    """Target of the mean time between the tokens of the whole answer, in seconds."""
     age_s: float = 0.0
-    """Since the request's arrival."""
+    """Time since the request's arrival, in seconds."""
     streamed_s: float | None = None
-    """Since its first token; None before it."""
+    """Time since its first token, in seconds; None before it."""
     output_tokens: float = 1.0
     """Expected number of tokens of the whole answer."""
 
     def after(self, passed_s: float) -> Targets:
-        """The same, `passed_s` later."""
+        """The same targets `passed_s` seconds later."""
         streamed_s = None if self.streamed_s is None else self.streamed_s + passed_s
         return Targets(self.ttft_s, self.tpot_s, self.age_s + passed_s, streamed_s, self.output_tokens)
 
 
 class SequenceSpec(Message, frozen=True, kw_only=True):
-    """All that a worker needs to run, or to go on with, a request."""
+    """All that a worker needs to run a request, or to continue it."""
 
     request_id: RequestId
     attempt: int
@@ -101,15 +103,15 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     root_hash: BlockHash = BlockHash(b"")
     """The parent of block 0 (model fingerprint and tenant), for blocks that decode fills."""
     tenant_tag: bytes = b""
-    """Whose the blocks are once they are cached: the same for all requests of a tenant, whatever their salts; empty
-    where there are no tenants. See `block_hash.tenant_tag`."""
+    """Tag of the tenant that the blocks belong to once they are cached: the same for all requests of a tenant, whatever
+    their salts; empty where there are no tenants. See `block_hash.tenant_tag`."""
     sampling: Sampling
     priority: int = 0
     """Larger is more urgent."""
     timeout_s: float | None = None
-    """What was left of the request's deadline when this was sent."""
+    """Time that was left until the request's deadline when this was sent, in seconds."""
     targets: Targets | None = None
-    """None where the request has neither, its own or a configured one."""
+    """Latency targets; None where neither the request nor the configuration has any."""
 
     def __post_init__(self) -> None:
         check_packed("prompt_token_ids", self.prompt_token_ids)
@@ -131,17 +133,19 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     ms: float
     """Wall time of the step."""
     prefill_tokens: int = 0
-    """Prompt tokens computed."""
+    """Prompt tokens that the step computed."""
     prefill_attended: int = 0
     """Query-key pairs of these prompt tokens: the sum over them of the tokens that each one attends to."""
     num_decodes: int = 0
-    """Tokens computed of sequences that decode: of each its last one, and those that its grammar forced before it."""
+    """Tokens that were computed for decoding sequences: the last one of each, and those that its grammar forced before
+    it."""
     decode_context: int = 0
-    """The sum over these tokens of those that each one attends to."""
+    """Decode context: the sum over these tokens of the number of tokens that each one attends to."""
 
 
 class StepCoefficients(NamedTuple):
-    """Step time = base + prefill tokens, attended pairs, decodes and decode context times these, in milliseconds."""
+    """Coefficients of the step time in milliseconds, a linear model: base, prefill tokens, attended pairs, decodes and
+    decode context."""
 
     base_ms: float
     prefill_token_ms: float
@@ -150,16 +154,17 @@ class StepCoefficients(NamedTuple):
     context_ms: float
 
     def step_ms(self, sample: StepSample) -> float:
-        """Of what the sample computes."""
+        """Predicted duration of a step with the sample's work, in milliseconds."""
         prompts = sample.prefill_tokens * self.prefill_token_ms + sample.prefill_attended * self.attended_ms
         return self.base_ms + prompts + sample.num_decodes * self.decode_ms + sample.decode_context * self.context_ms
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
-        """What prompt tokens [start, start + num_tokens) add to a step."""
+        """Milliseconds that prompt tokens [start, start + num_tokens) add to a step."""
         return num_tokens * (self.prefill_token_ms + (start + (num_tokens + 1) / 2) * self.attended_ms)
 
     def num_tokens(self, start: int, room_ms: float) -> float:
-        """The most tokens of a prompt, from `start` on, that add at most `room_ms`: a whole number, or infinite."""
+        """The largest number of prompt tokens, from `start` on, that add at most `room_ms` to a step: a whole number,
+        or infinite."""
         if room_ms <= 0.0:
             return 0
         linear = self.prefill_token_ms + (start + 0.5) * self.attended_ms
@@ -169,7 +174,7 @@ class StepCoefficients(NamedTuple):
 
 
 class StartPhase(msgspec.Struct, frozen=True, array_like=True):
-    """A part of the start of a process, and how long it took."""
+    """One phase of the start of a process, and its duration."""
 
     name: str
     seconds: float
@@ -182,7 +187,7 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     incarnation: Incarnation
     roles: tuple[RoleName, ...]
     is_elastic: bool = False
-    """With both roles: whether it also forms pairs with others of its kind, as P and as D."""
+    """Whether a worker with both roles also forms pairs with others of its kind, as P and as D."""
     address: str
     """host:port of its control server."""
     pid: int
@@ -192,32 +197,32 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    """Sequences that it takes at a time; never more than a step has tokens."""
+    """Largest number of sequences that it runs at once; never more than the tokens of a step."""
     token_budget: int
     max_model_len: int
     tp: int = 1
-    """Ranks that compute together; each holds a part of the KV heads."""
+    """Tensor parallel size: the ranks that compute together. Each holds a part of the KV heads."""
     calibration: tuple[StepSample, ...] = ()
     """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
     start_id: str = ""
-    """The start by the controller that it comes from; empty where no controller started it. A process that its launcher
-    restarts by itself keeps it."""
+    """Id of the start by the controller that the process belongs to; empty where no controller started it. A process
+    that its launcher restarts by itself keeps it."""
     config_hash: str = ""
-    """Names the configuration that its controller started it with."""
+    """Hash of the configuration that its controller started it with."""
     decode_reserve_tokens: int = 0
-    """Output tokens whose blocks a sequence must find when it is admitted (less if its max_tokens is less)."""
+    """Output tokens for which free blocks must exist when a sequence is admitted (fewer if its max_tokens is less)."""
     watermark_blocks: int = 0
     """KV blocks that admission leaves free."""
     scheduling: str = "decode_first"
-    """How its steps are planned; see `EngineLimits.scheduling`."""
+    """Scheduling policy of its steps; see `EngineLimits.scheduling`."""
     max_itl_ms: float | None = None
-    """See `EngineLimits.max_itl_ms`."""
+    """Limit on the time between tokens in milliseconds, as in `EngineLimits`."""
     start_phases: tuple[StartPhase, ...] = ()
-    """From the controller's order to its registration, in order; empty where that was not measured."""
+    """Phases of its start, from the controller's order to its registration; empty where they were not measured."""
     arithmetic: str = ""
-    """How it computes, such as `fma` or `avx512-bf16`: workers of one arithmetic continue each other's answers to the
-    bit. Any pair can hand over; where the two differ, tokens are those that the decode worker computes from the
-    prefill worker's KV."""
+    """Kind of arithmetic, such as `fma` or `avx512-bf16`. Workers with the same arithmetic continue each other's
+    answers bit for bit. Any pair can hand over; where the two differ, the tokens are those that the decode worker
+    computes from the prefill worker's KV."""
 
 
 class KvLayout(Message, frozen=True, kw_only=True):
@@ -229,7 +234,7 @@ class KvLayout(Message, frozen=True, kw_only=True):
     dtype: str
     """A torch dtype name such as `bfloat16`, or `fake`."""
     bytes_per_token: int
-    """All layers, K and V."""
+    """Bytes of one token's KV: all layers, K and V."""
 
 
 class PeerRef(Message, frozen=True, kw_only=True):
@@ -244,13 +249,13 @@ class PeerRef(Message, frozen=True, kw_only=True):
 
 
 class Dispatch(Message, frozen=True, kw_only=True, tag=True):
-    """Run this attempt. With `decode_peer`, prefill here and hand over to that worker; without, do all of it here."""
+    """Run this attempt. With `decode_peer`, prefill here and hand over to that worker; without, run all of it here."""
 
     spec: SequenceSpec
     decode_peer: PeerRef | None = None
     pair_timeout_s: float | None = None
-    """For how long it may wait for the pair with that worker to be formed; then it is refused, so that it can go
-    elsewhere. None leaves it to the pair."""
+    """Seconds that the attempt may wait for the pair with that worker to be formed. After that it is refused, so that
+    it can be placed elsewhere. None: as long as the pair takes."""
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=True):
@@ -274,14 +279,14 @@ class Migrate(Message, frozen=True, kw_only=True, tag=True):
     request_id: RequestId
     attempt: int
     number: int
-    """Counts the moves of this attempt that were tried, from 1."""
+    """Number of the move among all moves of this attempt that were tried, from 1."""
     decode_peer: PeerRef
     pair_timeout_s: float | None = None
-    """As in `Dispatch`."""
+    """Seconds that the move may wait for the pair, as in `Dispatch`."""
 
 
 class CancelMigration(Message, frozen=True, kw_only=True, tag=True):
-    """The attempt shall stay, if that is still possible. Answered like `Migrate`."""
+    """Keep the attempt here, if that is still possible. Answered like `Migrate`."""
 
     request_id: RequestId
     attempt: int
@@ -291,12 +296,12 @@ GatewayToWorker = Dispatch | Connect | Cancel | Migrate | CancelMigration
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """How likely an output token was, and what was likelier: natural logarithms of the probabilities that the model
-    gave, before bias, penalties, temperature and filters."""
+    """Natural logarithms of the probabilities that the model gave to an output token and to the most probable ones,
+    before bias, penalties, temperature and filters."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
-    """The likeliest tokens, likeliest first, the smallest id among equals; `Sampling.logprobs` of them."""
+    """The most probable tokens, `Sampling.logprobs` of them: most probable first, smallest id first among equals."""
     top_logprobs: tuple[float, ...] = ()
     prompt: tuple[TokenLogprobs, ...] = ()  # with the first output token: of the prompt's, from the second on
 
@@ -309,7 +314,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     first_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, or none where the request has none."""
+    """Log-probabilities, one for each token; empty where the request does not ask for them."""
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
@@ -318,11 +323,11 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: int
     cached_tokens: int
-    """Prompt tokens that P had."""
+    """Prompt tokens that P had cached."""
     alloc_wait_s: float = 0.0
-    """From the dispatch until D had reserved room."""
+    """Time from the dispatch until D had reserved blocks, in seconds."""
     queue_s: float = 0.0
-    """From then until the first step that computed some of the prompt."""
+    """Time from then until the first step that computed part of the prompt, in seconds."""
 
 
 class HandedOver(Message, frozen=True, kw_only=True):
@@ -331,12 +336,12 @@ class HandedOver(Message, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: int
     kv_bytes: int
-    """Bytes that moved."""
+    """Bytes of KV that were transferred."""
     cached_tokens: int
-    """Prompt tokens that D had."""
+    """Prompt tokens that D had cached."""
     transport: str
     transfer_s: float = 0.0
-    """From the first chunk that was announced until all was in place; 0 where nothing moved."""
+    """Time from the first announced chunk until all KV was in place, in seconds; 0 where nothing was transferred."""
 
 
 class End(Message, frozen=True, kw_only=True):
@@ -347,25 +352,25 @@ class End(Message, frozen=True, kw_only=True):
     reason: EndReason
     detail: str = ""
     cached_tokens: int = 0
-    """Prompt tokens that this worker had, where it prefilled itself."""
+    """Prompt tokens that this worker had cached, where it prefilled the attempt itself."""
     queue_s: float = 0.0
-    """How long the sequence waited here for its first step."""
+    """Time that the sequence waited here for its first step, in seconds."""
     in_transfer: bool = False
-    """It is the pair with the decode worker that failed or is not there, not the computing."""
+    """Whether the failure is that of the pair with the decode worker and not of the computation."""
 
 
 class MigrationFailed(Message, frozen=True, kw_only=True):
-    """The attempt did not move and goes on where it was; nothing of it is on the other worker for long."""
+    """The attempt did not move and continues where it was; the other worker soon drops what it has of it."""
 
     request_id: RequestId
     attempt: int
     refused: bool
-    """The other worker had no room for it, or the pair was not formed: no fault."""
+    """Whether the other worker had no room for it, or the pair was not formed: no fault."""
     detail: str
 
 
 class StepUpdate(Message, frozen=True, kw_only=True, tag=True):
-    """Everything that one step (or event) of a worker has for one gateway."""
+    """Everything that one step (or event) of a worker reports to one gateway."""
 
     tokens: tuple[TokenOut, ...] = ()
     prefilled: tuple[PrefillDone, ...] = ()
@@ -399,7 +404,7 @@ class BlocksRemoved(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
-    """All prefix blocks of this worker; replaces what was known."""
+    """All prefix blocks of this worker, which replace the previous list."""
 
     hashes: tuple[NonEmptyHash, ...]
 
@@ -408,7 +413,7 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """What a worker is doing, in units that add up."""
+    """Load of a worker, in quantities that can be added."""
 
     num_running: int = 0
     """Sequences in the batch."""
@@ -418,47 +423,49 @@ class Load(Message, frozen=True, kw_only=True):
     """Sequences that were preempted and whose KV is in host memory."""
     uncomputed_prompt_tokens: int = 0
     """Prompt tokens that no step has computed yet, of this worker's sequences and of attempts that were dispatched to
-    it and are no sequences yet."""
+    it and have no sequence yet."""
     blocks_total: int = 0
     blocks_active: int = 0
-    """Held by sequences."""
+    """KV blocks that sequences hold."""
     blocks_cached: int = 0
-    """Unreferenced, content reusable."""
+    """KV blocks that no sequence holds and whose content can be reused."""
     blocks_reserved: int = 0
-    """Reserved for sequences and not written."""
+    """KV blocks that are reserved for sequences and not yet written."""
     steps: int = 0
     """Engine steps since start."""
     blocks_apart: int = 0
-    """Free, but between blocks of others: cached ones are given up before a new sequence gets these."""
+    """Free blocks that lie between blocks of other sequences: cached blocks are evicted before a new sequence gets
+    these."""
     num_preempted: int = 0
     """Sequences that were preempted and wait, suspended ones included: while there are any, nothing is reserved."""
     blocks_copied: int = 0
-    """Those of the cached ones that go first, because the worker that computed them has them too."""
+    """Cached blocks that are evicted first, because the worker that computed them has them too."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):
-    """What one prefill worker sent to one decode worker since it started."""
+    """Transfers from one prefill worker to one decode worker since the start of the former."""
 
     decode_worker: WorkerId
     transport: str
     num_transfers: int = 0
     num_bytes: int = 0
     failures: dict[str, int] = {}
-    """Reason -> how often."""
+    """Number of failures by reason."""
 
 
 class WorkerMetrics(Message, frozen=True, kw_only=True):
     """Counters of one incarnation of a worker; they only grow."""
 
     step_seconds: tuple[int, ...] = ()
-    """Steps by duration: how many fell into each interval of `STEP_SECONDS_BOUNDS`; the last one has no upper end."""
+    """Number of steps by duration, one count for each interval of `STEP_SECONDS_BOUNDS`; the last interval has no upper
+    end."""
     step_seconds_sum: float = 0.0
     prompt_tokens: int = 0
-    """Prompt tokens computed."""
+    """Prompt tokens that were computed."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     output_tokens: int = 0
-    """Tokens sampled."""
+    """Output tokens that were sampled."""
     preemptions: int = 0
     swapped_out_blocks: int = 0
     """KV blocks of preempted sequences that were copied to host memory."""
@@ -481,13 +488,14 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     load: Load
     kv_events: tuple[KvEvent, ...] = ()
     steps: tuple[StepSample, ...] = ()
-    """Some of the steps since the last report; which ones does not depend on how long they took."""
+    """A sample of the steps since the last report; the choice does not depend on their duration."""
     metrics: WorkerMetrics | None = None
     """Counters since the worker started; absent where none of them changed."""
     turn_s: float = 0.0
-    """For how long the engine has been in its present turn (one step and what comes with it); 0 where it waits."""
+    """Time for which the engine has been in its present turn (one step and what comes with it), in seconds; 0 where it
+    waits."""
     expected_s: float = 0.0
-    """For how long that was predicted to last; 0 where no turn lasts long."""
+    """Predicted duration of that turn in seconds; 0 where no turn lasts long."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -498,18 +506,19 @@ class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class AuditRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Requests an `AuditReport`."""
+    """Ask for an `AuditReport`, which is the answer."""
 
 
 class AuditReport(Message, frozen=True, kw_only=True, tag=True):
-    """What a worker holds. On an idle worker every count is zero and `problems` is empty."""
+    """State that a worker holds. On an idle worker every count is zero and `problems` is empty."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     counts: dict[str, int]
-    """By name: sequences, blocks_active, blocks_reserved, swap_bytes, sending, receiving, tombstones and others."""
+    """Counts by name: sequences, blocks_active, blocks_reserved, swap_bytes, sending, receiving, tombstones and others.
+    """
     problems: tuple[str, ...] = ()
-    """Findings of `check_integrity()`."""
+    """Inconsistencies that the audit of the engine found, as text."""
 
 
 # ---------------------------------------------------------------- encoding
@@ -520,7 +529,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One message as msgpack."""
+    """Encode one message as msgpack."""
     return _encoder.encode(message)
 
 

@@ -56,7 +56,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-"""For the calling side."""
+"""Options of channels, for the calling side."""
 
 NO_COMPRESSION: Final = ("grpc.compression_enabled_algorithms_bitset", 1)
 """Server option: of gRPC's algorithms the one that compresses nothing. A compressed message gets UNIMPLEMENTED."""
@@ -72,7 +72,7 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
-"""For the listening side."""
+"""Options of servers, for the listening side."""
 
 
 def service_and_method(path: str) -> tuple[str, str]:

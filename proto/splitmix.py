@@ -1,4 +1,4 @@
-"""SplitMix64: numbers that are a function of a state and a counter, with nothing else to carry. Pure.
+"""SplitMix64: random numbers as a function of a state and a counter only. Pure.
 
 G. Steele, D. Lea, C. Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants and output function
 as in S. Vigna's public-domain splitmix64.c. Triton kernels have their own (`kernels/triton/sampling.py`).

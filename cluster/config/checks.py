@@ -1,4 +1,4 @@
-"""Values of a configuration that contradict each other, although each is allowed. Pure."""
+"""Checks for values of a configuration that contradict each other, although each alone is allowed. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from disagg.proto.errors import ConfigError
 from disagg.router.config import is_decodes, num_split
 
 LEAST_TRACES = 40
-"""As many requests as a twin compares at least (`LEAST` in `simulator/twin/twin.py`)."""
+"""Least number of requests that a twin compares (`LEAST` in `simulator/twin/twin.py`)."""
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
-"""Of a model: it is a part of names of processes and files, and of paths of keys."""
+"""Form of a model's key, which is a part of names of processes and files, and of paths of keys."""
 
 
 def check(config: ClusterConfig) -> None:
@@ -48,7 +48,7 @@ def check(config: ClusterConfig) -> None:
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """The keys of `models`, before anything is made of what is below them. Raises `ConfigError`."""
+    """Check the keys of `models` before the values below them are read. Raises `ConfigError`."""
     keys = list(keys)
     if len(keys) > MAX_MODELS:
         raise ConfigError(f"models: at most {MAX_MODELS} in one cluster; got {len(keys)}")
@@ -79,7 +79,7 @@ def _check_models(config: ClusterConfig) -> None:
 
 
 def _check_model(path: str, config: ClusterConfig) -> None:
-    """One model and its pools; `path` is what the paths of its keys begin with."""
+    """Check one model and its pools; `path` is the beginning of the paths of its keys."""
     model = config.model
     for name, pool in active_pools(config):
         _check_pool(f"{path}{pool_path(name)}", pool)

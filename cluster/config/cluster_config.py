@@ -1,4 +1,4 @@
-"""The cluster's configuration: a YAML file, or nothing at all, becomes frozen structs.
+"""The cluster's configuration: a YAML file, or none, becomes frozen structs.
 
     load_config(file) -> override (command line) -> `control/plan.py` makes the configurations of the processes
 
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def load_config(file: Path | None) -> ClusterConfig:
-    """Read and check a configuration file; the defaults without one.
+    """Read and check a configuration file; None gives the defaults.
 
     Raises:
         ConfigError: if the file cannot be read, is no YAML, or has a value that cannot work.
@@ -77,8 +77,8 @@ def load_config(file: Path | None) -> ClusterConfig:
 
 
 def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
-    """The files of gateway and network as absolute paths: a process elsewhere has another working directory. So has a
-    model's folder that is there, seen from this process."""
+    """Make the files of gateway and network absolute paths, because processes on other hosts have another working
+    directory. The same for the folder of a model, if it exists for this process."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(folder / Path(path).expanduser())
@@ -120,7 +120,7 @@ def _with_absolute_path(model: ModelSection) -> ModelSection:
 
 
 def parse_config(raw: object) -> ClusterConfig:
-    """A checked configuration from parsed YAML; raises `ConfigError`."""
+    """Make a checked configuration from parsed YAML; raises `ConfigError`."""
     if isinstance(raw, dict) and isinstance(raw.get("models"), dict):
         check_keys(raw["models"])
     config = read_struct(ClusterConfig, raw)
@@ -129,7 +129,7 @@ def parse_config(raw: object) -> ClusterConfig:
 
 
 def override(config: ClusterConfig, values: Mapping[str, object]) -> ClusterConfig:
-    """The configuration with some values replaced, named by path: `{"gateway.port": 0}`.
+    """Replace some values of a configuration, named by path: `{"gateway.port": 0}`.
 
     Raises:
         ConfigError: for a value that is not allowed, as in the file.

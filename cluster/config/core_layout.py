@@ -1,9 +1,8 @@
-"""Which worker runs on which cores and CUDA devices of one machine. Pure: what the machine has comes as an argument.
+"""Assignment of workers to the cores and CUDA devices of one machine. Pure: the cores and devices are arguments.
 
-plan_cores      which of the workers that come first run on which cores; warnings where cores are shared
-worker_cores    the same for any worker, also for one that a pool grows by later
-worker_device   the first device of any worker
-check_devices   finds workers that would share a device, or have none
+plan_cores which of the workers that come first run on which cores; warnings where cores are shared worker_cores the
+same for any worker, also for one that a pool grows by later worker_device the first device of any worker check_devices
+finds workers that would share a device, or have none
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from disagg.proto.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """The cores of each process; an empty tuple is not pinned."""
+    """Cores of each process; a process with an empty tuple is not pinned."""
 
     workers: dict[str, tuple[int, ...]]
-    """Worker id -> cores."""
+    """Cores by worker id."""
     gateways: tuple[tuple[int, ...], ...]
-    """The first gateway shares with the first prefill worker, never with a decode worker while there is a choice. The
-    others get one each of the cores that no worker has; without such a core they are not pinned."""
+    """Cores of each gateway. The first one shares with the first prefill worker, and with a decode worker only if there
+    is no other choice. The others get one core each of those that no worker has; without such a core they are not
+    pinned."""
     warnings: tuple[str, ...]
 
     @property
     def gateway(self) -> tuple[int, ...]:
-        """Of the first gateway."""
+        """Cores of the first gateway."""
         return self.gateways[0]
 
 
@@ -69,8 +69,8 @@ def worker_cores(config: ClusterConfig, name: PoolName, index: int, available: S
 
 
 def _first(counts: Mapping[PoolName, int], sizes: Mapping[PoolName, int], name: PoolName, index: int) -> int:
-    """The first of a worker's cores or devices, counted through the workers of the pools in `counts`, which take so
-    many each: first those of the configured sizes, pool by pool, then one of each pool in turn."""
+    """Index of the first of a worker's cores or devices, if the workers of the pools in `counts` take that many each:
+    first those of the configured sizes, pool by pool, then one of each pool in turn."""
     before = list(counts)[: list(counts).index(name)]
     if index < sizes[name]:
         return sum(counts[other] * sizes[other] for other in before) + counts[name] * index
@@ -98,7 +98,8 @@ def worker_device(config: ClusterConfig, name: PoolName, index: int) -> str:
 def check_devices(config: ClusterConfig, num_devices: int | None, *, nccl_shares: bool = False) -> None:
     """Find out before anything is started that workers would share a CUDA device by mistake. One rule for all
     transports: workers share a device where all pools name theirs (`cuda:0`), and with nccl only where that is asked
-    for besides (`nccl_shares`): it is slow there. `num_devices`: of the machine; None where that is unknown.
+    for besides (`nccl_shares`): it is slow there. `num_devices`: number of
+    the machine's devices; None where that is unknown.
 
     Raises:
         ConfigError: naming the workers.
@@ -132,7 +133,8 @@ def _check_sharing(config: ClusterConfig, path: str, sharing: str, *, nccl_share
 
 
 def _check_shared_memory(config: ClusterConfig, device: int) -> None:
-    """Of workers of one device each would measure what the others have not taken yet."""
+    """Check that workers share one device only with given KV sizes: otherwise each would measure what the others have
+    not taken yet."""
     for name, pool in active_pools(config):
         if pool.kv_cache_bytes == "auto" and pool.num_blocks is None:
             raise ConfigError(
@@ -145,8 +147,8 @@ def _check_shared_memory(config: ClusterConfig, device: int) -> None:
 
 
 def num_cores(pool: PoolConfig) -> int:
-    """Cores that one worker of a pool uses: one for each compute thread of each rank, of which `with_threads` has said
-    how many there are."""
+    """Number of cores of one worker of a pool: one for each compute thread of each rank. `with_threads` has set the
+    number of threads."""
     assert pool.num_threads != "auto"
     return pool.tp * pool.num_threads
 
@@ -189,7 +191,7 @@ def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[i
 
 
 def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Of ranks that share cores with each other: every step waits for the slowest."""
+    """Warnings for ranks that share cores with each other: every step waits for the slowest one."""
     return tuple(
         f"the {pool.tp} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
         for pool_name, pool in active_pools(config)

@@ -1,4 +1,4 @@
-"""Whether the KV caches of a configuration can be: a block fits into each, and all fit into the machine."""
+"""Checks of KV cache sizes: a block fits into each cache, and all caches fit into the machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PoolCache(NamedTuple):
     pool: PoolConfig
     model: ModelConfig
     dtype: str
-    """Of the KV."""
+    """Name of the KV's dtype."""
 
     @property
     def configured_bytes(self) -> int | None:
-        """`kv_cache_bytes` of each rank; None for what is measured on a GPU, and where blocks are given instead."""
+        """The `kv_cache_bytes` of each rank; None if the size is measured on a GPU, or given as blocks."""
         size = self.pool.kv_cache_bytes
         if size == "auto":
             size = device_defaults(self.pool.device).kv_cache_bytes
@@ -38,13 +38,13 @@ class PoolCache(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, with the heads of the first rank."""
+        """Bytes of one block, with the heads of the first rank."""
         num_heads = len(Shard(0, self.pool.tp).kv_heads(self.model.num_kv_heads))
         return self.model.kv_head_bytes(_ELEMENT_BYTES[self.dtype]) * num_heads * self.pool.tokens_per_block
 
     @property
     def num_bytes(self) -> int:
-        """Of all workers; 0 for what is measured."""
+        """Bytes of the caches of all workers; 0 if the size is measured."""
         each = (self.pool.num_blocks or 0) * self.block_bytes + (self.configured_bytes or 0)
         return each * self.pool.tp * self.pool.size
 
@@ -63,8 +63,8 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
     """Raises `ConfigError`, with the sizes, where the caches of all workers on CPUs are more than their machine has.
 
     Args:
-        caches: of all pools.
-        memory_bytes: of the machine.
+        caches: the caches of all pools.
+        memory_bytes: memory of the machine.
     """
     on_cpu = [cache for cache in caches if cache.pool.device == "cpu"]
     total = sum(cache.num_bytes for cache in on_cpu)
@@ -80,7 +80,7 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
 
 
 def machine_memory() -> int:
-    """Bytes that the processes of this machine, or of this container, may have together."""
+    """Bytes of memory that the processes of this machine, or of this container, may use together."""
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
     memory = int(fields["MemTotal"].split()[0]) * 1024
     with contextlib.suppress(OSError, ValueError):  # there is no such file, or it has `max`

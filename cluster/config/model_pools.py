@@ -19,7 +19,7 @@ from disagg.proto.ids import join_name, kind_of, model_of
 
 
 def models_of(config: ClusterConfig) -> Mapping[str, ClusterConfig]:
-    """Key -> the configuration of that model alone. The key is empty where the file has no `models`."""
+    """Configuration of each model as if it were alone, by key. The key is empty where the file has no `models`."""
     if not config.models:
         return {"": config}
     return {key: _alone(config, key, entry) for key, entry in config.models.items()}
@@ -53,12 +53,13 @@ def _pools_used(alone: ClusterConfig) -> list[tuple[PoolKind, PoolConfig]]:
 
 
 def with_sizes(config: ClusterConfig, sizes: Mapping[PoolName, int]) -> ClusterConfig:
-    """The configuration with other sizes of some pools; those that it does not have are left out."""
+    """The configuration with other sizes of some pools; sizes of pools that it does not have are left out."""
     return with_pool_fields(config, "size", sizes)
 
 
 def with_pool_fields(config: ClusterConfig, field: str, values: Mapping[PoolName, int]) -> ClusterConfig:
-    """The configuration with other values of a field of some pools; those that it does not have are left out."""
+    """The configuration with other values of a field of some pools; values of pools that it does not have are left
+    out."""
     entries = dict(config.models)
     pools = config.pools
     for name, value in values.items():
@@ -75,7 +76,7 @@ def _with(pools: PoolsConfig, kind: str, field: str, value: int) -> PoolsConfig:
 
 
 def path_prefix(key: str) -> str:
-    """What the paths of a model's keys begin with: nothing, or `models.qwen.`."""
+    """The beginning of the paths of a model's keys: nothing, or `models.qwen.`."""
     return f"models.{key}." if key else ""
 
 

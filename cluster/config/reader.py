@@ -1,5 +1,5 @@
-"""From parsed YAML to config structs, with errors that a user can act on: the path of the key, what is wrong, what is
-allowed.
+"""Conversion of parsed YAML to config structs, with errors that a user can act on: the path of the key, what is wrong,
+what is allowed.
 
 Keys that end in `_bytes` may be written as `64MiB`; everything else is taken as it is, nothing is coerced from strings.
 """
@@ -36,7 +36,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> object:
-    """Plain values from YAML; raises `yaml.YAMLError`."""
+    """Parse YAML to plain values; raises `yaml.YAMLError`."""
     return yaml.load(text, Loader=_UniqueKeyLoader)
 
 
@@ -77,20 +77,19 @@ def read_struct(kind: type[T], raw: object, path: str = "") -> T:
 
 
 def _keys(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Key -> its type with bounds; a section's own keys, then those that it shares with the configuration of a
-    process."""
+    """Types with bounds by key; a section's own keys, then those that it shares with the configuration of a process."""
     hints = get_type_hints(kind, include_extras=True)
     names = (name for part in kind.__mro__ for name in inspect.get_annotations(part) if name in hints)
     return {name: hints[name] for name in names}
 
 
 def unknown_key(path: str, key: str, allowed: Sequence[str]) -> str:
-    """The message for a key that does not exist, with the nearest one that does."""
+    """Message for a key that does not exist, with the nearest one that does."""
     return f"{path}: unknown key{suggestion(key, allowed)}; allowed here: {', '.join(allowed)}"
 
 
 def suggestion(word: str, allowed: Sequence[str]) -> str:
-    """`, did you mean 'size'?` where something is near, else nothing."""
+    """Text such as `, did you mean 'size'?` if a word is near, else empty."""
     close = difflib.get_close_matches(word, allowed, n=2)
     return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
 

@@ -1,1 +1,2 @@
-"""The shell of the controller: its server, the links of those who belong to it, and how processes are started."""
+"""The shell of the controller: its server, the connections of workers and gateways to it, and the start of
+processes."""

@@ -1,4 +1,4 @@
-"""The autoscaler in the controller: its clock, what gateways report, and what is done about it.
+"""The autoscaler in the controller: its clock, the reports of gateways, and the execution of decisions.
 
     LoadReport of each gateway ──┐
     ControlState ────────────────┼─ every interval_s ──> Policy.decide ──> ScaleRequest, unless dry_run
@@ -29,7 +29,7 @@ Resize = Callable[[dict[PoolName, int]], Awaitable[None]]
 
 
 def pool_limits(config: ClusterConfig) -> dict[PoolName, PoolLimits]:
-    """Those of the pools that the mode uses."""
+    """Limits of the pools that the mode uses."""
     return {
         name: PoolLimits(min_size=pool.min_size, max_size=pool.max_size or max(1, pool.size), weight=pool.tp)
         for name, pool in active_pools(config)
@@ -37,11 +37,11 @@ def pool_limits(config: ClusterConfig) -> dict[PoolName, PoolLimits]:
 
 
 class AutoscalerRunner:
-    """Owner of the policy. All on the controller's event loop, but for the decisions, which take a thread.
+    """Owner of the policy. Runs on the controller's event loop, except for decisions, which take a thread.
 
     Args:
-        config: of the cluster.
-        state: of the controller now.
+        config: the cluster's configuration.
+        state: returns the controller's present state.
         resize: sets sizes of pools.
         decided: called after each decision.
         clock: monotonic seconds.
@@ -67,21 +67,21 @@ class AutoscalerRunner:
         self._clock = clock
         self._reports: dict[GatewayId, LoadReport] = {}
         self._starting: dict[str, float] = {}
-        """Since when each worker has been starting."""
+        """Start times of the workers that are starting, by worker id."""
         self._cold_start_s: dict[str, float] = {}
         self._last: tuple[float, Decision] | None = None
         self._changes: Counter[str] = Counter()
 
     def report(self, gateway_id: GatewayId, report: LoadReport) -> None:
-        """What a gateway sent; replaces its earlier one."""
+        """Take a gateway's report, which replaces its earlier one."""
         self._reports[gateway_id] = report
 
     def forget(self, gateway_id: GatewayId) -> None:
-        """The gateway left."""
+        """Drop the report of a gateway that has left."""
         self._reports.pop(gateway_id, None)
 
     def observe(self, state: ControlState) -> None:
-        """After each change of the controller's state: how long starts take."""
+        """Note how long starts of workers take; called after each change of the controller's state."""
         now = self._clock()
         for worker in state.workers:
             if worker.phase == "starting":
@@ -92,7 +92,7 @@ class AutoscalerRunner:
             del self._starting[gone]
 
     def snapshot(self) -> AutoscalerState:
-        """For operators."""
+        """The last decision and the counts of changes, for operators."""
         at_s, decision = self._last or (self._clock(), None)
         return AutoscalerState(
             policy=self.options.policy,
@@ -103,7 +103,7 @@ class AutoscalerRunner:
         )
 
     async def run(self) -> None:
-        """Decide again and again, until it is cancelled."""
+        """Decide periodically, until it is cancelled."""
         while True:
             await asyncio.sleep(self.options.interval_s)
             try:
@@ -160,6 +160,6 @@ class AutoscalerRunner:
 
 
 def wanted_sizes(decision: Decision, limits: Mapping[PoolName, PoolLimits]) -> dict[PoolName, int]:
-    """The sizes of the pools that are to be resized."""
+    """Sizes of the pools that are to be resized."""
     wanted = {pool.name: pool.wanted for pool in decision.pools if pool.size != pool.wanted}
     return {name: wanted[name] for name in limits if name in wanted}

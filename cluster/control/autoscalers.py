@@ -1,7 +1,7 @@
-"""The autoscalers of a cluster: one for each model, which sees only what is of its model, as if it were alone.
+"""The autoscalers of a cluster: one for each model, which sees only the state of its model, as if it were alone.
 
-LoadReport(model) ──> the runner of that model          resize {"decode": 3} ──> {"qwen/decode": 3}
-ControlState ──> its pools and workers, by kind         AutoscalerState of each ──> one of all
+LoadReport(model) ──> the runner of that model resize {"decode": 3} ──> {"qwen/decode": 3} ControlState ──> its pools
+and workers, by kind AutoscalerState of each ──> one of all
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disagg.proto.ids import GatewayId, WorkerId, join_name, kind_of, model_of
 
 
 class Autoscalers:
-    """Owner of the runners. Arguments as of `AutoscalerRunner`, of the whole cluster."""
+    """Owner of the runners. Arguments as for `AutoscalerRunner`, for the whole cluster."""
 
     def __init__(
         self,
@@ -43,26 +43,26 @@ class Autoscalers:
         }
 
     def report(self, gateway_id: GatewayId, report: LoadReport) -> None:
-        """What a gateway sent about one model; replaces its earlier one."""
+        """Take a gateway's report about one model, which replaces its earlier one."""
         if (runner := self._runners.get(report.model)) is not None:
             runner.report(gateway_id, of_kinds(report))
 
     def forget(self, gateway_id: GatewayId) -> None:
-        """The gateway left."""
+        """Drop the reports of a gateway that has left."""
         for runner in self._runners.values():
             runner.forget(gateway_id)
 
     def observe(self, state: ControlState) -> None:
-        """After each change of the controller's state."""
+        """Pass the new state to the runner of each model; called after each change of the controller's state."""
         for key, runner in self._runners.items():
             runner.observe(of_model(state, key))
 
     def snapshot(self) -> AutoscalerState:
-        """For operators."""
+        """The states of all models' autoscalers in one, for operators."""
         return together({key: runner.snapshot() for key, runner in self._runners.items()})
 
     async def run(self) -> None:
-        """Decide again and again, until it is cancelled."""
+        """Decide periodically, until it is cancelled."""
         await asyncio.gather(*(runner.run() for runner in self._runners.values()))
 
     def _on_decision(self, state: AutoscalerState) -> None:
@@ -77,7 +77,7 @@ def _resizing(resize: Resize, key: str) -> Resize:
 
 
 def of_model(state: ControlState, key: str) -> ControlState:
-    """The state as if there were that model only: pools by their kind."""
+    """The state as if there were only that model: pools by their kind."""
     if not key:
         return state
     return msgspec.structs.replace(
@@ -94,7 +94,8 @@ def of_model(state: ControlState, key: str) -> ControlState:
 
 
 def of_kinds(report: LoadReport) -> LoadReport:
-    """A report as if there were its model only: workers by kind and index, as policies take their pool from that."""
+    """The report as if there were only its model: workers by kind and index, because policies take their pool from
+    that."""
     if not report.model:
         return report
     workers = (
@@ -104,7 +105,7 @@ def of_kinds(report: LoadReport) -> LoadReport:
 
 
 def together(states: Mapping[str, AutoscalerState]) -> AutoscalerState:
-    """One state of those of all models, by key: demands are added, pools have their names in the cluster."""
+    """Combine the states of all models, by key, in one: demands are added, pools have their names in the cluster."""
     decisions = {key: state.decision for key, state in states.items() if state.decision is not None}
     first = next(iter(states.values()))
     if list(states) == [""]:

@@ -1,4 +1,4 @@
-"""In which fields two configurations of a cluster differ, and what becomes of each. Pure.
+"""The fields in which two configurations of a cluster differ, and the effect of each. Pure.
 
     in place            the controller, its gateways and later starts follow it; no process is restarted. So do models
                         come and go: their workers start or leave, and gateways serve them or do not
@@ -56,7 +56,7 @@ REFUSED = {
     "ray.*": "the cluster would have to move",
     "logging.*": "processes read it when they start",
 }
-"""Why; the first pattern that fits counts."""
+"""Reasons of refusals by pattern; the first pattern that fits counts."""
 _TO_THE_TWIN = "the twin sets it while it is auto"
 _NAMES = "workers have the key of their model in their names where the file has `models`: start the cluster anew"
 _COMES = "the model is served once its first workers are ready"
@@ -65,7 +65,7 @@ _ANEW = "it cannot be changed while the cluster runs: stop it and start it anew"
 
 
 def values_of(config: ClusterConfig) -> dict[str, object]:
-    """Dotted path of each key of the file -> its value."""
+    """Values of a configuration by the dotted path of their keys in the file."""
     values: dict[str, object] = {}
 
     def visit(path: str, value: object) -> None:
@@ -83,8 +83,8 @@ def compare(running: ClusterConfig, wanted: ClusterConfig, replaced: Collection[
     """The fields in which two configurations differ, in the order of the file.
 
     Args:
-        replaced: pools of which workers will be replaced, that come or go. A field of others replaces nothing: what it
-            stands for is the same.
+        replaced: pools that are added or removed, or of which workers will be replaced. A field of other pools replaces
+            nothing: what it stands for is the same.
     """
     coming = _coming_and_going(running, wanted)
     keys = {change.field.partition(".")[2] for change in coming}
@@ -98,7 +98,7 @@ def compare(running: ClusterConfig, wanted: ClusterConfig, replaced: Collection[
 
 
 def _coming_and_going(running: ClusterConfig, wanted: ClusterConfig) -> list[FieldChange]:
-    """Models that only one of two configurations has, as a field each."""
+    """Models that only one of two configurations has, each as one field."""
     before, after = models_of(running), models_of(wanted)
     found = []
     for key in dict.fromkeys((*before, *after)):
@@ -118,8 +118,8 @@ def _coming_and_going(running: ClusterConfig, wanted: ClusterConfig) -> list[Fie
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The key of the model that a path belongs to, and the path as it is in a file of one model. The key is empty for
-    what is of no model among several."""
+    """Split a path into the key of its model, and the path in a file of that model alone. The key is empty for a path
+    that belongs to no model among several."""
     section, _, rest = path.partition(".")
     if section != "models":
         return "", path

@@ -20,11 +20,11 @@ from disagg.proto.control import ControlReply, ControlRequest, ControlState
 from disagg.proto.messages import WorkerInfo
 
 START_TIMEOUT_S = 180.0
-"""How long everything together may take to come up."""
+"""Seconds that the whole cluster may take to start."""
 
 Progress = Callable[[str, str], None]
-"""Called with (process name, its state): `starting`, `ready`, `stopped`; or with what it does while it starts, for
-people."""
+"""Called with (process name, its state): `starting`, `ready`, `stopped`; or, while it starts, a text for people about
+what it does."""
 
 
 def no_progress(name: str, state: str) -> None:
@@ -42,19 +42,19 @@ def never_stop() -> None:
 
 
 def notes_of(config: ClusterConfig, twin_key: str, num_cores: int) -> tuple[str, ...]:
-    """What of a configuration has no effect. `twin_key`: see `TwinSettings`; `num_cores`: of the controller's
+    """Notes on settings that have no effect. `twin_key`: see `TwinSettings`; `num_cores`: cores of the controller's
     machine."""
     twin = obstacle(config, twin_key, os.environ, num_cores)
     return (*unused_pools(config), *([twin] if twin else []))
 
 
 class Cluster(ABC):
-    """A running cluster, whatever launched it; also a context manager. `stop` leaves no process behind."""
+    """A running cluster, with any launcher; also a context manager. `stop` leaves no process behind."""
 
     def __init__(
         self, config: ClusterConfig, progress: Progress, start_timeout_s: float, cpu_dtype: Dtype = "bfloat16"
     ) -> None:
-        """`cpu_dtype`: as in `ClusterPlan`."""
+        """`cpu_dtype` is that of `ClusterPlan`."""
         memory_bytes = machine_memory() if self._is_one_machine(config) else None
         self._plan = plan_cluster(config, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes)
         self._progress = progress
@@ -62,7 +62,7 @@ class Cluster(ABC):
         self._started: list[str] = []
         """Names of processes that were reported as starting; `stop` reports their end."""
         self._doing: dict[str, str] = {}
-        """What was reported of each worker that starts."""
+        """Latest report of each worker that starts, by process name."""
 
     @staticmethod
     def _is_one_machine(config: ClusterConfig) -> bool:
@@ -71,7 +71,7 @@ class Cluster(ABC):
 
     @property
     def plan(self) -> ClusterPlan:
-        """What is, or will be, started."""
+        """Plan of the processes that are, or will be, started."""
         return self._plan
 
     @property
@@ -81,12 +81,12 @@ class Cluster(ABC):
 
     @property
     def http_address(self) -> str:
-        """The same of HTTP; empty also where the gateway serves none."""
+        """host:port of the HTTP server for clients; empty while there is no gateway, or if it serves no HTTP."""
         return next((g.http_address for g in self.state().gateways if g.http_address), "")
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The workers that can be used, in the order of their pools."""
+        """The workers that are ready, in the order of their pools."""
         return [record.info for record in self.state().workers if record.phase == "ready" and record.info is not None]
 
     @property
@@ -96,13 +96,13 @@ class Cluster(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know before it starts, and is no danger."""
+        """Notes for the user before it starts that are no warnings."""
         plan = self._plan
         return (*plan.cores.warnings, *notes_of(plan.config, self._twin_key, len(plan.available)))
 
     @property
     def _twin_key(self) -> str:
-        """The key of an admin that the controller gives to a twin; empty without."""
+        """API key of an admin that the controller gives to a twin; empty without one."""
         return key_for(self._plan.config, os.environ)
 
     def start(self, check_stop: CheckStop = never_stop) -> None:
@@ -118,7 +118,7 @@ class Cluster(ABC):
             raise
 
     def _wait_settled(self, deadline: float, check_stop: CheckStop) -> None:
-        """Until everything is there; raises `LaunchError` at the first process that cannot start."""
+        """Wait until all processes are ready; raises `LaunchError` at the first process that cannot start."""
         before: ControlState | None = None
         while True:
             check_stop()
@@ -149,17 +149,17 @@ class Cluster(ABC):
             self._doing[record.worker_id] = doing
 
     def _waits_for(self, name: str) -> str:
-        """What a process that starts waits for before it can say what it does; empty where that is not known."""
+        """What a starting process waits for before it can report; empty where that is not known."""
         return ""
 
     @abstractmethod
     def _open(self, check_stop: CheckStop) -> None:
-        """Bring up the controller, which starts the rest."""
+        """Start the controller, which starts the rest."""
 
     @abstractmethod
     def state(self) -> ControlState:
-        """The controller's observed state; the latest one while the controller is away. An empty one
-        before the start. Raises `LaunchError` when the controller is gone for good."""
+        """The controller's observed state; the latest one while the controller cannot be reached, an empty one before
+        the start. Raises `LaunchError` when the controller is gone for good."""
 
     @abstractmethod
     def control(self, request: ControlRequest) -> ControlReply:
@@ -167,7 +167,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Gateway first, then workers, then the rest; reports progress. Idempotent."""
+        """Stop the gateway first, then workers, then the rest, and report progress. Idempotent."""
 
     def __enter__(self) -> Self:
         self.start()

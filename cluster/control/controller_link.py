@@ -2,7 +2,7 @@
 heartbeats; the controller may reject it. And one blocking call, for operators' programs and for launchers.
 
     start(info) ──Register──> welcome, heartbeats ... ──break──> pause ──> resolve() ──Register──> ...
-                              proven ──> said in later hellos
+                              proven ──> reported in later hellos
                               rejected ──> on_rejected()
 
 Without the controller the worker serves on, and tries to connect for ever. The connection has a thread of its own with
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_TIMEOUT_S = 10.0
 STAGE_S = 0.5
-"""A stage of a start that is over before is not worth a message."""
+"""Stages of a start that end sooner than this, in seconds, are not reported."""
 STAGE_TIMEOUT_S = 2.0
 
 
@@ -53,7 +53,7 @@ class RegisterLink(BlockingStream):
 
     Args:
         resolve: called before every try, because the controller may have moved.
-        secret: of the cluster.
+        secret: the cluster's secret.
         on_rejected: called once, on the link's thread, when the worker is to end; must not block.
         heartbeat: the worker's next heartbeat; called on a thread of gRPC.
     """
@@ -96,7 +96,7 @@ class RegisterLink(BlockingStream):
             self._stopped.wait(pause_s)
 
     def _messages(self, hello: WorkerHello) -> Iterator[bytes]:
-        """Read by gRPC, one ahead, until the call ends."""
+        """Messages of the worker; gRPC reads them, one ahead, until the call ends."""
         yield encode(hello)
         while not self._stopped.wait(HEARTBEAT_S):
             yield encode(self._heartbeat())
@@ -110,7 +110,8 @@ def report_failure(
     start_id: str = "",
     timeout_s: float = REPORT_TIMEOUT_S,
 ) -> bool:
-    """Report to the controller that this start of the worker failed; whether that arrived within about `timeout_s`."""
+    """Report to the controller that this start of the worker failed. Returns whether the report arrived within about
+    `timeout_s`."""
     try:
         _tell(resolve, secret, WorkerFailed(worker_id=worker_id, error=error, start_id=start_id), timeout_s)
     except Exception as failure:  # of `resolve` or gRPC
@@ -120,12 +121,12 @@ def report_failure(
 
 
 class StageReports:
-    """Tells the controller what the start of a worker is busy with, where it is for `STAGE_S` or longer. Has a thread
-    of its own until `close`.
+    """Reports the stages of a worker's start to the controller, if they take `STAGE_S` or longer. Has a thread of its
+    own until `close`.
 
     Args:
         resolve, secret: as in `RegisterLink`.
-        worker_id, start_id: of the worker that starts.
+        worker_id, start_id: those of the worker that starts.
     """
 
     def __init__(self, resolve: Resolve, secret: ClusterSecret, worker_id: WorkerId, start_id: str) -> None:
@@ -135,11 +136,11 @@ class StageReports:
         threading.Thread(target=self._run, name="stages", daemon=True).start()
 
     def __call__(self, doing: str) -> None:
-        """It does that now; returns at once."""
+        """Enter a stage; returns at once."""
         self._told.put(doing)
 
     def close(self) -> None:
-        """The start is over. Idempotent."""
+        """End the reports. Idempotent."""
         self._told.put(None)
 
     def _run(self) -> None:
@@ -170,7 +171,7 @@ def _tell(resolve: Resolve, secret: ClusterSecret, message: Message, timeout_s: 
 def call_controller(
     address: str, request: ControlRequest, secret: ClusterSecret, timeout_s: float = 5.0
 ) -> ControlReply:
-    """What the controller at `address` answers. Raises `UnavailableError` when it does not."""
+    """Call the controller at `address`. Raises `UnavailableError` when it does not answer."""
     try:
         with open_blocking_channel(address, secret) as channel:
             control = channel.unary_unary(CONTROL, None, None)

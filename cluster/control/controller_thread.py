@@ -62,11 +62,11 @@ class ControllerThread:
         self._thread.join()
 
     def state(self) -> ControlState:
-        """The cluster now."""
+        """The present state of the cluster."""
         return self._controller.state()
 
     def control(self, request: ControlRequest) -> ControlReply:
-        """The controller's reply."""
+        """Send a request to the controller, and return its reply."""
         return self._call(self._controller.control(request))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:

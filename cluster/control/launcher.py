@@ -1,4 +1,4 @@
-"""What starts and stops processes for the controller: Ray (`on_ray/launcher.py`) or child processes of this one
+"""Start and stop of processes for the controller: Ray (`on_ray/launcher.py`) or child processes of this one
 (`hosts/processes.py`).
 
 `Launcher` is the interface; its methods may block. `LauncherThread` calls them one after the other on one thread, and
@@ -49,8 +49,8 @@ class Launcher(Protocol):
         ...
 
     def prepare_gateways(self, names: Sequence[str]) -> None:
-        """Gateways of these names are going to be started, once there are workers: their processes may load their code
-        before. Called once, after the starts of the first workers were begun."""
+        """Load code for gateways of these names, which will be started once there are workers. Called once, after the
+        starts of the first workers were begun."""
         ...
 
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -59,8 +59,8 @@ class Launcher(Protocol):
         ...
 
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """Begin to start a gateway, which follows the controller by itself, or reports there why it cannot. Raises
-        `LaunchError`."""
+        """Begin to start a gateway, which follows the controller by itself, or reports to it why it cannot start.
+        Raises `LaunchError`."""
         ...
 
     def stop_gateways(self, names: Sequence[str]) -> None:
@@ -68,7 +68,8 @@ class Launcher(Protocol):
         ...
 
     def keep_only(self, workers: Sequence[WorkerConfig]) -> None:
-        """A rollout is over: workers are started like these, one for each pool, and no others any more."""
+        """Release what only other workers need, after a rollout. From now on workers are started like these, one for
+        each pool."""
         ...
 
     def kill(self, name: str, pid: int) -> None:
@@ -77,12 +78,13 @@ class Launcher(Protocol):
         ...
 
     def exited(self) -> dict[str, str]:
-        """Processes that ended by themselves, are not coming back, and were not reported yet: name -> why, with the
-        end of the log."""
+        """Reasons by name of processes that ended by themselves, will not be restarted, and were not reported yet, with
+        the end of the log."""
         ...
 
     def pending(self) -> dict[str, str]:
-        """Processes that were begun and cannot run yet: name -> what they wait for, for people to read."""
+        """Processes whose start was begun and that cannot run yet: name -> what they wait for, as text for
+        operators."""
         ...
 
 
@@ -90,9 +92,9 @@ class LauncherThread:
     """Executes the core's commands for the launcher, in order.
 
     Args:
-        executor: of one thread; shut down by the caller.
-        address: of the controller.
-        on_event: called on the loop that this was made on.
+        executor: an executor of one thread, shut down by the caller.
+        address: the controller's address.
+        on_event: called on the event loop on which this object was made.
     """
 
     def __init__(
@@ -112,15 +114,15 @@ class LauncherThread:
         self._stopped = False
 
     def put(self, command: events.Command) -> None:
-        """Execute it after those before."""
+        """Execute a command after those before it."""
         self._executor.submit(self._execute, command)
 
     def prepare_gateways(self, names: Sequence[str]) -> None:
-        """`Launcher.prepare_gateways`, after the commands before."""
+        """Call `Launcher.prepare_gateways` after the commands before it."""
         self._executor.submit(self._try, "gateways are not prepared", lambda: self._launcher.prepare_gateways(names))
 
     def keep_only(self) -> None:
-        """`Launcher.keep_only`, after the commands before."""
+        """Call `Launcher.keep_only` after the commands before it."""
         failed = "what only earlier generations needed could not be released"
         self._executor.submit(self._try, failed, lambda: self._launcher.keep_only(self._plans.workers))
 
@@ -133,7 +135,7 @@ class LauncherThread:
             logger.exception("%s", failed)
 
     async def poll(self) -> tuple[dict[str, str], dict[str, str]]:
-        """`Launcher.exited` and `Launcher.pending`."""
+        """Results of `Launcher.exited` and `Launcher.pending`."""
         return await self._loop.run_in_executor(self._executor, self._poll)
 
     def _poll(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -144,7 +146,7 @@ class LauncherThread:
             return {}, {}
 
     async def stop(self, worker_ids: Sequence[WorkerId]) -> None:
-        """Drop what was not begun, then end the gateways and these workers."""
+        """Drop the commands that were not begun, then end the gateways and these workers."""
         self._stopped = True
         gateways = gateway_names(self._plans.present.config.gateway.replicas)
         await self._loop.run_in_executor(self._executor, self._launcher.stop_gateways, gateways)

@@ -1,8 +1,7 @@
-"""From the cluster's configuration to the configuration of each process.
+"""Derivation of each process's configuration from the cluster's.
 
-worker_config, router_config, gateway_config    the three derivations, pure
-ClusterPlan                                     all of a cluster that is fixed before its first process starts
-plan_cluster, check_gateway                     find mistakes before a model is loaded
+worker_config, router_config, gateway_config the three derivations, pure ClusterPlan all of a cluster that is fixed
+before its first process starts plan_cluster, check_gateway find mistakes before a model is loaded
 """
 
 from __future__ import annotations
@@ -65,47 +64,47 @@ ROLES: dict[PoolKind, tuple[RoleName, ...]] = {
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a gateway process needs at its start."""
+    """Everything that a gateway process needs at its start."""
 
     gateway: GatewayConfig
     routers: dict[str, RouterConfig]
-    """By the key of the model; see `ModelSource.key`."""
+    """Router configurations by the key of the model; see `ModelSource.key`."""
     gateway_id: GatewayId
     name: str = GATEWAY
-    """Of its process."""
+    """Name of the gateway's process."""
     workers: tuple[WorkerInfo, ...]
-    """Those of its models that were ready when it was started; afterwards it follows the controller. A model that
-    comes gets its workers from there."""
+    """Ready workers of its models at its start; afterwards it follows the controller, which also announces the workers
+    of models that are added."""
     cores: tuple[int, ...] = ()
     recording: RecordingOptions | None = None
     load_every_s: float | None = None
-    """Between two reports to an autoscaler; None without one."""
+    """Seconds between two load reports for the autoscaler; None without one."""
     restarts: int = 0
-    """As of the `WorkerConfig`s."""
+    """Number of requests to replace workers, as in `ClusterPlan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Everything that is fixed before the first process starts."""
+    """Everything about a cluster that is fixed before the first process starts."""
 
     config: ClusterConfig
     model_paths: Mapping[str, str]
-    """Key of a model (empty where there is one) -> its checkpoint folder, or `fake`."""
+    """Checkpoint folders, or `fake`, by the key of the model (empty where there is one)."""
     available: tuple[int, ...]
-    """The cores that workers are laid out on."""
+    """Cores on which workers are laid out."""
     layout: Mapping[PoolName, int] | None = None
-    """The sizes by which cores and devices are laid out: those that the cluster began with, so that other sizes move no
+    """Sizes by which cores and devices are laid out: those that the cluster began with, so that other sizes move no
     worker. None for the configured ones."""
     restarts: int = 0
-    """Counts requests to replace workers though nothing differs."""
+    """Number of requests to replace workers although nothing differs."""
     cpu_dtype: Dtype = "bfloat16"
-    """What `model.dtype: auto` is on its CPUs."""
+    """Meaning of `model.dtype: auto` on its CPUs."""
     memory_bytes: int | None = None
-    """Of the machine of all workers; None where they may be on several."""
+    """Memory of the machine of all workers; None where they may be on several."""
 
     @property
     def cores(self) -> CorePlan:
-        """Of the workers that come first, and of the gateways."""
+        """Cores of the first workers, and of the gateways."""
         return plan_cores(with_threads(self.config, len(self.available)), self.available)
 
     @property
@@ -115,16 +114,16 @@ class ClusterPlan:
 
     @property
     def workers(self) -> list[WorkerConfig]:
-        """The workers that come first, prefill workers before others."""
+        """Configurations of the first workers, prefill workers before others."""
         return [self.worker(name, index) for name, size in self.sizes.items() for index in range(size)]
 
     @property
     def load_every_s(self) -> float | None:
-        """Between two reports of a gateway to the autoscaler; None without one."""
+        """Seconds between two reports of a gateway to the autoscaler; None without one."""
         return self.config.autoscaler.interval_s / 2.0 if self.config.autoscaler.enabled else None
 
     def worker(self, pool: PoolName, index: int) -> WorkerConfig:
-        """Any worker of a pool, also beyond its configured size."""
+        """Configuration of any worker of a pool, also beyond its configured size."""
         config = worker_config(
             self._laid_out(), pool, index, self.model_paths[model_of(pool)], self.available, self.cpu_dtype
         )
@@ -135,7 +134,7 @@ class ClusterPlan:
         )
 
     def pool(self, name: PoolName) -> PoolConfig:
-        """The section of a pool, with what its `auto` stands for."""
+        """The section of a pool, with `auto` resolved."""
         return dict(active_pools(self._laid_out()))[name]
 
     def _laid_out(self) -> ClusterConfig:
@@ -148,8 +147,8 @@ class ClusterPlan:
         http_port: int | None = None,
         name: str = GATEWAY,
     ) -> GatewaySpec:
-        """The specification of the gateway of that name once these workers are there, some of each model. `port`,
-        `http_port`: where an earlier process of it listened, or another gateway listens."""
+        """The specification of the gateway of that name when these workers are ready, some of each model. `port`,
+        `http_port`: ports at which an earlier process of it listened, or another gateway listens."""
         index = gateway_names(self.config.gateway.replicas).index(name)
         config = gateway_config(self.config, self.model_paths, infos, index)
         return GatewaySpec(
@@ -199,17 +198,17 @@ def worker_config(
 
 
 def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, Any]:
-    """The values that a section of the YAML inherits from `base`, to be used as they are."""
+    """Values that a section of the YAML inherits from `base`, to be used as they are."""
     return {name: getattr(section, name) for name in base.__struct_fields__}
 
 
 def swap_bytes(pool: PoolConfig) -> int:
-    """The configured size, or the default of the device."""
+    """Configured swap size, or the default of the device."""
     return device_defaults(pool.device).swap_bytes if pool.swap_bytes is None else pool.swap_bytes
 
 
 def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig) -> None:
-    """Find out before anything is started that the ranks of a pool's workers cannot share their model.
+    """Check before anything is started that the ranks of a pool's workers can share their model.
 
     Raises:
         ConfigError: naming the pool's `tp` and the size that cannot be divided.
@@ -222,7 +221,7 @@ def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig
 
 
 def transport_name(config: ClusterConfig) -> TransportName:
-    """The configured transport, or the one that `auto` stands for: on CUDA each pair chooses."""
+    """The configured transport, with `auto` resolved: on CUDA each pair chooses."""
     if config.transfer.transport != "auto" or active_pools(config)[0][1].device != "cpu":
         return config.transfer.transport
     return "shm" if config.network.bind == "loopback" else "gloo"
@@ -231,7 +230,7 @@ def transport_name(config: ClusterConfig) -> TransportName:
 def gateway_config(
     config: ClusterConfig, model_paths: Mapping[str, str], infos: Sequence[WorkerInfo], index: int = 0
 ) -> GatewayConfig:
-    """The configuration of one of the gateways. `infos` are the workers."""
+    """The configuration of one of the gateways. `infos`: the workers."""
     own_port = config.gateway.replica_http_port
     return GatewayConfig(
         **_fields(GatewayOptions, config.gateway),
@@ -258,17 +257,17 @@ def gateway_config(
 
 
 def _strictest(targets_ms: Iterable[float | None]) -> float | None:
-    """In seconds; None where there is none."""
+    """The smallest target in seconds; None where there is none."""
     return seconds(min((target for target in targets_ms if target is not None), default=None))
 
 
 def _shortest(infos: Sequence[WorkerInfo], key: str) -> int | None:
-    """What every worker of a model has room for; None where none is there: then the router checks it."""
+    """The smallest limit of a model's workers; None without workers: then the router checks it."""
     return min((info.max_model_len for info in infos if model_of(info.worker_id) == key), default=None)
 
 
 def router_configs(config: ClusterConfig) -> dict[str, RouterConfig]:
-    """The configuration of each model's router, by the key of the model."""
+    """Configurations of the routers by the key of the model."""
     return {key: router_config(alone) for key, alone in models_of(config).items()}
 
 
@@ -301,18 +300,18 @@ def starts_from_zero(config: ClusterConfig) -> bool:
 
 
 def seconds(millis: float | None) -> float | None:
-    """Milliseconds of the user's YAML as seconds."""
+    """Convert milliseconds of the user's YAML to seconds."""
     return None if millis is None else millis / 1000
 
 
 def with_ports(config: GatewayConfig, port: int | None, http_port: int | None) -> GatewayConfig:
-    """The same gateway at the ports that are given."""
+    """The configuration with the ports that are given."""
     ports = {"port": port, "http_port": http_port}
     return msgspec.structs.replace(config, **{name: value for name, value in ports.items() if value is not None})
 
 
 def port_of(address: str) -> int | None:
-    """Of host:port; None for an empty address."""
+    """Port in host:port; None for an empty address."""
     return int(address.rpartition(":")[2]) if address else None
 
 
@@ -322,13 +321,13 @@ def plan_cluster(
     cpu_dtype: Dtype = "bfloat16",
     memory_bytes: int | None = None,
 ) -> ClusterPlan:
-    """Find the models, and what of them cannot be served.
+    """Find the models, and check that they can be served.
 
     Args:
-        config: of the cluster.
+        config: the cluster's configuration.
         available: the cores to lay out processes on; None for all that this process may use.
         cpu_dtype: as in `ClusterPlan`.
-        memory_bytes: of the machine of all workers; None where they may be on several.
+        memory_bytes: memory of the machine of all workers; None where they may be on several.
 
     Raises:
         ConfigError: naming a field.
@@ -359,8 +358,8 @@ def _find_model(alone: ClusterConfig) -> str:
 
 
 def check_gateway(config: ClusterConfig) -> None:
-    """Find out before models are loaded that a port of the gateway is taken, or that keys, certificates or folders
-    cannot be used; raises `LaunchError` or `ConfigError`."""
+    """Check before models are loaded that the ports of the gateway are free, and that keys, certificates and folders
+    can be used; raises `LaunchError` or `ConfigError`."""
     from disagg.connections.channels import check_given  # loads gRPC, as the next one
     from disagg.gateway.security import check_files
     from disagg.gateway.stores import check_stores
@@ -390,7 +389,7 @@ def _check_port(host: str, port: int, advice: str) -> None:
 
 
 def new_secret(network: NetworkConfig) -> ClusterSecret:
-    """The secret by which the processes of a new cluster authenticate each other, and whether they encrypt."""
+    """Make the secret by which the processes of a new cluster authenticate each other; it says whether they encrypt."""
     return ClusterSecret(
         secrets.token_bytes(NUM_BYTES), encrypted=network.is_encrypted, certificates=network.certificates
     )

@@ -1,5 +1,5 @@
-"""The plans of the generations that processes of a cluster may have, and what a new one is checked against before
-anything changes."""
+"""The plans of the generations that processes of a cluster may have, and the checks of a new one before anything
+changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from disagg.proto.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_PLANS = 3
-"""How often an `apply` is planned before it is refused because sizes or the generation change meanwhile."""
+"""Number of times that an `apply` is planned before it is refused because sizes or the generation change meanwhile."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,20 +37,20 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     config: ClusterConfig
     restarts: int = 0
-    """Counts requests to replace workers though nothing differs."""
+    """Number of requests to replace workers although nothing differs."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the next controller needs."""
+    """Everything that the next controller needs."""
 
     desired: Desired
     generations: dict[int, Generation]
     layout: dict[PoolName, int]
-    """See `ClusterPlan.layout`."""
+    """Sizes by which cores and devices are laid out."""
 
     @property
     def present(self) -> ClusterConfig:
-        """The configuration whose settings hold for which no process is restarted."""
+        """Configuration whose settings apply that need no restart of a process."""
         return self.generations[configured(self.desired)].config
 
 
@@ -58,14 +58,14 @@ class Plans:
     """Owner of the plans. Changed on the controller's loop, and read by its launcher's thread.
 
     Args:
-        plan: of the configuration that the controller was started with.
-        saved: by an earlier controller; its configurations count instead.
+        plan: plan of the configuration that the controller was started with.
+        saved: state that an earlier controller saved, whose configurations are used instead.
     """
 
     def __init__(self, plan: ClusterPlan, saved: SavedState | None = None) -> None:
         self._layout: Mapping[PoolName, int] = plan.sizes if saved is None else saved.layout
         self.configured = 1 if saved is None else configured(saved.desired)
-        """The generation whose settings hold for which no process is restarted."""
+        """Generation whose settings apply that need no restart of a process."""
         self._available, self._cpu_dtype = plan.available, plan.cpu_dtype
         self._memory_bytes = plan.memory_bytes
         if saved is None:
@@ -86,7 +86,7 @@ class Plans:
         return self._plans[generation]
 
     def target(self, generation: int, sizes: Mapping[PoolName, int] | None = None) -> Target:
-        """For the controller's core."""
+        """Target of the controller's core for a generation."""
         plan = self._plans[generation]
         return Target(
             generation=generation,
@@ -97,43 +97,44 @@ class Plans:
 
     @property
     def present(self) -> ClusterPlan:
-        """Of the generation that is configured."""
+        """Plan of the generation that is configured."""
         return self._plans[self.configured]
 
     def add(self, generation: int, plan: ClusterPlan) -> None:
-        """One more."""
+        """Add the plan of a generation."""
         self._plans = {**self._plans, generation: plan}
 
     def keep(self, generations: Collection[int]) -> bool:
-        """Forget the others; whether there were any."""
+        """Keep only these generations; returns whether others were dropped."""
         before = len(self._plans)
         self._plans = {number: plan for number, plan in self._plans.items() if number in generations}
         return len(self._plans) < before
 
     @property
     def workers(self) -> list[WorkerConfig]:
-        """One of each pool of each plan."""
+        """Configuration of one worker of each pool of each plan."""
         return [plan.worker(pool, 0) for plan in self._plans.values() for pool in plan.sizes]
 
     def saved(self, desired: Desired) -> SavedState:
-        """For the next controller."""
+        """State for the next controller."""
         generations = {
             number: Generation(config=plan.config, restarts=plan.restarts) for number, plan in self._plans.items()
         }
         return SavedState(desired=desired, generations=generations, layout=dict(self._layout))
 
     def worker(self, pool: PoolName, index: int, config_hash: str) -> tuple[WorkerConfig, PoolConfig]:
-        """What a worker is started with. Where no plan has that hash: the latest configuration of its pool."""
+        """Configuration with which a worker is started. If no plan has that hash, it is the latest configuration of its
+        pool."""
         with_pool = [plan for _, plan in sorted(self._plans.items(), reverse=True) if pool in plan.sizes]
         plan = next((plan for plan in with_pool if config_hash_of(plan, pool) == config_hash), with_pool[0])
         config = msgspec.structs.replace(plan.worker(pool, index), config_hash=config_hash)
         return config, plan.pool(pool)
 
     def plan(self, request: ApplyRequest, running: Target, latest: int) -> tuple[ApplyReply, Plan, ClusterPlan]:
-        """What a request would change. Reads the model's folder.
+        """Plan the change that a request asks for. Reads the model's folder.
 
         Args:
-            running: what holds now.
+            running: the present target.
             latest: the generation that was requested last; the new one has the next number.
 
         Raises:
@@ -174,10 +175,10 @@ class Plans:
         return ApplyReply(generation=latest + 1, changes=tuple(changes), pools=pools), plan, new
 
     async def plan_present(self, request: ApplyRequest, core: ControlCore) -> tuple[ApplyReply, Plan, ClusterPlan]:
-        """`plan`, on another thread, for what holds in the core when it returns.
+        """Call `plan` on another thread, for the target that the core has when it returns.
 
         Raises:
-            ConfigError: as `plan`, or where that changes all the time.
+            ConfigError: as `plan`, or if the target changes during each try.
         """
         for _ in range(MAX_PLANS):
             running, latest = core.target, core.latest
@@ -189,7 +190,7 @@ class Plans:
 
 
 def read_config(raw: bytes) -> ClusterConfig:
-    """A configuration from JSON, checked. Raises `ConfigError`."""
+    """Read and check a configuration from JSON. Raises `ConfigError`."""
     try:
         values = json.loads(raw)
     except ValueError as error:
@@ -198,15 +199,15 @@ def read_config(raw: bytes) -> ClusterConfig:
 
 
 def config_hash_of(plan: ClusterPlan, pool: PoolName) -> str:
-    """Names all that a plan says about the workers of a pool, but for their ids and devices."""
+    """Hash of all that a plan says about the workers of a pool, except for their ids and devices."""
     config, place = plan.worker(pool, 0), dict(active_pools(plan.config))[pool]
     content = [config, place.cores, sorted(place.node_labels.items())]
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:12]
 
 
 def check_served(old: str | None, new: str, field: str = "model.path") -> None:
-    """Refuse a model of which a gateway would have to read something else: one gateway serves both versions. Without an
-    `old` one it is a model more, of which the gateway must be able to read all.
+    """Refuse a model whose files for the gateway differ from the old version's: one gateway serves both versions.
+    Without an `old` one the model is added, and the gateway must be able to read all of its files.
 
     Raises:
         ConfigError: naming `field` and what differs.
@@ -228,7 +229,7 @@ def check_served(old: str | None, new: str, field: str = "model.path") -> None:
 
 
 def _served(path: str, field: str) -> dict[str, object]:
-    """What a gateway takes from a checkpoint folder."""
+    """Data that a gateway reads from a checkpoint folder."""
     folder = Path(path)
     config = checkpoint.read_required(folder / "config.json", checkpoint.ModelConfig)
     try:

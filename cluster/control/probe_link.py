@@ -1,4 +1,4 @@
-"""Carries out the probes of new workers: to them the controller is a gateway with one tiny request.
+"""Runs the probes of new workers: to them the controller is a gateway with one tiny request.
 
     sessions with P and D ──Dispatch──> P computes ──KV──> D decodes ──end──> result; sessions close, nothing is left
 
@@ -44,16 +44,16 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 10.0
 PROMPT_TOKENS = 8
 OUTPUT_TOKENS = 2
-"""One of P and one of D."""
+"""Output tokens of a probe: one of P and one of D."""
 PRIORITY = 1 << 30
 
 OnEnd = Callable[[Probe, str, bool], None]
-"""Probe, error (empty where it went through), and whether that is want of room only."""
+"""Called with the probe, the error (empty for success), and whether it failed only because a worker had no room."""
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class ProbeError(Exception):
-    """A probe did not go through."""
+    """The probe of a new worker failed."""
 
     def __init__(self, text: str, is_refusal: bool = False) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class Prober:
     """Owner of the tasks of running probes; on the controller's loop.
 
     Args:
-        secret: of the cluster.
+        secret: the cluster's secret.
         on_end: called for each probe that ends, unless `stop` came first.
     """
 
@@ -80,7 +80,7 @@ class Prober:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Give up what runs. Idempotent."""
+        """Cancel the running probes. Idempotent."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -110,7 +110,7 @@ class Prober:
 
 
 class _Run:
-    """One probe. `where` is how far it is."""
+    """One running probe. `where` is its present stage."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -120,7 +120,7 @@ class _Run:
         self._is_handed_over = False
 
     async def run(self, secret: ClusterSecret) -> None:
-        """Until the answer is complete. Raises `ProbeError` or an error of gRPC."""
+        """Run until the answer is complete. Raises `ProbeError` or an error of gRPC."""
         gateway_id = probe_gateway_id(secrets.token_hex(8))
         async with AsyncExitStack() as stack:
             calls: dict[str, _Call] = {}
@@ -150,7 +150,7 @@ class _Run:
         return Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=PROBE_TIMEOUT_S)
 
     async def _read(self, info: WorkerInfo, call: _Call) -> None:
-        """Returns when the answer has ended; raises `ProbeError` where it ended otherwise."""
+        """Read until the answer has ended; raises `ProbeError` if it ended in another way."""
         decode = decoder(WorkerToGateway).decode
         while True:
             update = decode(await _frame(call, info))
@@ -180,7 +180,7 @@ class _Run:
 
 @asynccontextmanager
 async def _session(info: WorkerInfo, gateway_id: GatewayId, secret: ClusterSecret) -> AsyncIterator[_Call]:
-    """Raises `ProbeError` if another process listens there."""
+    """Open a session with a worker. Raises `ProbeError` if another process listens there."""
     async with open_channel(info.address, secret) as channel:
         call: _Call = channel.stream_stream(SESSION, None, None)(
             None, metadata=((GATEWAY_ID_METADATA, gateway_id), *secret.metadata)

@@ -64,9 +64,9 @@ from disagg.proto.services import SERVER_OPTIONS
 logger = logging.getLogger(__name__)
 
 LOST_GRACE_S = 10.0
-"""How long a process that left, and of which no end was reported, may take to come back."""
+"""Seconds that a process may take to come back after it left, if its end was not reported."""
 RESTART_GRACE_S = 180.0
-"""`LOST_GRACE_S` where the launcher itself restarts processes: long enough to load a model."""
+"""The same time if the launcher itself restarts processes: long enough to load a model."""
 LAUNCHER_POLL_S = 0.2
 CLOSE_GRACE_S = 0.5
 
@@ -83,11 +83,12 @@ class Companion(Protocol):
     raises nothing."""
 
     def tick(self, now: float, address: str) -> None:
-        """Again and again: start it where that is due. `address`: of the gateway; empty while there is none."""
+        """Start it where that is due. Called periodically. `address`: the gateway's address; empty while there is
+        none."""
         ...
 
     def stop(self) -> None:
-        """End it. Idempotent."""
+        """End the companion process. Idempotent."""
         ...
 
 
@@ -95,11 +96,11 @@ class Controller:
     """Runs on one event loop, that of `start`. Owner of the core, its server and the launcher's thread.
 
     Args:
-        plan: of the cluster.
+        plan: the cluster's plan.
         launcher: starts and ends the processes; called on one thread.
-        secret: of the cluster; calls without it are refused.
+        secret: the cluster's secret; calls without it are refused.
         host, port: where to listen; port 0 takes any.
-        saved: the desired state that an earlier controller saved; the plan's without.
+        saved: the desired state that an earlier controller saved; without one, that of the plan.
         companion: a process beside the cluster, which its owner need not watch.
         on_saved: called with the desired state whenever it changes, on the launcher's thread, before anything is
             started or stopped for it.
@@ -126,7 +127,7 @@ class Controller:
         self._port = port
         self._on_saved = on_saved
         self._saving: Future[None] | None = None
-        """The latest one; it never raises."""
+        """The latest save; it never raises."""
         self._companion = companion
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._state = ControlState(pools=(), workers=(), gateways=())
@@ -149,7 +150,7 @@ class Controller:
     # ------------------------------------------------------------ start and stop
 
     async def start(self) -> str:
-        """Listen, and begin to start the cluster; returns host:port at once. How that goes: see `state`.
+        """Listen, and begin to start the cluster; returns host:port at once. `state` shows the progress.
 
         Raises:
             RuntimeError: if the address cannot be bound.
@@ -206,11 +207,11 @@ class Controller:
         self._executor.shutdown()
 
     def state(self) -> ControlState:
-        """The cluster now; may be called on any thread."""
+        """The present state of the cluster; may be called on any thread."""
         return self._state
 
     async def control(self, request: ControlRequest) -> ControlReply:
-        """The reply to one `Control` call."""
+        """Reply to one `Control` call."""
         assert self._core is not None, "the controller has not started"
         if (refused := self._core.refusal(request)) is not None:
             return refused
@@ -224,7 +225,7 @@ class Controller:
         return self._service.with_counts(self._state)
 
     async def _apply(self, request: ApplyRequest, core: ControlCore) -> ControlReply:
-        """Begin to change what differs, unless it is refused."""
+        """Begin to apply a configuration, unless it is refused."""
         try:
             reply, plan, new = await self._plans.plan_present(request, core)
         except ConfigError as error:
@@ -245,19 +246,19 @@ class Controller:
         return reply
 
     async def _resize(self, sizes: Mapping[PoolName, int]) -> None:
-        """Make pools this large, from 0 on."""
+        """Set the sizes of these pools, 0 or more."""
         self._handle(events.Scale(sizes))
         await self._flush()
 
     async def _autoscale(self, sizes: Mapping[PoolName, int]) -> None:
-        """The same, but for those of which a rollout says how large they are."""
+        """Set the sizes of these pools, except for those whose size a rollout controls."""
         assert self._core is not None, "the controller has not started"
         free = {pool: size for pool, size in sizes.items() if not self._core.is_changing(pool)}
         if free:
             await self._resize(free)
 
     async def _flush(self) -> None:
-        """Until what was to be saved is saved."""
+        """Wait until pending saves are done."""
         if self._saving is not None:
             await asyncio.wrap_future(self._saving)
 
@@ -268,7 +269,7 @@ class Controller:
             self._autoscaler = Autoscalers(config, self.state, self._autoscale, self._publish_scaling, clock)
 
     def _configure(self, generation: int) -> None:
-        """Follow what a generation says for which no process is restarted."""
+        """Apply those settings of a generation that need no restart of a process."""
         before = self._plans.present.config
         self._plans.configured = generation
         config = self._plans.present.config
@@ -297,7 +298,7 @@ class Controller:
         )
 
     def _save(self, core: ControlCore) -> None:
-        """Keep the desired state, and the generations that are needed for it."""
+        """Save the desired state, and the generations that it needs."""
         desired = core.saved()
         targets = [desired.target] if desired.plan is None else [desired.target, desired.plan.old, desired.plan.new]
         if self._plans.keep({target.generation for target in targets}) and self._launcher_thread is not None:
@@ -313,7 +314,7 @@ class Controller:
             logger.exception("the desired state could not be saved")
 
     def _publish_scaling(self, state: AutoscalerState) -> None:
-        """To the gateways, for their metrics, and to operators."""
+        """Publish the autoscaler's state to the gateways, for their metrics, and to operators."""
         self._state = msgspec.structs.replace(self._state, autoscaler=state)
         self._service.offer(encode(state))
 
@@ -388,7 +389,7 @@ class Controller:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, events.Tick())
 
     async def _poll(self, launcher_thread: LauncherThread) -> None:
-        """Poll the launcher for what happened by itself, until the controller stops."""
+        """Poll the launcher for processes that ended or wait, until the controller stops."""
         pending: Mapping[str, str] = {}
         while True:
             await asyncio.sleep(LAUNCHER_POLL_S)

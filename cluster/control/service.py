@@ -48,22 +48,22 @@ from disagg.proto.services import CONTROL, CONTROLLER_SERVICE, FOLLOW, REGISTER,
 logger = logging.getLogger(__name__)
 
 MAX_CHANGES_WAITING = 1024
-"""Changes of the membership that may wait for one gateway to take them."""
+"""Number of changes of the membership that may wait for one gateway."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _WorkerKey = tuple[WorkerId, Incarnation]
 
 
 class ControllerService:
-    """Owner of what waits for each worker and gateway to be sent; on the controller's event loop.
+    """Owner of the messages that wait to be sent to each worker and gateway; on the controller's event loop.
 
     Args:
-        control: what an operator's request is answered with.
-        on_event: called with what workers and gateways say.
-        on_load: called with what a gateway reports for the autoscaler, and with None when it has left.
-        supervisor: hears of heartbeats.
-        state: the cluster now.
-        lost_grace_s: how long a process that left may take to come back, for the log.
+        control: returns the answer to an operator's request.
+        on_event: called with the events of workers and gateways.
+        on_load: called with a gateway's reports for the autoscaler, and with None when it has left.
+        supervisor: is informed of heartbeats.
+        state: returns the present state of the cluster.
+        lost_grace_s: seconds that a process that left may take to come back, for the log.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class ControllerService:
         self._lost_grace_s = lost_grace_s
         self._workers: dict[_WorkerKey, asyncio.Queue[ControllerToWorker]] = {}
         self._followers: dict[GatewayId, asyncio.Queue[bytes]] = {}
-        """Encoded, so that what goes to several is encoded once."""
+        """Frames that wait for each gateway, encoded, so that a frame for several is encoded once."""
         self._counts: dict[GatewayId, GatewayCounts] = {}
-        """As each sent them last."""
+        """The latest counts of each gateway."""
 
     def reply(self, worker_id: WorkerId, incarnation: Incarnation, reply: ControllerToWorker) -> None:
-        """Send it to that process of a worker, if it is connected."""
+        """Send a reply to that process of a worker, if it is connected."""
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
             replies.put_nowait(reply)
 
     def send(self, frame: bytes) -> None:
-        """To all gateways."""
+        """Send a frame to all gateways."""
         for frames in self._followers.values():
             frames.put_nowait(frame)
 
     def offer(self, frame: bytes) -> None:
-        """To the gateways for which little waits."""
+        """Send a frame to the gateways for which few frames wait."""
         for frames in self._followers.values():
             if frames.qsize() < MAX_CHANGES_WAITING:
                 frames.put_nowait(frame)
@@ -110,8 +110,8 @@ class ControllerService:
         membership: Callable[[], Membership],
         settings: Callable[[], bytes],
     ) -> None:
-        """Send a change to all gateways but those that are to have all of the membership, or are late. With each
-        snapshot come the settings, for a gateway that joined, or of which a message was dropped."""
+        """Send a change to all gateways, except those that need a snapshot of the membership or are late. With each
+        snapshot the settings are sent, for a gateway that joined, or that missed a message."""
         frame = None if change is None else encode(change)
         snapshot: bytes | None = None
         for gateway_id, frames in self._followers.items():
@@ -126,7 +126,7 @@ class ControllerService:
                 frames.put_nowait(frame)
 
     def with_counts(self, state: ControlState) -> ControlState:
-        """The state with what each gateway counts."""
+        """The state with the counts of each gateway."""
         if not self._counts:
             return state
         gateways = (
@@ -137,7 +137,7 @@ class ControllerService:
     # ------------------------------------------------------------ handlers
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """Of all methods."""
+        """Handlers of the methods Register, Follow and Control."""
         methods = {
             service_and_method(REGISTER)[1]: grpc.stream_stream_rpc_method_handler(self._register),
             service_and_method(FOLLOW)[1]: grpc.stream_stream_rpc_method_handler(self._follow),
@@ -244,7 +244,7 @@ class ControllerService:
                 self._on_event(events.MembershipMissed(hello.gateway_id))
 
     async def _read_gateway_heartbeats(self, first: GatewayHeartbeat, requests: AsyncIterator[bytes]) -> None:
-        """Heartbeats of a gateway's thread; they count while its other stream stands."""
+        """Read the heartbeats of a gateway's thread; they count while its other stream stands."""
         process = ProcessIncarnation(first.name, first.gateway_id, first.pid)
         self._supervisor.heartbeat(process, first.turn_s, first.doing)
         async for message in _messages(requests, GatewayToController, f"gateway {first.gateway_id}"):

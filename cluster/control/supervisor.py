@@ -35,7 +35,7 @@ class ProcessIncarnation(NamedTuple):
     """One run of a process: its name, and what distinguishes it from earlier ones."""
 
     name: str
-    """Among the launcher's processes."""
+    """Name of the process in the launcher."""
     incarnation: str
     pid: int
 
@@ -61,7 +61,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to check."""
+        """Begin the periodic checks."""
         self._task = asyncio.create_task(self._run(), name="supervisor")
 
     async def stop(self) -> None:
@@ -73,19 +73,19 @@ class Supervisor:
         await asyncio.to_thread(self._executor.shutdown)
 
     def watch(self, process: ProcessIncarnation) -> None:
-        """It has connected to the controller."""
+        """Watch a process that has connected to the controller."""
         limit_s = self._gateway_stuck_after_s if is_gateway(process.name) else None
         self._detector.watch(process, process_clock().now(), limit_s)
 
     def heartbeat(
         self, process: ProcessIncarnation, turn_s: float | None = None, doing: str = "", expected_s: float = 0.0
     ) -> None:
-        """It sent something; `turn_s` is how long its engine or event loop has been in its present step, and
-        `expected_s` how long that was predicted to last."""
+        """Note a message of a process. `turn_s`: seconds that its engine or event loop has been in its present step;
+        `expected_s`: predicted duration of that step."""
         self._detector.heartbeat(process, process_clock().now(), turn_s, doing, expected_s)
 
     def forget(self, process: ProcessIncarnation) -> None:
-        """Its connection broke. Whether it ended, the launcher reports."""
+        """Stop watching a process whose connection broke. The launcher reports whether it ended."""
         self._detector.forget(process)
 
     async def _run(self) -> None:

@@ -37,22 +37,22 @@ LOG_NAME: Final = "twin.log"
 KEY_VARIABLE: Final = "DISAGG_API_KEY"
 CA_VARIABLE: Final = "DISAGG_CA_CERT"
 _ANY: Final = ("0.0.0.0", "::")
-"""Hosts by which loopback reaches a gateway, too."""
+"""Hosts of a gateway that can also be reached through loopback."""
 LEAST_CORES: Final = 2
-"""With `controller.twin: auto`."""
+"""Least number of cores for `controller.twin: auto`."""
 STOP_S = 0.5
-"""From SIGTERM to SIGKILL: it has nothing to save, and does not look at signals while it compares."""
+"""Seconds from SIGTERM to SIGKILL: it has nothing to save, and does not check for signals while it compares."""
 
 
 class TwinSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the child gets on standard input."""
+    """Message to the child on standard input."""
 
     address: str
-    """Of the gateway."""
+    """Address of the gateway, host:port."""
     api_key: str = ""
-    """Of an admin; empty where the gateway has no keys."""
+    """API key of an admin; empty where the gateway has no keys."""
     cores: tuple[int, ...] = ()
-    """That it may run on. Empty: those of its parent."""
+    """Cores that it may run on; empty for those of its parent."""
 
     def __repr__(self) -> str:
         return f"TwinSettings(address={self.address!r}, api_key={'...' if self.api_key else None})"
@@ -63,7 +63,7 @@ class TwinProcess:
 
     Args:
         api_key, cores: see `TwinSettings`.
-        log: a file to write to; as this process without.
+        log: a file to write to; without one, it writes where this process does.
     """
 
     def __init__(self, api_key: str = "", cores: Sequence[int] = (), log: Path | None = None) -> None:
@@ -76,17 +76,17 @@ class TwinProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child that runs."""
+        """Process id of the running child, or None."""
         process = self._process
         return None if process is None else process.pid
 
     def tick(self, now: float, address: str) -> None:
-        """Start it where that is due; to be called again and again.
+        """Start the child if that is due; to be called periodically.
 
         Args:
-            now: on a monotonic clock.
-            address: host:port of the gateway; empty while there is none. A child that runs is kept then, and replaced
-                where the gateway is elsewhere.
+            now: time of a monotonic clock.
+            address: host:port of the gateway; empty while there is none. A running child is kept in that case, and
+                replaced if the gateway has another address.
         """
         if self._process is not None and (status := self._process.poll()) is not None:
             self._ended(describe_exit(status), now)
@@ -97,7 +97,7 @@ class TwinProcess:
             self._start(now)
 
     def stop(self) -> None:
-        """End it. Idempotent."""
+        """End the child. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             end([process], STOP_S)
@@ -128,25 +128,25 @@ class TwinProcess:
 def twin_of(
     config: ClusterConfig, api_key: str, environ: Mapping[str, str], cores: Sequence[int], log_dir: Path | None = None
 ) -> TwinProcess | None:
-    """The twin of a cluster, not started; None where none is wanted, or there is an `obstacle`."""
+    """Make the twin of a cluster, not started; None if none is wanted, or there is an `obstacle`."""
     if not is_wanted(config) or obstacle(config, api_key, environ, len(cores)):
         return None
     return TwinProcess(api_key, cores, None if log_dir is None else log_dir / LOG_NAME)
 
 
 def is_wanted(config: ClusterConfig) -> bool:
-    """Whether a twin is to choose where answers decode."""
+    """Whether the configuration wants a twin to choose where answers decode."""
     return config.placement.decodes == "auto"
 
 
 def key_for(config: ClusterConfig, environ: Mapping[str, str]) -> str:
-    """The key that a twin of this cluster needs, where the environment has it."""
+    """The key that a twin of this cluster needs, if the environment has it."""
     return environ.get(KEY_VARIABLE, "") if is_wanted(config) and config.gateway.api_keys is not None else ""
 
 
 def obstacle(config: ClusterConfig, api_key: str, environ: Mapping[str, str], num_cores: int) -> str:
-    """Why the controller starts no twin, though one is wanted; empty where it starts one, or none is wanted.
-    `num_cores`: of its machine."""
+    """Reason why the controller starts no twin although one is wanted; else empty. `num_cores`: cores of its
+    machine."""
     if not is_wanted(config):
         return ""
     if config.controller.twin == "off":
@@ -164,7 +164,7 @@ def obstacle(config: ClusterConfig, api_key: str, environ: Mapping[str, str], nu
 
 
 def _missing_access(config: ClusterConfig, api_key: str, environ: Mapping[str, str]) -> str:
-    """Why the gateway would refuse it."""
+    """Reason why the gateway would refuse the twin; empty if it would not."""
     gateway = config.gateway
     if gateway.api_keys is not None and not api_key:
         return f"it needs the key of an admin ({KEY_VARIABLE} of disagg up; a Ray that others use does not get it)"

@@ -1,1 +1,1 @@
-"""What the controller decides: which processes there are to be, and what happens next. Pure."""
+"""The controller's decisions: the desired processes, and the next steps towards them. Pure."""

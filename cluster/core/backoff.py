@@ -10,19 +10,20 @@ from __future__ import annotations
 import msgspec
 
 STABLE_S = 60.0
-"""A process that ran this long is healthy: its next fault is a first one."""
+"""Seconds after which a running process counts as healthy: its next fault is a first one."""
 FIRST_PAUSE_S = 0.5
-"""Before the start that follows the loss of a process that was fine."""
+"""Seconds before the start that follows the loss of a healthy process."""
 MAX_BACKOFF_S = 30.0
 FREE_STARTS = 2
-"""Starts of an actor in a row without a pause: the first, and the first after a fault."""
+"""Number of starts of an actor in a row without a pause: the first one, and the first one after a fault."""
 
 
 def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
-    """What follows a fault of a process: the faults in a row, with this one, and the pause before the next start.
+    """Consequence of a process's fault: the number of faults in a row, this one included, and the pause before the next
+    start.
 
     Args:
-        num_faults: those before it.
+        num_faults: number of faults before it.
         ready_for_s: how long the process was ready until now; None if it was not.
     """
     num_faults = faults_in_a_row(num_faults, ready_for_s)
@@ -31,16 +32,16 @@ def next_start(num_faults: int, ready_for_s: float | None) -> tuple[int, float]:
 
 
 def backoff_s(num_faults: int) -> float:
-    """The pause after so many faults in a row, 1, 2, 4, 8, 16, 30 s. After a process that had been healthy the first
+    """Pause after 1, 2, 3, ... faults in a row: 1, 2, 4, 8, 16, 30 s. After a process that had been healthy the first
     pause is `FIRST_PAUSE_S` instead (see `next_start`), so that the pauses are 0.5, 2, 4 .. 30 s."""
     return min(2.0 ** (num_faults - 1), MAX_BACKOFF_S)
 
 
 def faults_in_a_row(num_before: int, ready_for_s: float | None) -> int:
-    """The faults in a row, with the one that comes now.
+    """Number of faults in a row, including the present one.
 
     Args:
-        num_before: those before it.
+        num_before: number of faults before it.
         ready_for_s: how long the process was ready until now; None if it was not.
     """
     return 1 if ready_for_s is not None and ready_for_s >= STABLE_S else num_before + 1
@@ -50,9 +51,9 @@ class Starts(msgspec.Struct, frozen=True, kw_only=True):
     """The record of the starts of one process."""
 
     count: int = 0
-    """Starts in a row that each followed a short run."""
+    """Number of starts in a row that each followed a short run."""
     last: float = 0.0
-    """When the last one began, after its pause; seconds of the wall clock, which outlives processes."""
+    """Time at which the last start began, after its pause; seconds of the wall clock, which outlives processes."""
 
 
 def next_actor_start(earlier: Starts, now: float) -> tuple[Starts, float]:

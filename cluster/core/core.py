@@ -13,13 +13,13 @@ and is then started again. Gateways move what runs on a draining worker to other
 `drain_timeout_s`, or the deadline of the operator's request: then it leaves the membership, and gateways retry what is
 left there elsewhere.
 
-While a rollout goes on, it says how many workers each pool of its models is to have, and with which configuration each
+During a rollout, the rollout determines how many workers each pool of its models has, and with which configuration each
 is started.
 
 A controller that comes back finds processes that run already: it waits for them to register, and publishes nothing
 until they have (or `ADOPT_GRACE_S` is over), so that gateways keep the membership that they have. A worker says when it
 registers whether a probe went through it before; one that was being probed is probed again. A gateway that joins
-reports which workers it drains: an operator's drain goes on under the next controller.
+reports which workers it drains: an operator's drain continues under the next controller.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from disagg.proto.membership import MembershipLog
 from disagg.proto.messages import WorkerInfo
 
 ADOPT_GRACE_S = 10.0
-"""How long a controller that came back waits for the workers that an earlier one started."""
+"""Seconds that a new controller waits for the workers that an earlier one started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ class Settings:
 
     drain_timeout_s: float
     lost_grace_s: float
-    """How long a process that left, and of which no end was reported, may take to come back."""
+    """Seconds that a process may take to come back after it left, if its end was not reported."""
     gateways: int = 1
-    """That it starts."""
+    """Number of gateways that the controller starts."""
     probes: bool = True
     """Whether new workers are probed before they count as ready."""
 
@@ -80,7 +80,7 @@ class ControlCore:
         sizes: desired size of each pool; their order is the order in which workers are shown.
         running: names of processes that an earlier controller started.
         controller_id: part of the ids of its starts; no other controller has the same.
-        desired: what an earlier controller saved, instead of `sizes`; see `saved`.
+        desired: the state that an earlier controller saved, in place of `sizes`; see `saved`.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class ControlCore:
         self._probes = Probes()
         self._published = MembershipLog(controller_id)
         self._expected: dict[WorkerId, float] = {}
-        """When workers that are coming are expected to be ready, as it was published last."""
+        """Times at which starting workers are expected to be ready, as published last."""
         self._drains: set[tuple[WorkerId, Incarnation]] = set()
-        """Processes that gateways reported as draining, and that have not registered here."""
+        """Processes that gateways reported as draining and that have not registered with this controller."""
         self._out: list[Command] = []
         self._to_stop: list[WorkerId] = []
 
@@ -115,12 +115,12 @@ class ControlCore:
 
     @property
     def sizes(self) -> dict[PoolName, int]:
-        """The desired sizes; during a rollout those of now."""
+        """The desired sizes; during a rollout the present ones."""
         return self._desired.sizes
 
     @property
     def target(self) -> Target:
-        """What holds; during a rollout what held before it."""
+        """The present target; during a rollout the previous one."""
         return self._desired.target
 
     @property
@@ -133,7 +133,7 @@ class ControlCore:
         return self._desired.saved()
 
     def is_changing(self, pool: PoolName) -> bool:
-        """Whether a rollout says how large a pool is."""
+        """Whether a rollout controls the size of a pool."""
         return self._desired.is_changing(pool)
 
     @property
@@ -142,7 +142,7 @@ class ControlCore:
         return tuple(self._workers)
 
     def state(self, now: float = 0.0) -> ControlState:
-        """The cluster, for operators. `now`: to show for how long a rollout has gone on."""
+        """State of the cluster for operators. `now` is for the duration of a rollout."""
         desired, rollout = self._desired, self._desired.rollout
         return ControlState(
             pools=tuple(
@@ -157,16 +157,16 @@ class ControlCore:
         )
 
     def membership(self) -> Membership:
-        """The workers that gateways route to, as it was published last."""
+        """The workers that gateways route to, as published last."""
         return self._published.snapshot()
 
     def refusal(self, request: ControlRequest) -> ControlRefused | None:
-        """Why a request is refused; None if it is not."""
+        """Reason why a request is refused, or None."""
         desired, is_adopting = self._desired, self._adopting_until is not None
         return refusal(request, desired.plan, desired.target.sizes, self._workers, is_adopting=is_adopting)
 
     def next_wakeup(self) -> float | None:
-        """When a `Tick` is due."""
+        """Time at which a `Tick` is due, or None."""
         dues = [worker.due for worker in self._workers.values()]
         dues += [self._gateways.next_due(), self._adopting_until, self._probes.next_due()]
         if self._desired.rollout is not None and self._adopting_until is None:
@@ -176,7 +176,7 @@ class ControlCore:
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event in; the commands, to be executed in order."""
+        """Handle an event, and return the commands, to be executed in order."""
         if not self._begun:
             self._begun = True
             self._begin(now)
@@ -330,8 +330,8 @@ class ControlCore:
                 worker.fault("failed", why, now)
 
     def _misfit(self, worker: Worker, info: WorkerInfo) -> str | None:
-        """Why a worker cannot work with the others, as they are now. During a rollout that replaces all workers it must
-        work with those of its own configuration."""
+        """Reason why a worker cannot work with the other present ones, or None. During a rollout that replaces all
+        workers it must work with those of its own configuration."""
         candidate, rollout = replace(worker, config_hash=info.config_hash), self._desired.rollout
         others = (
             other.info
@@ -363,7 +363,8 @@ class ControlCore:
         worker.detail, worker.was_killed = f"it {event.why} and was killed", True
 
     def _on_stopped(self, name: WorkerId, now: float) -> None:
-        """Gone: started again if it is desired. What an earlier controller left of another pool has no record."""
+        """Handle the end of a process: it is started again if it is desired. Processes that an earlier controller left
+        in other pools have no record."""
         worker = self._workers.get(name)
         if worker is None:
             return
@@ -438,8 +439,8 @@ class ControlCore:
                 self._stop(worker)
 
     def _waits_for_stage(self, pool: PoolName, index: int) -> bool:
-        """Whether a place that the new configuration does not have may be over already: a new controller knows how far
-        the rollout is once the workers that run have registered."""
+        """Whether a place that the new configuration does not have may be over already: a new controller knows the
+        progress of the rollout only after the running workers have registered."""
         rollout = self._desired.rollout
         return rollout is not None and self._adopting_until is not None and index >= rollout.plan.new.sizes.get(pool, 0)
 
@@ -458,7 +459,8 @@ class ControlCore:
         )
 
     def _resume_drains(self, now: float) -> None:
-        """Go on with the drains of an earlier controller. A process that is neither here nor expected is forgotten."""
+        """Continue the drains of an earlier controller. A process that is neither registered nor expected is
+        forgotten."""
         for name, incarnation in sorted(self._drains):
             worker = self._workers.get(name)
             if worker is not None and worker.phase == "ready" and worker.is_current(incarnation):
@@ -481,7 +483,7 @@ class ControlCore:
         self._gateways.forget_worker(worker.worker_id)
 
     def _is_empty(self, worker: Worker) -> bool:
-        """Whether no gateway has requests there."""
+        """Whether no gateway has requests on the worker."""
         return worker.info is None or self._gateways.are_done_with(worker.worker_id, worker.info.incarnation)
 
     def _reconcile_gateways(self, now: float) -> None:
@@ -505,7 +507,7 @@ class ControlCore:
         self._expect(now, is_anew=bool(behind))
 
     def _expect(self, now: float, *, is_anew: bool) -> None:
-        """Have gateways wait for the workers that are coming, where these are others than before."""
+        """Tell gateways to wait for the workers that are starting, if these have changed."""
         longest: dict[PoolName, float] = {}
         for worker in self._workers.values():
             if worker.start_s is not None:

@@ -1,4 +1,4 @@
-"""The desired state: what holds, and the rollout that leads to something else. Pure.
+"""The desired state: the present target, and the rollout to another one. Pure.
 
     Scale ──> other sizes
     Apply ──> target ── a rollout, if workers are replaced or pools exchanged ──> the next target
@@ -25,61 +25,61 @@ class DesiredState:
     """Owner of the target and of the rollout; a part of the controller's core.
 
     Args:
-        desired: to begin with, or what an earlier controller saved.
-        drain_timeout_s: of what is configured; see `Settings`.
+        desired: the initial state, or the one that an earlier controller saved.
+        drain_timeout_s: the configured one; see `Settings`.
     """
 
     def __init__(self, desired: Desired, drain_timeout_s: float) -> None:
         self.target = desired.target
-        """What holds; during a rollout what held before it."""
+        """The present target; during a rollout the previous one."""
         self.latest = desired.latest
         """The generation that was requested last."""
         self.rolled_back = desired.rolled_back
         self.drain_timeout_s = drain_timeout_s
         self.rollout: Rollout | None = None
         self._plan = desired.plan
-        """Of the rollout that an earlier controller began, until `begin`."""
+        """Plan of the rollout that an earlier controller began, until `begin`."""
 
     @property
     def sizes(self) -> dict[PoolName, int]:
-        """Of all pools; during a rollout those of now."""
+        """Sizes of all pools; during a rollout the present ones."""
         rollout = self.rollout
         return dict(self.target.sizes) if rollout is None else {pool: rollout.size(pool) for pool in rollout.pools}
 
     @property
     def plan(self) -> Plan | None:
-        """Of the rollout."""
+        """Plan of the rollout, if there is one."""
         return self._plan if self.rollout is None else self.rollout.plan
 
     def saved(self) -> Desired:
-        """For the next controller."""
+        """The desired state, to be saved for the next controller."""
         return Desired(target=self.target, plan=self.plan, latest=self.latest, rolled_back=self.rolled_back)
 
     def is_changing(self, pool: PoolName) -> bool:
-        """Whether a rollout says how large a pool is."""
+        """Whether a rollout controls the size of a pool."""
         return self.rollout is not None and model_of(pool) in self.rollout.plan.models
 
     def config_hash(self, worker: Worker) -> str:
-        """Names the configuration with which a worker is started now."""
+        """Hash of the configuration with which a worker is started now."""
         rollout = self.rollout
         return self.target.config_hashes[worker.pool] if rollout is None else rollout.starts(worker)
 
     # ------------------------------------------------------------ changes
 
     def begin(self, now: float) -> None:
-        """Go on with the rollout of an earlier controller."""
+        """Continue the rollout of an earlier controller."""
         if self._plan is not None:
             self.rollout, self._plan = Rollout(self._plan, now), None
 
     def scale(self, sizes: Mapping[PoolName, int]) -> list[Command]:
-        """Have pools of these sizes, of which no rollout says how large they are."""
+        """Set the sizes of pools whose size no rollout controls."""
         self.target = msgspec.structs.replace(self.target, sizes={**self.target.sizes, **sizes})
         if self.rollout is not None:
             self.rollout.resize(sizes)
         return [Save()]
 
     def apply(self, plan: Plan, now: float) -> list[Command]:
-        """Begin with another configuration."""
+        """Begin the rollout of another configuration."""
         self.latest, self.rolled_back = plan.new.generation, None
         if plan.is_needed:
             self.rollout = Rollout(plan, now)
@@ -91,7 +91,7 @@ class DesiredState:
     def roll(
         self, workers: Mapping[WorkerId, Worker], serve: Callable[[int], bool], now: float
     ) -> tuple[list[Worker], list[Command]]:
-        """Take the next steps of the rollout that are due; the workers whose turn comes to be replaced.
+        """Take the steps of the rollout that are due, and return the workers to be replaced next.
 
         Args:
             workers: all of them.

@@ -16,25 +16,25 @@ from disagg.proto.messages import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An operator sets the desired sizes; checked by `ControlCore.refusal` before."""
+    """An operator sets the desired sizes; already checked by `ControlCore.refusal`."""
 
     sizes: Mapping[PoolName, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An operator gives the cluster another configuration; checked by `ControlCore.refusal` before."""
+    """An operator gives the cluster another configuration; already checked by `ControlCore.refusal`."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator has this worker replaced by a new process; checked by `ControlCore.refusal` before."""
+    """An operator has this worker replaced by a new process; already checked by `ControlCore.refusal`."""
 
     worker_id: WorkerId
     deadline_s: float | None = None
-    """For how long it may drain; None for `Settings.drain_timeout_s`."""
+    """Seconds that it may drain; None for `Settings.drain_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class WorkerStartFailed:
     worker_id: WorkerId
     error: str
     start_id: str = ""
-    """Of the start that failed, as in `StartWorker`; empty where that is unknown: then it is the latest."""
+    """Id of the start that failed, as in `StartWorker`; if it is unknown it is empty, and stands for the latest
+    start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,14 @@ class WorkerStarting:
 
     worker_id: WorkerId
     doing: str
-    """For people to read."""
+    """Text for operators about what it does."""
     start_id: str = ""
-    """As in `WorkerStartFailed`."""
+    """Id of the start, as in `WorkerStartFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """The connection to that process of a worker broke; the process may run."""
+    """The connection to that process of a worker broke; the process may still run."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -82,7 +83,7 @@ class WorkerHung:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    """Follows its name in a sentence."""
+    """Reason, which follows the worker's name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,18 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnded:
-    """The probe of that number is over, as `StartProbe` began it."""
+    """The probe of that number, which `StartProbe` began, has ended."""
 
     number: int
     error: str = ""
-    """Why it failed; empty where it went through."""
+    """Reason of the failure; empty for success."""
     is_refusal: bool = False
-    """Whether it failed for want of room only."""
+    """Whether it failed only because a worker had no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartsPending:
-    """What processes wait for that were begun and cannot run yet: all of them, by name."""
+    """All processes whose start was begun and that cannot run yet, with what they wait for, by name."""
 
     reasons: Mapping[str, str]
 
@@ -127,9 +128,9 @@ class GatewayJoined:
     pid: int
     http_address: str = ""
     draining: tuple[tuple[WorkerId, Incarnation], ...] = ()
-    """What it drains, as an earlier controller published."""
+    """Workers that it drains, as an earlier controller published."""
     name: str = GATEWAY
-    """Of its process."""
+    """Name of the gateway's process."""
     own_address: str = ""
     own_http_address: str = ""
 
@@ -144,7 +145,7 @@ class GatewayStartFailed:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLeft:
-    """The connection to a gateway broke; its process may run."""
+    """The connection to a gateway broke; its process may still run."""
 
     gateway_id: GatewayId
 
@@ -173,7 +174,7 @@ class SettingsFollowed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEmpty:
-    """Nothing of that gateway runs on that draining worker any more."""
+    """That gateway has no request left on that draining worker."""
 
     gateway_id: GatewayId
     worker_id: WorkerId
@@ -182,7 +183,7 @@ class WorkerEmpty:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; due at `ControlCore.next_wakeup()`. The first one begins everything."""
+    """Time passed; due at `ControlCore.next_wakeup()`. The first one starts everything."""
 
 
 Event = (
@@ -211,15 +212,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Launch it; may come back as `WorkerStartFailed`."""
+    """Start a worker; a failure is reported as `WorkerStartFailed`."""
 
     worker_id: WorkerId
     pool: PoolName
     index: int
     start_id: str
-    """Different for every start by any controller; the process brings it when it registers."""
+    """Id of the start, different for each one by any controller; the process sends it when it registers."""
     config_hash: str = ""
-    """Which configuration of its pool; the process brings that, too."""
+    """Hash of the configuration of its pool to start it with; the process sends it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +232,13 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StartGateway:
-    """Launch a gateway for these workers; may come back as `GatewayStartFailed`."""
+    """Start a gateway for these workers; a failure is reported as `GatewayStartFailed`."""
 
     workers: tuple[WorkerInfo, ...]
     address: str
-    """Where an earlier process of it listened, or another gateway listens; empty the first time."""
+    """Address at which an earlier process of it listened, or another gateway listens; empty the first time."""
     http_address: str = ""
-    """The same of HTTP; empty the first time, and where it serves none."""
+    """HTTP address of the same; empty the first time, and where it serves no HTTP."""
     name: str = GATEWAY
 
 
@@ -265,7 +266,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """Have that process of a worker keep that it was ready, for the next controller."""
+    """Tell that process of a worker that it was ready; it remembers that for the next controller."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -285,27 +286,27 @@ class Publish:
     """Send the change of the membership to gateways."""
 
     change: MembershipChange | None
-    """For every gateway that is not in `snapshot_for`; None where nothing changed."""
+    """The change for every gateway that is not in `snapshot_for`; None where nothing changed."""
     snapshot_for: tuple[GatewayId, ...] = ()
-    """Gateways that joined, or missed a change: they get all of it, `ControlCore.membership()`."""
+    """Gateways that joined or missed a change: they get the whole membership, `ControlCore.membership()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Send all gateways the workers that are coming, after the membership."""
+    """Send all gateways the list of starting workers, after the membership."""
 
     in_s: Mapping[WorkerId, float]
-    """Seconds until each is expected to be ready."""
+    """Seconds until each worker is expected to be ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep `ControlCore.saved()` for the next controller."""
+    """Save `ControlCore.saved()` for the next controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """From now on settings of that generation hold that no worker is restarted for."""
+    """Apply those settings of that generation that need no restart of a worker."""
 
     generation: int
 

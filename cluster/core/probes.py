@@ -1,4 +1,4 @@
-"""Which new workers are to be probed, with whom, and what came of it. Pure.
+"""The probes of new workers: when, with which partner, and the results. Pure.
 
     registered ──> waits for a partner ──> a tiny request runs ──> ready
                      ^                       ├─ refused for want of room: again after a pause
@@ -20,15 +20,15 @@ from disagg.proto.ids import Incarnation, WorkerId, join_name, model_of
 from disagg.proto.messages import RoleName, WorkerInfo
 
 MAX_TRIES = 3
-"""Failed probes of a worker after which it counts as failed."""
+"""Number of failed probes after which a worker counts as failed."""
 RETRY_S = 0.5
 PARTNER_WAIT_S = 5.0
-"""How long a decode worker waits for a prefill worker before it is probed alone: it can compute prompts, too."""
+"""Seconds that a decode worker waits for a prefill worker before it is probed alone: it can compute prompts, too."""
 ROOM_WAIT_S = 30.0
-"""How long partners may have no room for a probe, or a prefill worker waits while no decode worker fits it, such as the
-first one of a new model in a rollout. Then it is used without: nothing speaks against it."""
+"""Seconds that partners may have no room for a probe, or that a prefill worker waits while no decode worker fits it,
+such as the first one of a new model in a rollout. Then it is used without a probe: nothing speaks against it."""
 MAX_PROBES = 16
-"""That run at a time."""
+"""Largest number of probes at a time."""
 
 
 class Probe(NamedTuple):
@@ -36,41 +36,41 @@ class Probe(NamedTuple):
 
     number: int
     prefill: WorkerInfo | None
-    """None where the other one computes the prompt, too."""
+    """The prefill worker; None where `decode` computes the prompt, too."""
     decode: WorkerInfo
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Those that compute it."""
+        """Workers that compute it."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 class Verdict(NamedTuple):
-    """What became of a new worker."""
+    """Result for a new worker."""
 
     worker_id: WorkerId
     is_ready: bool
     why: str = ""
-    """Why it failed, or is ready without a probe."""
+    """Reason of the failure, or why it is ready without a probe."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A new worker."""
+    """A new worker that is being probed."""
 
     info: WorkerInfo
     since: float
     left: set[RoleName]
-    """The roles in which it is still to be probed."""
+    """Roles in which it is still to be probed."""
     running: int | None = None
-    """Number of its probe."""
+    """Number of its running probe, or None."""
     retry_at: float = -math.inf
     num_failed: int = 0
     avoided: set[WorkerId] = field(default_factory=set)
     """Partners with which a probe failed."""
     doing: str = ""
     alone_at: float = math.inf
-    """When it no longer waits for a partner."""
+    """Time from which on it no longer waits for a partner."""
 
 
 class Probes:
@@ -82,22 +82,22 @@ class Probes:
         self._num_probes = 0
 
     def add(self, info: WorkerInfo, now: float) -> None:
-        """A new process of a worker listens. A further registration of the same process changes nothing."""
+        """Add a new process of a worker that listens. Further registrations of the same process change nothing."""
         known = self._trials.get(info.worker_id)
         if known is None or known.info.incarnation != info.incarnation:
             self._trials[info.worker_id] = _Trial(info, now, set(info.roles))
 
     def forget(self, worker_id: WorkerId) -> None:
-        """It is gone, or is to go. What its probe brings is of no interest to it."""
+        """Forget a worker that has ended or will be ended. The result of its probe is ignored."""
         self._trials.pop(worker_id, None)
 
     def doing(self, worker_id: WorkerId) -> str:
-        """What a new worker waits for, for operators; empty for any other."""
+        """What a new worker waits for, for operators; empty for any other worker."""
         trial = self._trials.get(worker_id)
         return "" if trial is None else trial.doing
 
     def next_due(self) -> float | None:
-        """When `begin` may have something new to do."""
+        """Time at which `begin` may have something new to do."""
         if len(self._running) >= MAX_PROBES:
             return None
         waiting = [trial for trial in self._trials.values() if trial.running is None]
@@ -111,8 +111,8 @@ class Probes:
         """The probes that begin now, and workers that cannot be probed.
 
         Args:
-            ready: the workers that are.
-            pools: those that are to have workers; their kinds are named after the roles.
+            ready: the workers that are ready.
+            pools: the pools that are to have workers; their kinds are named after the roles.
             now: the time.
         """
         probes: list[Probe] = []
@@ -137,13 +137,13 @@ class Probes:
     def ended(
         self, number: int, error: str, is_refusal: bool, present: Collection[Incarnation], now: float
     ) -> list[Verdict]:
-        """A probe is over.
+        """Handle the end of a probe.
 
         Args:
             number: its number.
-            error: why it failed; empty where it went through.
-            is_refusal: whether it failed for want of room only.
-            present: the processes that are ready, or new. With any other one it proves nothing.
+            error: reason of the failure; empty for success.
+            is_refusal: whether it failed only because a worker had no room.
+            present: the processes that are ready, or new. A probe with any other process proves nothing.
             now: the time.
         """
         probe = self._running.pop(number, None)
@@ -197,8 +197,8 @@ class Probes:
         return probe
 
     def _partner(self, trial: _Trial, ready: Iterable[WorkerInfo]) -> WorkerInfo | None:
-        """One that it could form a pair with: rather one with which no probe has failed, a ready one, and one that is
-        in few probes."""
+        """A worker that it could form a pair with: preferably one with which no probe has failed, that is ready, and
+        that is in few probes."""
         if len(trial.info.roles) == 2 and not trial.info.is_elastic:
             return None
         role: RoleName = "prefill" if "decode" in trial.left else "decode"
@@ -216,7 +216,7 @@ class Probes:
 
 
 def _alone_at(trial: _Trial, ready: Iterable[WorkerInfo], pools: Collection[str]) -> float:
-    """When a worker without a partner no longer waits for one: infinity where one that fits is to come."""
+    """Time from which on a worker without a partner no longer waits for one: infinity if one that fits will come."""
     info, model = trial.info, model_of(trial.info.worker_id)
     if len(info.roles) == 2:
         return -math.inf

@@ -1,4 +1,4 @@
-"""Which requests of operators the controller refuses, and why. Pure."""
+"""Requests of operators that the controller refuses, and the reasons. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disagg.proto.control import (
 from disagg.proto.ids import WorkerId, model_of
 
 MAX_DRAIN_S = 86400.0
-"""The longest deadline of a drain."""
+"""The longest deadline of a drain, in seconds."""
 _FIELD_OF = {ScaleRequest: "sizes", DrainRequest: "worker_id", ApplyRequest: "file"}
 
 
@@ -31,11 +31,11 @@ def refusal(
     *,
     is_adopting: bool,
 ) -> ControlRefused | None:
-    """Why a request is refused; None if it is not.
+    """Reason why a request is refused, or None.
 
     Args:
-        plan: of the rollout that goes on, if one does.
-        sizes: the desired ones.
+        plan: plan of the present rollout, if there is one.
+        sizes: the desired sizes.
         workers: all of them.
         is_adopting: whether the controller waits for the workers of an earlier one.
     """

@@ -1,4 +1,4 @@
-"""The way of a running cluster from one configuration to another, worker by worker. Pure.
+"""The rollout of another configuration in a running cluster, worker by worker. Pure.
 
     canary ──one new worker of each pool is ready──> rolling ──all are new, and ready──> finishing ──> over
       │                                                │ wave by wave: drain, stop, start as new, ready
@@ -29,57 +29,58 @@ from disagg.proto.control import PoolName, RolledBack, RolloutState
 from disagg.proto.ids import WorkerId, model_of
 
 MAX_FAILURES = 3
-"""Faults in a row of a new worker that end the way forward."""
+"""Number of faults in a row of a new worker after which the rollout is taken back."""
 READY_TIMEOUT_S = 300.0
 
 Stage = Literal["canary", "rolling", "finishing"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation of the configuration, as far as the controller's core needs it."""
+    """One generation of the configuration, with what the controller's core needs of it."""
 
     generation: int
     sizes: dict[PoolName, int]
-    """Of the pools that its mode uses."""
+    """Sizes of the pools that its mode uses."""
     config_hashes: dict[PoolName, str]
-    """Names the configuration of the pool's workers."""
+    """Hash of the configuration of each pool's workers."""
     drain_timeout_s: float | None = None
-    """None keeps the present one."""
+    """Drain timeout in seconds; None keeps the present one."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """From where to where, and how. It is saved, so that the next controller goes on."""
+    """Plan of a rollout: from which target to which, and how. It is saved, so that the next controller can continue."""
 
     old: Target
     new: Target
     surge: bool = True
     ready_timeout_s: float = READY_TIMEOUT_S
     is_back: bool = False
-    """Whether it takes back the one before, which failed: then it has no limits, and goes on until it is done."""
+    """Whether this takes back the previous rollout, which failed: then it has no limits, and continues until it is
+    done."""
     why: str = ""
-    """Of the way back."""
+    """Reason of the rollback."""
     has_canary: bool = False
     """Whether the first new workers were ready."""
 
     @property
     def replaced(self) -> tuple[PoolName, ...]:
-        """The pools that stay, and whose workers are replaced."""
+        """Pools that stay, and whose workers are replaced."""
         old = self.old.config_hashes
         return tuple(p for p, config_hash in self.new.config_hashes.items() if p in old and old[p] != config_hash)
 
     @property
     def added(self) -> tuple[PoolName, ...]:
-        """The pools of the new mode only."""
+        """Pools of the new mode only."""
         return tuple(pool for pool in self.new.config_hashes if pool not in self.old.config_hashes)
 
     @property
     def removed(self) -> tuple[PoolName, ...]:
-        """The pools of the old mode only."""
+        """Pools of the old mode only."""
         return tuple(pool for pool in self.old.config_hashes if pool not in self.new.config_hashes)
 
     @property
     def renewed(self) -> tuple[PoolName, ...]:
-        """The pools all of whose workers are new in the end."""
+        """Pools all of whose workers are new in the end."""
         return (*self.replaced, *self.added)
 
     def changes_all(self, model: str = "") -> bool:
@@ -89,7 +90,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def models(self) -> frozenset[str]:
-        """Keys of the models of which anything changes. Other models are scaled and drained as ever meanwhile."""
+        """Keys of the models that change in any way. Other models are scaled and drained as usual meanwhile."""
         old, new = self.old, self.new
         return frozenset(
             model_of(pool)
@@ -99,7 +100,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exchanges_models(self) -> bool:
-        """Whether models come or go. Then it is over only when the gateways serve those of the new generation."""
+        """Whether models are added or removed. Then the rollout ends only when the gateways serve those of the new
+        generation."""
         return {model_of(pool) for pool in self.old.sizes} != {model_of(pool) for pool in self.new.sizes}
 
     @property
@@ -114,12 +116,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def configured(self) -> Target:
-        """Whose settings hold for which no worker is restarted."""
+        """Target whose settings apply that need no restart of a worker."""
         return self.new if self.has_canary or not self.has_trial else self.old
 
     @property
     def going_on(self) -> str:
-        """What a controller says that goes on with it."""
+        """Log message of a controller that continues it."""
         if self.is_back:
             what = f"taking generation {self.old.generation} of the configuration back to {self.new.generation}"
         else:
@@ -128,7 +130,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return f"an earlier controller was {what}{where}: going on with that"
 
     def reversed(self, why: str) -> Plan:
-        """The way back."""
+        """Plan of the rollback, for this reason."""
         return Plan(
             old=self.new,
             new=self.old,
@@ -143,26 +145,26 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state, for the next controller."""
 
     target: Target
-    """What holds; during a rollout what held before it."""
+    """The present target; during a rollout the previous one."""
     plan: Plan | None = None
-    """Of the rollout."""
+    """Plan of the rollout, if there is one."""
     latest: int = 1
     """The generation that was requested last."""
     rolled_back: RolledBack | None = None
 
 
 def configured(desired: Desired) -> int:
-    """The generation whose settings hold for which no worker is restarted."""
+    """Generation whose settings apply that need no restart of a worker."""
     plan = desired.plan
     return (desired.target if plan is None else plan.configured).generation
 
 
 class Rollout:
-    """Where a plan is. Decides what is to be there; the controller's core reconciles.
+    """State of a plan's execution. Decides which workers are desired; the controller's core reconciles.
 
     Args:
-        plan: what is carried out.
-        now: when it began, for people.
+        plan: the plan to execute.
+        now: time at which it began, for operators.
     """
 
     def __init__(self, plan: Plan, now: float) -> None:
@@ -176,11 +178,11 @@ class Rollout:
 
     @property
     def pools(self) -> tuple[PoolName, ...]:
-        """All pools that have workers meanwhile."""
+        """All pools that have workers during the rollout."""
         return tuple(dict.fromkeys((*self.plan.new.sizes, *self.plan.old.sizes)))
 
     def size(self, pool: PoolName) -> int:
-        """Workers of a pool that are to be there now."""
+        """Number of workers that a pool is to have now."""
         old, new = self.plan.old.sizes.get(pool, 0), self.plan.new.sizes.get(pool, 0)
         if self.stage == "finishing":
             return new
@@ -190,7 +192,7 @@ class Rollout:
         return (old if self.stage == "canary" else max(old, new)) + extra
 
     def resize(self, sizes: Mapping[PoolName, int]) -> None:
-        """Have other sizes of pools of models that are not being changed."""
+        """Set other sizes of pools of models that are not being changed."""
         old, new = (
             msgspec.structs.replace(target, sizes={**target.sizes, **sizes})
             for target in (self.plan.old, self.plan.new)
@@ -198,7 +200,8 @@ class Rollout:
         self.plan = msgspec.structs.replace(self.plan, old=old, new=new)
 
     def starts(self, worker: Worker) -> str:
-        """With which configuration a worker is started now. One that died after the canary takes its turn."""
+        """Hash of the configuration with which a worker is started now. One that died after the canary gets the new
+        configuration."""
         old, new = self.plan.old, self.plan.new
         if worker.pool not in new.config_hashes:
             return old.config_hashes[worker.pool]
@@ -210,7 +213,7 @@ class Rollout:
         return worker.config_hash or old.config_hashes[worker.pool]
 
     def is_new(self, worker: Worker) -> bool:
-        """Whether a worker has the configuration that is wanted."""
+        """Whether a worker has the new configuration."""
         return worker.config_hash == self.plan.new.config_hashes.get(worker.pool)
 
     def fits(self, one: Worker, other: Worker) -> bool:
@@ -218,14 +221,14 @@ class Rollout:
         return not self.plan.changes_all(one.model) or self.is_new(one) == self.is_new(other)
 
     def registered(self, worker: Worker) -> None:
-        """A worker is there; after a new controller began, that shows whose turn was over."""
+        """Note that a worker has registered: after a restart of the controller, this shows that its turn was over."""
         if self.is_new(worker):
             self._released.add(worker.worker_id)
 
     # ------------------------------------------------------------ next steps
 
     def failure(self, workers: Iterable[Worker], now: float) -> str | None:
-        """Why the way forward ends; None where it does not."""
+        """Reason why the rollout is to be taken back; None if it is not."""
         if self.plan.is_back or self.stage == "finishing":
             return None
         for worker in workers:
@@ -239,14 +242,14 @@ class Rollout:
         return None
 
     def next_due(self, workers: Iterable[Worker]) -> float | None:
-        """When `failure` may change by itself."""
+        """Time at which `failure` may change by itself."""
         if self.plan.is_back or self.stage == "finishing":
             return None
         dues = (self._ready_due(w) for w in workers if self._is_on_trial(w) and w.phase != "ready")
         return min((due for due in dues if due is not None), default=None)
 
     def advance(self, workers: Mapping[WorkerId, Worker]) -> list[Worker]:
-        """Enter the next stage where that is due; returns the workers whose turn comes."""
+        """Enter the next stage if that is due; returns the workers to be replaced next."""
         if self.stage == "canary":
             if not all(self._is_done(w) for w in workers.values() if self._is_canary(w)) or not self._has_all(workers):
                 return []
@@ -266,13 +269,13 @@ class Rollout:
         return turn
 
     def is_over(self, workers: Iterable[Worker]) -> bool:
-        """Whether all is as wanted, and nothing more."""
+        """Whether everything is as wanted, and no other workers are left."""
         return self.stage == "finishing" and not self._leaving(workers)
 
     # ------------------------------------------------------------ for operators
 
     def state(self, workers: Iterable[Worker], now: float) -> RolloutState:
-        """How far it is."""
+        """Progress of the rollout."""
         workers = list(workers)
         total = sum(self.plan.new.sizes[pool] for pool in self.plan.renewed)
         done = sum(
@@ -314,7 +317,7 @@ class Rollout:
     # ------------------------------------------------------------ inside
 
     def _leaving(self, workers: Iterable[Worker]) -> list[WorkerId]:
-        """Workers for which there is no place in the end."""
+        """Workers that have no place in the new configuration."""
         sizes, models = self.plan.new.sizes, self.plan.models
         return [w.worker_id for w in workers if w.model in models and w.index >= sizes.get(w.pool, 0)]
 
@@ -330,7 +333,7 @@ class Rollout:
         )
 
     def _is_in_hand(self, worker: Worker) -> bool:
-        """Whether it is, or is becoming, a new one. Workers of pools that do not change are not."""
+        """Whether a worker is new, or is becoming new. False for workers of pools that do not change."""
         if worker.pool not in self.plan.renewed:
             return False
         comes_in_addition = worker.pool in self.plan.replaced and worker.index >= self.plan.old.sizes[worker.pool]
@@ -343,25 +346,25 @@ class Rollout:
         return None if worker.unready_since is None else worker.unready_since + self.plan.ready_timeout_s
 
     def _watched(self, workers: Iterable[Worker]) -> list[Worker]:
-        """The workers all of which have to be ready before the next wave."""
+        """Workers that all have to be ready before the next wave."""
         return [w for w in workers if w.pool in self.plan.renewed]
 
     def _has_all(self, workers: Mapping[WorkerId, Worker]) -> bool:
-        """Whether each place that is to be there has a worker."""
+        """Whether each place that is desired now has a worker."""
         return self._fill({pool: self.size(pool) for pool in self.plan.renewed}, workers.values())
 
     def _has_all_bases(self, workers: Mapping[WorkerId, Worker]) -> bool:
-        """Whether each place that stays has a new worker, which is ready."""
+        """Whether each place that stays has a new worker that is ready."""
         sizes = {pool: self.plan.new.sizes[pool] for pool in self.plan.renewed}
         return self._fill(sizes, filter(self._is_done, workers.values()))
 
     @staticmethod
     def _fill(sizes: Mapping[PoolName, int], workers: Iterable[Worker]) -> bool:
-        """Whether these workers have all places of pools of such sizes."""
+        """Whether these workers fill all places of pools of these sizes."""
         return sum(worker.index < sizes.get(worker.pool, 0) for worker in workers) == sum(sizes.values())
 
     def _left(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Workers of places that stay, whose turn has not come."""
+        """Workers of places that stay, and that have not been replaced yet."""
         return sorted(
             (
                 w

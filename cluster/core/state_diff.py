@@ -15,23 +15,23 @@ EMPTY_STATE = ControlState(pools=(), workers=(), gateways=())
 
 
 class Change(NamedTuple):
-    """One process entered another phase."""
+    """A process that entered another phase."""
 
     name: str
     what: What
     detail: str = ""
-    """Why, for `lost` and `failed`."""
+    """Reason of `lost` and `failed`."""
 
 
 class _Process(NamedTuple):
     phase: WorkerPhase | GatewayPhase
     incarnation: str
-    """Differs between two processes of one name."""
+    """Incarnation, which differs between two processes of one name."""
     detail: str
 
 
 def diff(before: ControlState | None, after: ControlState) -> list[Change]:
-    """What changed, workers in the order of their pools, then the gateway. Without a `before`, all is new.
+    """The changes, workers in the order of their pools, then the gateway. Without a `before`, everything is new.
 
     A process that was lost and is back between the two states is both `starting` and `ready`.
     """
@@ -68,7 +68,7 @@ def first_failure(state: ControlState) -> str | None:
 
 
 def timeout_message(state: ControlState, timeout_s: float) -> str:
-    """What is missing, for a start that took too long."""
+    """Message for a start that took too long: what is missing."""
     missing = {name: process for name, process in _processes(state).items() if process.phase != "ready"}
     reasons = "; ".join(f"{name}: {process.detail}" for name, process in missing.items() if process.detail)
     return f"{', '.join(missing) or GATEWAY}: not ready after {timeout_s:g} s" + (f" ({reasons})" if reasons else "")

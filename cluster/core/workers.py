@@ -24,11 +24,11 @@ from disagg.proto.ids import Incarnation, WorkerId, kind_of, model_of
 from disagg.proto.messages import WorkerInfo
 
 USUAL_START_S = 10.0
-"""How long a start takes, before one of a worker of its pool was measured."""
+"""Assumed duration of a start in seconds, before one of a worker of its pool was measured."""
 MORE_S = 0.5
-"""What a start takes beside its phases: the process, registering, the probe."""
+"""Seconds that a start takes beside its phases: the process, registering, the probe."""
 MOST_FAULTS = 2
-"""A worker with more faults in a row is not expected to come."""
+"""A worker with more faults in a row is not expected to become ready."""
 
 TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
     "starting": frozenset({"starting", "ready", "failed", "lost", "stopping"}),
@@ -38,7 +38,7 @@ TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
     "lost": frozenset({"starting", "ready", "lost", "draining", "stopping", "failed"}),
     "failed": frozenset({"starting", "ready", "failed", "stopping"}),
 }
-"""Phase -> those that may follow. A worker is forgotten from `stopping` only."""
+"""Phases that may follow each phase. A worker is forgotten from `stopping` only."""
 
 
 def worker_id(pool: PoolName, index: int) -> WorkerId:
@@ -47,47 +47,49 @@ def worker_id(pool: PoolName, index: int) -> WorkerId:
 
 
 def split_worker_id(name: WorkerId) -> tuple[PoolName | None, int]:
-    """Pool and index of a name that `worker_id` made; no pool for any other name."""
+    """Pool and index of a name that `worker_id` made; the pool is None for any other name."""
     text, _, index = name.rpartition("-")
     return (text, int(index)) if kind_of(text) in get_args(PoolKind) and index.isdecimal() else (None, 0)
 
 
 @dataclass(slots=True)
 class Worker:
-    """One place in a pool, taken or to be taken. Owner: the controller's core."""
+    """One place in a pool, with or without a process. Owner: the controller's core."""
 
     worker_id: WorkerId
     pool: PoolName
     index: int
     phase: WorkerPhase = "starting"
     info: WorkerInfo | None = None
-    """Of its present process, until that is gone."""
+    """Information about its present process, until that has ended."""
     is_proven: bool = False
-    """Whether that process was ready once."""
+    """Whether that process was ready at any time."""
     start_id: str = ""
-    """Of the latest start; empty where an earlier controller started it and it has not registered here."""
+    """Id of the latest start; empty where an earlier controller started it and it has not registered yet."""
     config_hash: str = ""
-    """Names the configuration of its present process, or of the one that is being started."""
+    """Hash of the configuration of its present process, or of the one that is being started."""
     unready_since: float | None = None
-    """When the start began that it has not come back from; of a start by others, when its process registered."""
+    """Time since which it is not ready: the beginning of its start or, if others started the process, its
+    registration."""
     num_starts: int = 0
     num_faults: int = 0
-    """Failed starts and losses in a row."""
+    """Number of failed starts and losses in a row."""
     detail: str = ""
-    """Why it was lost or failed, the last time."""
+    """Reason why it was last lost or failed."""
     pending: str = ""
-    """What its start waits for."""
+    """What its start waits for, as text."""
     doing: str = ""
-    """What its start has been busy with for a while."""
+    """What its start has been doing for a while, as text."""
     start_s: float | None = None
-    """How long its latest start took."""
+    """Duration of its latest start in seconds."""
     expected_at: float | None = None
-    """When it is expected to be ready; None where it is, or is not expected."""
+    """Time at which it is expected to be ready; None where it is ready, or not expected."""
     due: float | None = None
-    """When `lost` or `failed` is started anew, or `draining` is stopped, if nothing happens before."""
+    """Time at which a `lost` or `failed` worker is started again, or a `draining` one is stopped, if nothing happens
+    before."""
     ready_since: float = 0.0
     was_killed: bool = False
-    """Because it hung; `detail` says how."""
+    """Whether it was killed because it hung; `detail` has the reason."""
 
     def enter(self, phase: WorkerPhase, *, due: float | None = None) -> None:
         """Enter `phase`; raises `ValueError` where the table forbids it, and changes nothing."""
@@ -96,7 +98,7 @@ class Worker:
         self.phase, self.due, self.doing = phase, due, ""
 
     def listens(self, info: WorkerInfo, now: float) -> None:
-        """That process of it is there, and is to be probed."""
+        """Note that a new process of it listens, and is to be probed."""
         if self.phase != "starting" and not self.is_current(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("starting")
@@ -106,7 +108,7 @@ class Worker:
             self.unready_since = now
 
     def ready(self, info: WorkerInfo, now: float) -> None:
-        """That process of it can be used."""
+        """Note that its process is ready."""
         if self.phase != "starting" and not self.is_current(info.incarnation):
             self.num_starts += 1  # by Ray, not by us
         self.enter("ready")
@@ -116,7 +118,7 @@ class Worker:
             self.start_s = sum(phase.seconds for phase in info.start_phases) + MORE_S
 
     def fault(self, phase: WorkerPhase, why: str, now: float) -> None:
-        """Its process failed; it is started again after a pause."""
+        """Note that its process failed; it is started again after a pause."""
         ready_for_s = now - self.ready_since if self.info is not None and self.is_proven else None
         num_faults, pause_s = next_start(self.num_faults, ready_for_s)
         self.enter(phase, due=now + pause_s)
@@ -124,7 +126,8 @@ class Worker:
         self.expected_at = None
 
     def expect(self, usual_s: float, now: float, *, is_desired: bool) -> None:
-        """Estimate when it is ready, unless that is known. `usual_s`: of a start that was not measured."""
+        """Estimate when it will be ready, unless that is known. `usual_s`: duration of a start that was not
+        measured."""
         is_coming = self.phase in ("starting", "lost", "failed") or (self.phase == "stopping" and is_desired)
         if not is_coming or self.num_faults > MOST_FAULTS:
             self.expected_at = None
@@ -134,25 +137,26 @@ class Worker:
 
     @property
     def model(self) -> str:
-        """The key of its model; empty in a cluster of one."""
+        """Key of its model; empty in a cluster of one model."""
         return model_of(self.pool)
 
     @property
     def is_member(self) -> bool:
-        """Whether it is in the gateways' membership. A lost one may run: gateways detect that by their own sessions."""
+        """Whether it is in the gateways' membership. A lost one may still run: gateways detect its end by their own
+        sessions."""
         return self.info is not None and self.is_proven and self.phase in ("ready", "lost", "draining")
 
     def is_current(self, incarnation: Incarnation) -> bool:
-        """Whether that is its present process."""
+        """Whether that incarnation is its present process."""
         return self.info is not None and self.info.incarnation == incarnation
 
     def is_latest_start(self, start_id: str) -> bool:
-        """Whether that is its latest start; true where one of the two is unknown."""
+        """Whether that start is its latest one; true if one of the two ids is unknown."""
         return not (start_id and self.start_id) or start_id == self.start_id
 
     def record(self, probing: str = "") -> WorkerRecord:
-        """For the cluster state that `disagg status` shows. While it starts, `detail` is why it waits; `probing`: what
-        its probe does."""
+        """Record for the cluster state that `disagg status` shows. While it starts, `detail` is why it waits;
+        `probing`: what its probe does."""
         return WorkerRecord(
             worker_id=self.worker_id,
             pool=self.pool,
@@ -166,19 +170,19 @@ class Worker:
 def in_order(
     workers: Iterable[Worker], pools: Sequence[PoolName], doing: Callable[[WorkerId], str]
 ) -> tuple[WorkerRecord, ...]:
-    """The records of workers, in the order of their pools. `doing`: what a new one waits for."""
+    """Records of the workers, in the order of their pools. `doing`: returns what a new one waits for."""
     found = sorted(workers, key=lambda worker: (pools.index(worker.pool), worker.index))
     return tuple(worker.record(doing(worker.worker_id)) for worker in found)
 
 
 def num_ready(workers: Iterable[Worker], pool: PoolName) -> int:
-    """Workers of a pool that can be used."""
+    """Number of ready workers of a pool."""
     return sum(worker.pool == pool and worker.phase == "ready" for worker in workers)
 
 
 def complete_models(sizes: Mapping[PoolName, int], workers: Collection[Worker]) -> list[bool]:
-    """Of each model, whether a worker of each of its pools is ready, but for pools without any. The first gateway waits
-    for all of them; one that is started again serves those that are there."""
+    """Whether a worker of each pool is ready, for each model, ignoring pools without any. The first gateway waits for
+    all of them; one that is started again serves the complete models."""
     complete: dict[str, bool] = {}
     for pool, size in sizes.items():
         complete[model_of(pool)] = complete.get(model_of(pool), True) and (not size or num_ready(workers, pool) > 0)
@@ -186,7 +190,7 @@ def complete_models(sizes: Mapping[PoolName, int], workers: Collection[Worker]) 
 
 
 def misfit(info: WorkerInfo, others: Sequence[WorkerInfo]) -> str | None:
-    """Why a worker cannot work with others of its model, which fit each other; None if it can."""
+    """Reason why a worker cannot work with others of its model, which fit each other; None if it can."""
     other = next(iter(others), None)
     if other is not None and info.fingerprint != other.fingerprint:
         return f"it runs another model ({info.fingerprint}) than {other.worker_id} ({other.fingerprint})"

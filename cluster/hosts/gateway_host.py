@@ -46,15 +46,16 @@ from disagg.router.shell.tracing import start_tracing
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
-"""How long the workers, which listen already, may take to connect to the router. It goes on connecting to those that
-are missing then, until the controller takes them out of the membership."""
+"""Seconds that the workers, which listen already, may take to connect to the router. After that the router tries to
+connect to missing ones until the controller takes them out of the membership."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""What the rest of a stop may take, once no answer runs."""
+"""Seconds that the rest of a stop may take, once no answer runs."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that renders or tokenizes may keep the interpreter from the event loop, which needs it after
-each poll of its sockets. With the five milliseconds of Python, a token that passes several turns waits for each."""
+"""Seconds for which a thread that renders or tokenizes may keep the interpreter from the event loop, which needs it
+after each poll of its sockets. With Python's five milliseconds, a token waits that long at each turn of the loop that
+it passes."""
 
 
 class GatewayHost:
@@ -71,14 +72,14 @@ class GatewayHost:
         self.address = ""
         """host:port for clients, once it has started."""
         self.http_address = ""
-        """The same of HTTP; empty where it serves none."""
+        """host:port of the HTTP server, once it has started; empty where it serves none."""
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.crashed = threading.Event()
         self.rejected = threading.Event()
-        """Set when the controller rejected it: the process should end."""
+        """Set when the controller rejected the gateway: the process should end."""
 
     def start(self) -> None:
         """Connect to the workers, listen, register with the controller; see `Host`."""
@@ -167,8 +168,8 @@ class GatewayHost:
             await servers.stop()
 
     def _make_router(self, source: ModelSource, config: RouterConfig, *, is_first: bool = True) -> RouterServer:
-        """Of one model. Recordings of several models are in a folder each. `is_first`: whether the gateway starts, and
-        the router knows the model's workers from its specification."""
+        """Make the router of one model. Recordings of several models are in one folder each. `is_first`: whether the
+        gateway is starting, so that the router knows the model's workers from its specification."""
         spec, recording = self._spec, self._spec.recording
         if recording is not None and source.key:
             folder = str(Path(recording.folder) / source.key)

@@ -1,5 +1,5 @@
-"""What a process of a cluster holds, a worker (`worker_host.py`) or the gateway (`gateway_host.py`), and how it
-runs as a child process of the launcher without Ray.
+"""The content of a process of a cluster, a worker (`worker_host.py`) or the gateway (`gateway_host.py`), and its run as
+a child process of the launcher without Ray.
 
     host = WorkerHost(config, resolve, secret) or GatewayHost(spec, resolve, secret)
     host.start();  ...  host.crashed or host.rejected?  ...;  host.stop()
@@ -8,8 +8,8 @@ runs as a child process of the launcher without Ray.
 
 Both launchers use hosts: the child processes of `processes.py` and the actors of `on_ray/host_actor.py`. A host reports
 to the controller by itself, also when it cannot start; `resolve` returns where the controller is now. Exit status of a
-child process: 0 after a stop, or when the controller rejected it; 1 when the start failed; 3 when the running
-process broke.
+child process: 0 after a stop, or when the controller rejected it; 1 when the start failed; 3 when the running process
+broke.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disagg.proto.messages import StartPhase
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-"""How long running work may take to end when a process is stopped."""
+"""Seconds that running work may take to end when a process is stopped."""
 
 
 class StartError(RuntimeError):
@@ -42,19 +42,20 @@ class StartError(RuntimeError):
 
 
 class Host(Protocol):
-    """A process's content, whatever it is."""
+    """The content of a process: a worker or a gateway."""
 
     crashed: threading.Event
-    """Set when it can no longer work: the process should end, with a fault."""
+    """Set when the process can no longer work, and should end with a fault."""
     rejected: threading.Event
     """Set when the controller rejected it: the process should end."""
 
     def start(self) -> None:
-        """Blocks until it can be used. Raises `StartError`; then nothing is left but the process, which should end."""
+        """Start, and block until it can be used. Raises `StartError`; then only the process is left, which should
+        end."""
         ...
 
     def stop(self) -> None:
-        """Blocks until nothing of it is left."""
+        """Stop, and block until all of its resources are freed."""
         ...
 
 
@@ -66,28 +67,28 @@ POLL_S = 0.2
 
 
 class ChildConfig(msgspec.Struct, Generic[C], frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a child process reads."""
+    """Message to a child process on its standard input."""
 
     content: C
     controller: str
-    """host:port."""
+    """Address of the controller, host:port."""
     secret: ClusterSecret
-    """Of the cluster."""
+    """Secret of the cluster."""
     ordered_s: float | None = None
-    """When it was ordered, by the monotonic clock of this machine."""
+    """Time at which the process was ordered, by the monotonic clock of this machine."""
 
 
 Phases = tuple[StartPhase, ...]
 
 
 def first_phases(ordered_s: float | None, loaded_s: float, began_s: float, now: float) -> Phases:
-    """What a start took until our code runs.
+    """Phases of a start until our code runs.
 
     Args:
-        ordered_s: when it was ordered; None where that is not known.
-        loaded_s: when the template had loaded that the process was forked from; 0 without.
-        began_s: when there was the process.
-        now: all four by one clock, in seconds.
+        ordered_s: time of the order; None where it is not known.
+        loaded_s: time at which the template of the process had loaded; 0 without a template.
+        began_s: time at which the process existed.
+        now: present time; all four by one clock, in seconds.
     """
     code = StartPhase("code", max(0.0, now - began_s))
     if ordered_s is None:

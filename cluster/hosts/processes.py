@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from disagg.cluster.control.controller_thread import ControllerThread
 
 STOP_TIMEOUT_S = 10.0
-"""What children get after SIGTERM, before SIGKILL; the gateway beside the time for its answers."""
+"""Seconds between SIGTERM and SIGKILL; for the gateway in addition to the time for its answers."""
 
 TEMPLATE_LOADS = "its template loads torch and the weights, once for all workers"
 
@@ -65,21 +65,21 @@ GATEWAY_MODULE = "disagg.cluster.hosts.gateway_host"
 
 @dataclass(slots=True)
 class Child:
-    """One child process."""
+    """A child process of this launcher."""
 
     name: str
     process: Process
     log: Path
     reported: bool = False
-    """Whether `exited` has returned it."""
+    """Whether `exited` has returned this child."""
 
     def why_ended(self) -> str:
-        """How it ended, with the end of its log; waits for the end."""
+        """Text about how it ended, with the end of its log; waits for its end."""
         return with_log(describe_exit(self.process.wait()), last_lines(self.log, LOG_TAIL_LINES))
 
 
 def log_name(process: str) -> str:
-    """The file of its log: `qwen.decode-0.log` for `qwen/decode-0`."""
+    """Name of the log file: `qwen.decode-0.log` for `qwen/decode-0`."""
     return f"{process.replace('/', '.')}.log"
 
 
@@ -93,8 +93,8 @@ def start_child(
     environment: Mapping[str, str],
     templates: Templates | None = None,
 ) -> Child:
-    """Start `python -m module`, or what is the same from a template, and hand it its configuration and the cluster's
-    secret. A log of that name goes on."""
+    """Start `python -m module`, or fork the same from a template, and send it its configuration and the cluster's
+    secret. An existing log of that name is continued."""
     log = log_dir / log_name(name)
     message = {"content": config, "controller": controller, "secret": secret, "ordered_s": time.monotonic()}
     with open_log(log) as output:
@@ -114,7 +114,7 @@ DEFAULT_LOGGING = LoggingConfig()
 
 
 class ProcessLauncher(Launcher):
-    """Implements `launcher.Launcher` with child processes. Owner of them; safe to look at from other threads."""
+    """Implements `launcher.Launcher` with child processes. Owner of them; other threads may read it."""
 
     restarts = False
 
@@ -154,7 +154,7 @@ class ProcessLauncher(Launcher):
 
     @override
     def prepare_gateways(self, names: Sequence[str]) -> None:
-        """Their template has begun to load before."""
+        """Does nothing, because their template has begun to load earlier."""
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -191,7 +191,7 @@ class ProcessLauncher(Launcher):
         return {}
 
     def has_process(self, name: str) -> bool:
-        """Whether there is one of that name."""
+        """Whether there is a process of that name."""
         with self._lock:
             return name in self._children
 
@@ -248,10 +248,10 @@ class ProcessCluster(Cluster):
     ) -> None:
         super().__init__(config, progress, start_timeout_s, cpu_dtype)
         self.secret = new_secret(config.network)
-        """By which its processes authenticate each other."""
+        """The secret by which its processes authenticate each other."""
         self._log_dir = log_dir
         self._own_logs: TempFolder | None = None
-        """Where no folder was given."""
+        """Folder of the logs, if the user gave none."""
         self._launcher: ProcessLauncher | None = None
         self._controller: ControllerThread | None = None
         self._twin: TwinProcess | None = None
@@ -287,7 +287,7 @@ class ProcessCluster(Cluster):
         self._controller.start()
 
     def _prepare_templates(self) -> None:
-        """They load beside what this process still has to do before it starts the first worker."""
+        """Begin to load the templates, while this process prepares the start of the first worker."""
         if self._plan.config.controller.templates and IS_SUPPORTED:
             config = self._plan.config
             self._templates = Templates(self._make_log_dir(), config.logging, len(self._plan.model_paths))

@@ -39,24 +39,24 @@ logger = logging.getLogger(__name__)
 
 MODULE = "disagg.cluster.hosts.rank_process"
 LEAVE_TIMEOUT_S = 2.0
-"""How long followers may take to end by themselves once rank 0 has stopped them, or is gone."""
+"""Seconds that followers may take to end by themselves once rank 0 has stopped them, or has ended."""
 STOP_TIMEOUT_S = 2.0
-"""What they get after SIGTERM, before SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 EXPECTED = (0, -signal.SIGTERM)
 EXIT_START_FAILED = 1
 _PR_SET_PDEATHSIG = 1
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank's process reads."""
+    """Message to a rank's process on its standard input."""
 
     config: WorkerConfig
-    """On this rank."""
+    """Configuration of the worker, for this rank."""
     rank: int
     leader_address: str
-    """host:port where rank 0 waits for it."""
+    """host:port where rank 0 waits for this rank."""
     secret: ClusterSecret
-    """Of the cluster."""
+    """Secret of the cluster."""
 
 
 def be_rank(start: RankStart) -> int:
@@ -89,7 +89,7 @@ class RankProcesses(Ranks):
 
     @override
     def stop(self) -> None:
-        """Logs how those ended that were not stopped."""
+        """Logs how those followers ended that were not stopped."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         for process in self._processes.values():
             try:
@@ -105,10 +105,8 @@ class RankProcesses(Ranks):
 
 
 def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
-    """What starts the followers of a worker with this configuration, the whole worker's, as children of this process.
-
-    To be called on a thread that runs as long as the worker: they end with it.
-    """
+    """Make the function that starts the followers of a worker with this configuration, the whole worker's, as children
+    of this process. It is to be called on a thread that runs as long as the worker: they end with it."""
 
     def start(leader_address: str) -> RankProcesses:
         processes: dict[str, Process] = {}
@@ -126,7 +124,7 @@ def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
 
 
 def main() -> int:
-    """The process; returns the exit status."""
+    """Entry point of the process; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops the worker
     setup_logging(os.environ)
     try:

@@ -1,7 +1,7 @@
-"""The ranks of one worker, as whoever starts them sees them. Pure.
+"""The ranks of one worker, as launchers see them. Pure.
 
 A worker of `tp` ranks is `tp` processes. Rank 0 is the worker for all other processes, and has its name; the others are
-its followers. `WorkerConfig` is one for all of them; `rank_config` is what of it differs.
+its followers. All of them have the same `WorkerConfig`; `rank_config` sets what differs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def rank_name(worker: str, rank: int) -> str:
 
 
 def worker_of(process: str) -> str:
-    """The worker that a rank's process belongs to; what is no follower belongs to itself."""
+    """The worker that a rank's process belongs to; any other process belongs to itself."""
     found = _RANK.fullmatch(process)
     return found[1] if found else process
 
 
 def rank_cores(cores: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """The part of its worker's cores that a rank pins to. Ranks share cores where there are fewer cores than ranks."""
+    """The part of its worker's cores that a rank is pinned to. Ranks share cores if there are fewer cores than
+    ranks."""
     if not cores:
         return ()
     if len(cores) < shard.size:

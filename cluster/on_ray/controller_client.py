@@ -1,4 +1,4 @@
-"""The controller's actor, from outside: created, found, called, ended. Used by `disagg up`, whose controller ends with
+"""Client of the controller's actor: creates, finds, calls and ends it. Used by `disagg up`, whose controller ends with
 it, and by `disagg cluster`, whose controller stands by itself in a Ray cluster.
 
 All of it needs an open `session.Session`.
@@ -25,11 +25,12 @@ from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError
 
 STOP_TIMEOUT_S: Final = 45.0
-"""What a controller gets to end its workers side by side and itself; each step has a shorter limit of its own."""
+"""Seconds that a controller may take to end its workers side by side and itself; each step has a shorter limit of its
+own."""
 
 
 def find_controller() -> Any | None:
-    """The controller's actor, unless Ray has given it up."""
+    """Find the controller's actor, unless Ray has given it up."""
     import ray
 
     try:
@@ -39,7 +40,7 @@ def find_controller() -> Any | None:
 
 
 def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
-    """Begin a controller on this node; `detached` lets it outlive this process. What an earlier one left is ended.
+    """Start a controller on this node; `detached` lets it outlive this process. Leftovers of an earlier one are ended.
 
     Raises:
         LaunchError: if there is one already.
@@ -69,10 +70,10 @@ def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:
 
 
 def wait_for_answer(actor: Any, check_stop: Callable[[], None], timeout_s: float) -> ControllerAnswer:
-    """Until the controller listens.
+    """Wait until the controller listens.
 
     Raises:
-        LaunchError: if it cannot start, or is late.
+        LaunchError: if it cannot start, or not in time.
     """
     import ray
 
@@ -92,12 +93,12 @@ def wait_for_answer(actor: Any, check_stop: Callable[[], None], timeout_s: float
 
 
 def controller_address() -> str | None:
-    """host:port where the controller listened last, if it ever did."""
+    """Last known host:port of the controller, or None."""
     return ray_store.load(ray_store.CONTROLLER_ADDRESS, str)
 
 
 def call_controller(request: ControlRequest) -> ControlReply:
-    """What the controller answers. Raises `UnavailableError` while it is away."""
+    """Call the controller. Raises `UnavailableError` while it cannot be reached."""
     address = controller_address()
     if address is None:
         raise UnavailableError("the controller does not listen yet", "controller_away")
@@ -105,7 +106,7 @@ def call_controller(request: ControlRequest) -> ControlReply:
 
 
 def end_controller(actor: Any | None) -> None:
-    """End gateway, workers and controller, whatever state they are in; nothing of the cluster is left in Ray."""
+    """End gateway, workers and controller, in any state; nothing of the cluster is left in Ray."""
     import ray
 
     if actor is not None:

@@ -1,7 +1,7 @@
 """`disagg cluster start | stop | status | leave`: a cluster that runs detached in a Ray cluster.
 
 The controller is a detached actor: it outlives the command that made it, Ray starts it again where it dies, and it
-brings up the rest by itself, as nodes come.
+starts the rest by itself, when nodes join.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from disagg.proto.ids import Incarnation, WorkerId
 
 POLL_INTERVAL_S = 0.2
 LEAVE_GRACE_S = 15.0
-"""For a drained worker's process to end."""
+"""Seconds that a drained worker's process may take to end."""
 
 
 def ray_address(config: ClusterConfig, option: str | None) -> str:
-    """The Ray cluster to join: the command line's, or the file's, where `local` means nothing."""
+    """The address of the Ray cluster to join: the command line's, or the file's, where `local` means none."""
     if option is not None:
         return option
     return AUTO if config.ray.address == "local" else config.ray.address
@@ -53,7 +53,7 @@ def ray_address(config: ClusterConfig, option: str | None) -> str:
 def run_start(
     config: ClusterConfig, address: str, console: Console, wait_s: float | None, cpu_dtype: Dtype = "bfloat16"
 ) -> None:
-    """Begin a cluster on this node of a Ray cluster, or bring the one that runs to the file's pool sizes.
+    """Start a cluster on this node of a Ray cluster, or resize a running one to the file's pool sizes.
 
     Args:
         wait_s: wait that long until everything serves; None returns as soon as the controller runs.
@@ -76,7 +76,7 @@ def run_start(
 
 
 def run_stop(address: str, console: Console) -> None:
-    """End controller, gateway and workers, and what is left of them. Idempotent. Raises `LaunchError`."""
+    """End controller, gateway and workers, and their leftovers. Idempotent. Raises `LaunchError`."""
     with joined(address):
         controller = find_controller()
         end_controller(controller)
@@ -92,11 +92,11 @@ def run_status(address: str, console: Console) -> None:
 
 
 def run_leave(address: str, console: Console, deadline_s: float) -> None:
-    """Drain the workers of this node and wait until they have left it. Where one is the only ready worker of its pool,
-    it stays: what it has is computed again once another one is there.
+    """Drain the workers of this node and wait until they have left it. The only ready worker of a pool is not drained:
+    its requests are computed again once another one is ready.
 
     Args:
-        deadline_s: for their sequences to move or end.
+        deadline_s: seconds for their sequences to move or end.
 
     Raises:
         LaunchError: if one is still there some time after that.
@@ -139,7 +139,7 @@ def present(state: ControlState) -> set[tuple[WorkerId, Incarnation]]:
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """This process is in that Ray cluster while the body runs."""
+    """Join that Ray cluster while the body runs."""
     session = JoinedSession(address)
     try:
         session.open()
@@ -178,7 +178,7 @@ def _update(config: ClusterConfig, console: Console) -> None:
 
 
 def _state() -> ControlState:
-    """The state; raises `LaunchError` while the controller is away."""
+    """The state of the cluster; raises `LaunchError` while the controller cannot be reached."""
     try:
         state = call_controller(StateRequest())
     except UnavailableError as error:
@@ -206,7 +206,7 @@ def _wait_settled(console: Console, wait_s: float) -> None:
 
 
 def _gateway_address(config: ClusterConfig) -> str:
-    """Where clients come in, as other machines see it where they may."""
+    """Address of the gateway for clients; with the node's address if the gateway listens on all addresses."""
     import ray
 
     host, port = config.gateway.host, config.gateway.port
@@ -226,7 +226,7 @@ def _is_any(host: str) -> bool:
 
 
 def show(state: ControlState, console: Console) -> None:
-    """Pools, workers, gateways, and what is not well."""
+    """Print pools, workers and gateways, and their problems."""
     pools = table("pool", "ready", "desired")
     for pool in state.pools:
         pools.add_row(pool.name, str(pool.ready), str(pool.desired))

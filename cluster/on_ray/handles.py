@@ -1,4 +1,4 @@
-"""Actors and placement groups of the cluster in Ray: found, described, stopped, killed.
+"""Functions that find, describe, stop and kill actors and placement groups of the cluster in Ray.
 
 A process that hangs is killed by its process id, on whatever node it is: `ray.kill` calls the process itself first, and
 waits five seconds for one that cannot answer. A process id means something on its own node only: there, a process is
@@ -21,19 +21,19 @@ from disagg.cluster.on_ray.store import actor_name, process_name
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 
 STOP_TIMEOUT_S: Final = 10.0
-"""What an actor gets to stop before it is killed."""
+"""Seconds that an actor may take to stop before it is killed."""
 GONE_TIMEOUT_S: Final = 10.0
-"""How long Ray may take to notice that."""
+"""Seconds that Ray may take to notice the end of an actor."""
 _POLL_S: Final = 0.05
 KILL_TIMEOUT_S: Final = 10.0
-"""How long a node may take to find a process that kills."""
+"""Seconds that a node may take to start a process that kills."""
 ACTOR_TITLE: Final = b"HostActor"
 """Part of the title that Ray gives to the processes of our actors."""
 
 
 def stop_actors(actors: Sequence[Any], timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Let actors stop, for at most `timeout_s`, end their processes, and see them go. Those that do not run yet, or not
-    any more, are just ended."""
+    """Let actors stop, for at most `timeout_s`, end their processes, and wait until they are gone. Actors that do not
+    run are ended at once."""
     import ray
 
     here = ray.util.get_node_ip_address()
@@ -70,7 +70,7 @@ def present_groups() -> set[str]:
 
 
 def remove_group(name: str) -> None:
-    """Give the place of a process back, if it has one."""
+    """Remove the placement group of a process, if it has one."""
     import ray
 
     try:
@@ -81,8 +81,8 @@ def remove_group(name: str) -> None:
 
 
 def actor_info(actor: Any) -> dict[str, Any]:
-    """Ray's record of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. One that it has forgotten
-    is DEAD."""
+    """Ray's record of an actor: `State`, `Pid`, `Address`, `DeathCause` and more. An actor that Ray has forgotten is
+    DEAD."""
     from ray._private.state import actors
 
     found: dict[str, Any] = actors(actor_id=actor._actor_id.hex())
@@ -90,7 +90,7 @@ def actor_info(actor: Any) -> dict[str, Any]:
 
 
 def why_dead(info: dict[str, Any]) -> str:
-    """Why Ray gave an actor up, in one line."""
+    """Reason why Ray gave an actor up, in one line."""
     cause = info["DeathCause"]
     context = cause.WhichOneof("context") if cause is not None else None
     if context is None:
@@ -102,7 +102,7 @@ def why_dead(info: dict[str, Any]) -> str:
 
 
 def unmet_needs(group: Any) -> str:
-    """What no node has for a placement group; empty if it is placed, or was requested just now."""
+    """Resources of a placement group that no node has; empty if it is placed, or was requested just now."""
     import ray
 
     info = ray.util.placement_group_table(group)
@@ -122,7 +122,7 @@ def kill_actor_process(info: dict[str, Any], pid: int) -> None:
         info: Ray's record of the actor, see `actor_info`.
 
     Raises:
-        RayError: if its node does not do it.
+        RayError: if its node does not kill it.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -139,7 +139,8 @@ def kill_actor_process(info: dict[str, Any], pid: int) -> None:
 
 
 def kill_sibling(pid: int) -> bool:
-    """Kill a process of this node that is an actor of ours and has the parent that this one has; whether it was."""
+    """Kill a process of this node if it is an actor of ours with the same parent as this process. Returns whether it
+    was."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         title = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,5 +1,5 @@
-"""What runs inside Ray's actor processes: a worker, or its first rank, or the gateway (`HostActor`). A worker's other
-ranks are in `rank_actors.py`, the controller is in `controller_actor.py`.
+"""The actor of a worker, of its first rank, or of the gateway (`HostActor`). A worker's other ranks are in
+`rank_actors.py`, the controller is in `controller_actor.py`.
 
 An actor *is* the process: its content runs on threads of its own, started when the actor is made, and no actor method
 is needed to bring it up. So it comes up by itself, also when Ray has started it again on another node: it finds the
@@ -52,12 +52,13 @@ POLL_S: Final = 0.2
 SPEC_POLL_S: Final = 0.05
 ORPHAN_LOOK_S: Final = 1.0
 ORPHAN_GRACE_S: Final = 5.0
-"""How long Ray may have no controller before its processes end themselves."""
+"""Seconds that Ray may have no controller before its processes end themselves."""
 EXIT_CRASHED: Final = 3
 
 
 class ControllerFinder:
-    """Where the controller is now; a `Resolve`. Ray moves it, but keeps its name while it is to live.
+    """Finds the present address of the controller; a `Resolve`. Ray moves the controller, but keeps its name as long as
+    it exists.
 
     Once Ray has no such name any more, for instance after the program that owned the controller was killed, this
     process would never be ended: `orphaned` is set then.
@@ -68,7 +69,7 @@ class ControllerFinder:
         self._unknown_since: float | None = None
 
     def __call__(self) -> str:
-        """host:port. Raises `LookupError`, or what Ray raises, while there is none."""
+        """Return host:port. Raises `LookupError`, or an error of Ray, while there is no controller."""
         import ray
 
         try:
@@ -102,12 +103,12 @@ class HostActor:
         self._find = ControllerFinder()
         self._claims: CoreClaims | None = None
         self._host: Host | None = None
-        """Once it has started."""
+        """The host, once it has started."""
         self._stopping = threading.Event()
         threading.Thread(target=self._run, args=(content,), name="host", daemon=True).start()
 
     def stop(self) -> None:
-        """Blocks until nothing of it is left but the process. What still starts is left to be killed."""
+        """Stop, and block until only the process is left. A host that is still starting is left to be killed."""
         self._stopping.set()
         if self._host is not None:
             self._host.stop()
@@ -144,8 +145,8 @@ class HostActor:
         leave_ray()
 
     def _begin(self, content: bytes) -> Host | None:
-        """The host, started; None where this process is stopped before. Only what it needs is imported: a worker torch,
-        the gateway neither torch nor engine."""
+        """Start the host; None if this process is stopped before. Imports only what is needed: torch for a worker,
+        neither torch nor engine for the gateway."""
         if self._settings.kind == "gateway":
             from disagg.cluster.hosts.gateway_host import GatewayHost
 
@@ -170,7 +171,8 @@ class HostActor:
         return worker
 
     def _wait_for_spec(self) -> GatewaySpec | None:
-        """The gateway's specification, once it is to be started; None where this process is to end before that."""
+        """Wait for the gateway's specification, which exists once it is to be started; None if this process is to end
+        before that."""
         key, look_due = ray_store.gateway_spec_key(self._settings.name), 0.0
         while (spec := ray_store.load(key, GatewaySpec)) is None:
             if self._stopping.wait(SPEC_POLL_S):
@@ -188,13 +190,14 @@ class HostActor:
         return self._find.orphaned.is_set()
 
     def _phases(self) -> Phases:
-        """From the actor on. When Ray was asked for it is known by another clock, and its process may be older."""
+        """Phases of the start from the actor on. The time at which Ray was asked for it is known by another clock only,
+        and its process may be older."""
         from disagg.cluster.hosts.host import first_phases
 
         return first_phases(None, 0.0, self._began_s, time.monotonic())
 
     def _here(self, config: WorkerConfig) -> WorkerConfig:
-        """The configuration on this node: its cores, its address."""
+        """The configuration for this node: its cores, its address."""
         if self._settings.claim_cores:
             config = msgspec.structs.replace(config, cores=self._claim_cores(self._settings.claim_cores))
         if self._settings.bind_node:
@@ -239,7 +242,7 @@ def present_workers(resolve: Resolve) -> tuple[WorkerInfo, ...]:
 
 
 def record_start(name: str) -> float:
-    """Record that this process starts; the pause that it has to make first, in seconds."""
+    """Record a start of this process; returns the seconds that it has to wait first."""
     key = ray_store.starts_key(name)
     starts, pause_s = next_actor_start(ray_store.load(key, Starts) or Starts(), time.time())
     ray_store.save(key, starts)
@@ -251,7 +254,7 @@ def record_start(name: str) -> float:
 
 
 def leave_ray() -> None:
-    """End this actor's process for good, and give its place back."""
+    """End this actor's process for good, and remove its placement group."""
     import ray
 
     group = ray.util.get_current_placement_group()

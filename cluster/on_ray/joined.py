@@ -24,7 +24,7 @@ from disagg.cluster.system.children import LaunchError
 
 CLIENT_SCHEME: Final = "ray://"
 AUTO: Final = "auto"
-"""The Ray cluster that this machine is a node of."""
+"""Address of the Ray cluster that this machine is a node of."""
 CONNECT_TIMEOUT_S: Final = 5.0
 PROBE_TIMEOUT_S = 5.0
 _GET_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -44,7 +44,7 @@ class JoinedSession(Session):
 
     @override
     def settle(self) -> None:
-        """Nothing is ours to move."""
+        """Does nothing: Ray's processes belong to others."""
 
     @property
     @override
@@ -87,7 +87,7 @@ def find_cluster(address: str) -> str:
     Ray's own `auto` takes any Ray process of the machine first, such as that of a private cluster.
 
     Raises:
-        LaunchError: where there is none.
+        LaunchError: if there is none.
     """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
@@ -107,7 +107,7 @@ def find_cluster(address: str) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Find out before Ray does, which tries for ten minutes, that no server listens at a cluster's host:port.
+    """Check that a server listens at a cluster's host:port, because Ray would try for ten minutes.
 
     Raises:
         LaunchError: if none does. Other forms of address are left to Ray.
@@ -122,7 +122,7 @@ def check_reachable(address: str) -> None:
 
 
 def prepare_token() -> None:
-    """Let Ray's client use the token that is there. To be called before `ray` is imported for the first time: its
+    """Let Ray's client use the token if there is one. To be called before `ray` is imported for the first time: its
     compiled half reads the mode when it loads."""
     if "RAY_AUTH_MODE" not in os.environ and has_token():
         os.environ["RAY_AUTH_MODE"] = TOKEN_MODE

@@ -54,7 +54,7 @@ from disagg.engine.device_environment import device_environment
 from disagg.proto.ids import WorkerId
 
 LOOK_INTERVAL_S: Final = 1.0
-"""How often actors and groups are looked up in Ray; each of them is a call."""
+"""Seconds between two lookups of actors and groups in Ray; each of them is a call."""
 
 Bundle = dict[str, float]
 
@@ -69,10 +69,10 @@ class RayLauncher(Launcher):
         self._cores = settings.cores
         self._is_private = settings.is_private
         self._actors: dict[str, Any] = {}
-        """Process name -> handle, of those that should run; each rank of a worker is a process."""
+        """Handles of the actors that should run, by process name; each rank of a worker is a process."""
         self._groups: dict[str, Any] = {}
         self._labels: dict[str, dict[str, str]] = {}
-        """Worker -> of the nodes that it may run on; of those that were started by this launcher."""
+        """Labels of the nodes that each worker may run on, for workers that this launcher started."""
         self._prepared: set[str] = set()
         """Gateways whose processes wait for their specification."""
         self._reported: set[str] = set()
@@ -85,7 +85,7 @@ class RayLauncher(Launcher):
 
     @override
     def running(self) -> frozenset[str]:
-        """Groups without an actor, left by one that went by itself, are removed."""
+        """Removes groups without an actor, which an actor that ended by itself has left."""
         import ray
 
         found = {name: actor for name in present_actors() if (actor := ray_store.find_actor(name)) is not None}
@@ -99,7 +99,7 @@ class RayLauncher(Launcher):
 
     @override
     def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
-        """The worker finds the controller by its name."""
+        """Does not need the controller's address: the worker finds the controller by its name."""
         name = config.worker_id
         self._labels[name] = dict(pool.node_labels)
         settings = ProcessSettings(
@@ -119,7 +119,7 @@ class RayLauncher(Launcher):
 
     @override
     def keep_only(self, workers: Sequence[WorkerConfig]) -> None:
-        """Nothing is held for them."""
+        """Does nothing, because nothing is held for other workers."""
 
     @override
     def prepare_gateways(self, names: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class RayLauncher(Launcher):
 
     @override
     def start_gateway(self, spec: GatewaySpec, controller_address: str) -> None:
-        """They run beside the controller, on the node whose address clients use."""
+        """Starts it beside the controller, on the node whose address clients use."""
         if not self._is_private:  # the plan's cores are those of a machine that is not ours alone
             spec = msgspec.structs.replace(spec, cores=())
         if spec.name in self._prepared:
@@ -151,14 +151,14 @@ class RayLauncher(Launcher):
 
     @override
     def kill(self, name: str, pid: int) -> None:
-        """Ray starts the actor again."""
+        """Kills the process; Ray starts the actor again."""
         actor = ray_store.find_actor(name)
         if actor is not None:
             kill_actor_process(actor_info(actor), pid)
 
     @override
     def exited(self) -> dict[str, str]:
-        """Actors that Ray has given up."""
+        """Reports the actors that Ray has given up."""
         now = time.monotonic()
         if now < self._exited_due:
             return {}
@@ -174,7 +174,7 @@ class RayLauncher(Launcher):
 
     @override
     def pending(self) -> dict[str, str]:
-        """Groups that no node has room for."""
+        """Reports the groups that no node has room for."""
         now = time.monotonic()
         if now >= self._pending_due:
             self._pending_due = now + LOOK_INTERVAL_S
@@ -244,7 +244,7 @@ class RayLauncher(Launcher):
         return bundle
 
     def _why_pending(self, name: str, group: Any) -> str:
-        """For people to read; empty if the process has its place."""
+        """Reason as text for operators; empty if the process is placed."""
         needs = unmet_needs(group)
         labels = ", ".join(f"{key}={value}" for key, value in self._labels.get(name, {}).items())
         with_labels = f" and the labels {labels}" if labels else ""
@@ -267,7 +267,7 @@ class RayLauncher(Launcher):
             delete_rank_records(name, sum(worker_of(process) == name for process in processes))
 
     def _processes(self, names: Sequence[str]) -> list[str]:
-        """The processes of these names that may have an actor: the one that has the name, and other ranks."""
+        """Processes of these names that may have an actor: the one of that name, and other ranks."""
         wanted = set(names)
         ranks = [process for process in self._actors if worker_of(process) in wanted]
         return list(dict.fromkeys((*names, *ranks)))
@@ -283,7 +283,7 @@ def _cores_to_claim(pool: PoolConfig) -> int:
 
 
 def _options(process: str, group: Any, bundle_index: int, bundle: Bundle) -> Any:
-    """How Ray is to make the actor of a process, in its bundle of a placement group. Without a `runtime_env`: one costs
+    """Options of Ray for the actor of a process, in its bundle of a placement group. Without a `runtime_env`: one costs
     a second at each start, and processes that Ray has started in advance do not fit it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

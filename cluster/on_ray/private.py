@@ -1,15 +1,15 @@
-"""A private Ray, which this process starts and ends: its environment, its cores, its folder, its processes.
+"""A private Ray, which this process starts and ends, with its environment, cores, folder and processes.
 
 Security. Ray replaces 127.0.0.1 by the machine's own address and its servers then listen on every interface, unless it
 is told that there are no other machines, as by default on macOS and Windows. That is one variable, which Ray reads when
 it is imported: a process that imported it before has Ray on all interfaces. There the token keeps others out: a client
-without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token
-authentication on for a new cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random
-`RAY_AUTH_TOKEN` in the environment of this process, which its children inherit: nothing is written to the user's home.
-There is one token for as long as this process runs, because Ray's client reads it only once: a second cluster of the
-same process has the same one. The environment is as before once the cluster has stopped. What the user has set of these
-variables is honoured, with a warning where it turns authentication off. The dashboard is off; a page of metrics of
-Ray's monitor stays readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
+without it, or with another one, was refused when tried. By itself Ray 2.60 would turn token authentication on for a new
+cluster and write a token to `~/.ray/auth_token`. We set `RAY_AUTH_MODE=token` and a random `RAY_AUTH_TOKEN` in the
+environment of this process, which its children inherit: nothing is written to the user's home. There is one token for
+as long as this process runs, because Ray's client reads it only once: a second cluster of the same process has the same
+one. The environment is as before once the cluster has stopped. What the user has set of these variables is honoured,
+with a warning where it turns authentication off. The dashboard is off; a page of metrics of Ray's monitor stays
+readable without a token. Ray's network is a trust boundary: whoever holds the token can run code.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.cluster.system.temp_folders import PREFIX, TempFolder
 
 MARK: Final = "DISAGG_RAY_CLUSTER"
-"""Environment variable that the processes of one private Ray are found by when it ends."""
+"""Environment variable by which the processes of one private Ray are found when it ends."""
 
 MAX_RAY_DIR_CHARS: Final = 43
-"""Ray makes socket paths of up to 64 characters below its folder, and a Unix socket's path has at most 107."""
+"""Largest length of Ray's folder. Ray makes socket paths of up to 64 characters below it, and a Unix socket's path has
+at most 107."""
 RAY_DIR: Final = "r"
-"""Ray's folder inside ours. Ray opens what it is given, and all below it, to every user (0777); ours stays 0700."""
+"""Name of Ray's folder inside ours. Ray opens its folder, and all below it, to every user (0777); ours stays 0700."""
 MAX_TEMP_DIR_CHARS: Final = MAX_RAY_DIR_CHARS - len(f"/r12345678/{RAY_DIR}")
 
 TOKEN_MODE: Final = "token"
 GCS_RECONNECT: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""How long Ray's processes serve on without their head's store before they end themselves; by default a minute."""
+"""Variable for the seconds that Ray's processes continue without their head's store before they end themselves; by
+default a minute."""
 GCS_RECONNECT_S: Final = "86400"
 SEVERAL_MACHINES: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Whether a Ray has more than one machine, whatever the system; else its servers listen on loopback."""
+"""Variable that tells Ray whether it has more than one machine, on any system; else its servers listen on loopback."""
 OBJECT_STORE_BYTES: Final = 80 << 20
-"""Close to the least that Ray accepts: nothing of ours is stored there."""
+"""Size of Ray's object store, close to the least that Ray accepts: we store nothing in it."""
 STOP_GRACE_S: Final = 5.0
-"""How long the processes of a Ray that is shut down may take before SIGKILL."""
+"""Seconds that the processes of a Ray that is shut down may take before SIGKILL."""
 NUM_SLOTS: Final = 4096
-"""Of a private Ray: its pools may grow as far as the controller lets them."""
+"""Number of slots of a private Ray: its pools may grow as far as the controller lets them."""
 
 
 class PrivateEnvironment:
@@ -63,7 +65,7 @@ class PrivateEnvironment:
         self._set: list[str] = []
 
     def enter(self) -> None:
-        """Set what the user has not set."""
+        """Set the variables that the user has not set."""
         values = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_enable_metrics_collection": "0",
@@ -79,7 +81,7 @@ class PrivateEnvironment:
                 self._set.append(name)
 
     def leave(self) -> None:
-        """Take back what was set. Idempotent."""
+        """Restore the variables that `enter` has set. Idempotent."""
         for name in self._set:
             os.environ.pop(name, None)
         self._set.clear()
@@ -92,7 +94,7 @@ def _token() -> str:
 
 
 def auth_mode(environ: Mapping[str, str]) -> str:
-    """How a private Ray will authenticate."""
+    """Authentication mode of a private Ray."""
     return environ.get("RAY_AUTH_MODE", TOKEN_MODE).lower()
 
 
@@ -151,7 +153,7 @@ def only_what_is_used() -> Iterator[None]:
 
 @contextmanager
 def environment_mark(mark: str) -> Iterator[None]:
-    """What is started inside carries a mark by which it is found, and does not get the operator's own secrets."""
+    """Give processes that are started inside a mark by which they are found, and not the operator's own secrets."""
     own = {name: os.environ.pop(name) for name in NOT_FOR_CHILDREN if name in os.environ}
     os.environ[MARK] = mark
     try:
@@ -165,10 +167,10 @@ class PrivateSession(Session):
     """Owner of a whole Ray: its processes and its folder.
 
     Args:
-        temp_dir: where its folder goes; None for the system's place.
-        cores: what Ray's own processes run on once all is there (`settle`).
-        num_processes: that the cluster begins with. Ray starts as many processes of Python at once as it has CPUs,
-            and as many before they are asked for; no actor of ours takes one.
+        temp_dir: parent of its folder; None for the system's place.
+        cores: cores of Ray's own processes once the cluster has started (`settle`).
+        num_processes: number of processes that the cluster begins with. Ray starts as many processes of Python at once
+            as it has CPUs, and as many before they are asked for; no actor of ours takes a CPU.
     """
 
     def __init__(self, temp_dir: str | None, cores: Sequence[int], num_processes: int) -> None:
@@ -217,8 +219,9 @@ class PrivateSession(Session):
             self._folder = None
 
     def settle(self) -> None:
-        """All is there: what is Ray's own runs on its cores from now on. Workers have pinned themselves, so those that
-        still run anywhere are Ray's. During the start Ray has all cores, of which nobody has any use yet."""
+        """Move Ray's own processes to their cores, because the cluster has started. Workers have pinned themselves, so
+        those that still run anywhere are Ray's. During the start Ray has all cores, because nothing else needs them
+        yet."""
         if not self._cores:
             return
         anywhere = os.sched_getaffinity(0)

@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2
 ORPHAN_GRACE_S: Final = 5.0
-"""How long Ray may have no rank 0 before a follower ends itself."""
+"""Seconds that Ray may have no rank 0 before a follower ends itself."""
 LEAVE_TIMEOUT_S: Final = 2.0
-"""How long the followers of an earlier incarnation may take to end."""
+"""Seconds that the followers of an earlier incarnation may take to end."""
 EXIT_LOST: Final = 3
 
 
 class Leader(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process of rank 0 waits for its followers."""
+    """Address of a process of rank 0 that waits for its followers."""
 
     incarnation: str
-    """Another one in each process."""
+    """Incarnation, which differs for each process."""
     address: str
-    """host:port."""
+    """Address of rank 0, host:port."""
     config: WorkerConfig
-    """Of the whole worker, on its node."""
+    """Configuration of the whole worker, on its node."""
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     pid: int
     start_ticks: int
-    """As in `ProcessRef`."""
+    """Start time of the follower's process, as in `ProcessRef`."""
 
 
 class RankActors(Ranks):
@@ -71,7 +71,7 @@ class RankActors(Ranks):
 
     @override
     def stop(self) -> None:
-        """Followers that still run are ended with the worker's place in Ray."""
+        """Does nothing more: followers that still run are ended with the worker's placement group."""
         ray_store.delete(ray_store.leader_key(self._worker))
 
 
@@ -89,7 +89,7 @@ def rank_actors(config: WorkerConfig) -> StartRanks:
 
 
 def _stale_followers(config: WorkerConfig) -> list[ProcessRef]:
-    """The processes on this node that follow an earlier incarnation of rank 0: of this one none has begun yet."""
+    """Processes on this node that follow an earlier incarnation of rank 0: none has begun to follow this one."""
     records = [_following(rank_name(config.worker_id, rank)) for rank in range(1, config.tp)]
     return [ProcessRef(one.pid, one.start_ticks) for one in records if one and one.node_id == _node_id()]
 

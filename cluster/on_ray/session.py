@@ -20,7 +20,7 @@ from disagg.cluster.on_ray.store import NAMESPACE
 from disagg.cluster.system.children import LaunchError
 
 INIT_OPTIONS: Final[dict[str, Any]] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "warning"}
-"""Of `ray.init`."""
+"""Options of every `ray.init`."""
 
 
 class Session(Protocol):
@@ -34,21 +34,21 @@ class Session(Protocol):
         ...
 
     def settle(self) -> None:
-        """What was started in it serves from now on."""
+        """Note that everything that is started in this Ray is running."""
         ...
 
     def close(self) -> None:
-        """Leave nothing of ours behind in this process, nor of what `open` started. Idempotent."""
+        """Remove all that is ours in this process, and all that `open` started. Idempotent."""
         ...
 
     @property
     def has_head(self) -> bool:
-        """Whether Ray's head can be called. Calls to one whose store was killed wait for it, for a day."""
+        """Whether Ray's head can be called. Calls to a head whose store was killed would wait for it, for a day."""
         ...
 
 
 def refuse_if_connected() -> None:
-    """Raises `LaunchError` where this process is in a Ray cluster already."""
+    """Raise `LaunchError` if this process is in a Ray cluster already."""
     import ray
 
     if ray.is_initialized():
@@ -56,8 +56,8 @@ def refuse_if_connected() -> None:
 
 
 def be_quiet() -> None:
-    """Do not print what Ray's nodes publish, such as a page about each process that died: the controller reports it.
-    For as long as this process runs; there is no public way."""
+    """Suppress output that Ray's nodes publish, such as a page about each process that died: the controller reports it.
+    Lasts as long as this process; there is no public way."""
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *arguments, **options: None
@@ -65,7 +65,7 @@ def be_quiet() -> None:
 
 @contextmanager
 def signals_stay_ours() -> Iterator[None]:
-    """Keeps `ray.init` from taking part in the signals of this process.
+    """Keeps `ray.init` from handling the signals of this process.
 
     By itself it exits in the middle of what it does at a SIGTERM, leaves a handler behind that prints a stack, and
     starts its servers in our process group, where `timeout` or a service manager ends them under our hands: Ray's

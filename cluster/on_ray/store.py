@@ -1,5 +1,5 @@
-"""What of a cluster Ray keeps: the names of its actors and placement groups, what an actor gets when it is made, and
-values in Ray's own store, so that actors that Ray starts again go on where they were.
+"""State of a cluster that Ray keeps: the names of its actors and placement groups, the settings of an actor, and values
+in Ray's own store, with which actors that Ray starts again continue.
 
 The store is in Ray's head process and exists as long as the Ray cluster. Values are JSON. There is one disagg cluster
 per Ray cluster: `NAMESPACE` is its name for actors, placement groups and keys.
@@ -22,9 +22,9 @@ SLOT: Final = "disagg_slot"
 """The resource that each rank of a worker takes on a CPU node. Workers pin themselves, so they take no `CPU` of
 Ray's."""
 NODE_ID_LABEL: Final = "ray.io/node-id"
-"""A label that Ray gives to every node."""
+"""Name of a label that Ray gives to every node."""
 NODE_SHARE: Final = 0.001
-"""Of the resource `node:<address>`, which every node has once: enough to be held there."""
+"""Share of the resource `node:<address>`, of which every node has 1, that an actor takes to be placed there."""
 
 _PREFIX: Final = "disagg-"
 
@@ -33,17 +33,17 @@ ProcessKind = Literal["worker", "gateway"]
 T = TypeVar("T")
 
 CONFIG: Final = "config"
-"""`ClusterConfig` as it was started."""
+"""Key of the `ClusterConfig` with which the cluster was started."""
 SECRET: Final = "secret"
-"""`ClusterSecret` of the cluster. Whoever Ray lets in can read it: Ray's token guards both."""
+"""Key of the cluster's `ClusterSecret`. Every client of Ray can read it: Ray's token guards both."""
 DESIRED: Final = "desired"
-"""`SavedState` of the controller, after the first change."""
+"""Key of the controller's `SavedState`, after the first change."""
 CONTROLLER_ADDRESS: Final = "controller"
-"""host:port of the controller's present process."""
+"""Key of the host:port of the controller's present process."""
 GATEWAY_PORT: Final = "gateway-port"
-"""Where the gateway listened first, and so listens again."""
+"""Key of the port at which the gateway listened first, and so listens again."""
 GATEWAY_HTTP_PORT: Final = "gateway-http-port"
-"""The same of HTTP."""
+"""Key of the port of the gateway's HTTP server, in the same way."""
 _STARTS: Final = "starts/"
 _FAILURE: Final = "failure/"
 _GATEWAY_SPEC: Final = "gateway-spec/"
@@ -52,64 +52,64 @@ _FOLLOWING: Final = "following/"
 
 
 def actor_name(process: str) -> str:
-    """Of a worker, one of its ranks (`ranks.rank_name`) or the gateway, for its actor and its placement group."""
+    """Name in Ray of the actor and the placement group of a worker, one of its ranks (`ranks.rank_name`) or the
+    gateway."""
     return _PREFIX + process
 
 
 def process_name(name: str) -> str | None:
-    """The worker, rank or gateway that an actor or placement group is for; None for those of others."""
+    """The worker, rank or gateway of an actor or placement group; None for those of others."""
     if name == CONTROLLER or not name.startswith(_PREFIX):
         return None
     return name.removeprefix(_PREFIX)
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor of a worker or the gateway gets when it is made."""
+    """Settings of the actor of a worker or the gateway."""
 
     name: str
-    """Of the process: a worker's id, or `gateway`."""
+    """Name of the process: a worker's id, or `gateway`."""
     kind: ProcessKind
     cores: tuple[int, ...]
-    """The cores that it starts on; Ray's own processes sit on one, and it would inherit that. Empty: those of its
-    node."""
+    """Cores that it starts on; Ray's own processes sit on one, which it would inherit. Empty: all cores of its node."""
     claim_cores: int = 0
-    """Take this many cores of its node that no other worker has; 0 leaves the configured ones."""
+    """Number of cores of its node to claim that no other worker has; 0 keeps the configured ones."""
     bind_node: bool = False
-    """Listen on its node's address instead of the configured one."""
+    """Whether to listen on its node's address in place of the configured one."""
     tp: int = 1
-    """Ranks of the worker; this process is the first."""
+    """Number of ranks of the worker; this process is the first one."""
     environment: dict[str, str] = {}
-    """Variables that it sets before it loads what reads them."""
+    """Environment variables that are set before the libraries that read them are loaded."""
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the actor of a follower gets when it is made; the rest is what rank 0 has saved."""
+    """Settings of the actor of a follower; rank 0 has saved the rest."""
 
     worker: str
-    """The worker's id."""
+    """Id of the worker."""
     rank: int
     cores: tuple[int, ...]
-    """As in `ProcessSettings`."""
+    """Cores that it starts on, as in `ProcessSettings`."""
     environment: dict[str, str] = {}
-    """As in `ProcessSettings`."""
+    """Environment variables, as in `ProcessSettings`."""
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller's actor gets when it is made."""
+    """Settings of the controller's actor."""
 
     config: ClusterConfig
     cores: tuple[int, ...]
-    """As in `ProcessSettings`."""
+    """Cores that it starts on, as in `ProcessSettings`."""
     is_private: bool
-    """Whether Ray is there for this cluster only, on one machine."""
+    """Whether Ray runs for this cluster only, on one machine."""
     twin_key: str = ""
-    """The key of an admin for the twin; only where Ray is private, because Ray keeps it."""
+    """API key of an admin for the twin; only where Ray is private, because Ray keeps it."""
     cpu_dtype: Dtype = "bfloat16"
-    """As in `ClusterPlan`."""
+    """Meaning of `model.dtype: auto`, as in `ClusterPlan`."""
 
 
 class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the controller could start."""
+    """Result of the controller's start."""
 
     address: str = ""
     error: str = ""
@@ -117,40 +117,40 @@ class ControllerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def starts_key(name: str) -> str:
-    """The key of a process's `backoff.Starts`."""
+    """Key of a process's `backoff.Starts`."""
     return _STARTS + name
 
 
 def gateway_spec_key(name: str) -> str:
-    """The key of a gateway's `GatewaySpec`; there is none while its process is only prepared."""
+    """Key of a gateway's `GatewaySpec`, which does not exist while its process is only prepared."""
     return _GATEWAY_SPEC + name
 
 
 def failure_key(name: str) -> str:
-    """The key of why a process could not start, as one line, the last time."""
+    """Key of the reason why a process could not start the last time, as one line."""
     return _FAILURE + name
 
 
 def leader_key(worker: str) -> str:
-    """The key of the `rank_actors.Leader` of a worker of several ranks."""
+    """Key of the `rank_actors.Leader` of a worker of several ranks."""
     return _LEADER + worker
 
 
 def following_key(process: str) -> str:
-    """The key of the `rank_actors.Following` of one of its other ranks."""
+    """Key of the `rank_actors.Following` of one of its other ranks."""
     return _FOLLOWING + process
 
 
 def load(key: str, kind: type[T]) -> T | None:
-    """A value, if there is one. Raises `msgspec.ValidationError` if it is of another kind, and what Ray raises when its
-    head is away."""
+    """Load a value; None if there is none. Raises `msgspec.ValidationError` if it is of another kind, and errors of Ray
+    when its head cannot be reached."""
     found = _kv()._internal_kv_get(key, namespace=NAMESPACE)
     return None if found is None else msgspec.json.decode(found, type=kind)
 
 
 def cluster_secret() -> ClusterSecret:
-    """By which the cluster's processes authenticate each other. Raises `LaunchError` where there is no cluster of
-    ours."""
+    """The secret by which the cluster's processes authenticate each other. Raises `LaunchError` if there is no cluster
+    of ours."""
     secret = load(SECRET, ClusterSecret)
     if secret is None:
         raise LaunchError("there is no disagg cluster in that Ray")
@@ -158,7 +158,7 @@ def cluster_secret() -> ClusterSecret:
 
 
 def save(key: str, value: object) -> None:
-    """Replace a value."""
+    """Save a value under a key, in place of an earlier one."""
     _kv()._internal_kv_put(key, msgspec.json.encode(value), overwrite=True, namespace=NAMESPACE)
 
 
@@ -168,7 +168,7 @@ def delete(key: str) -> None:
 
 
 def clear() -> None:
-    """Delete everything."""
+    """Delete all values of the cluster."""
     kv = _kv()
     for key in kv._internal_kv_list("", namespace=NAMESPACE):
         kv._internal_kv_del(key, namespace=NAMESPACE)
@@ -181,7 +181,7 @@ def _kv() -> Any:
 
 
 def find_actor(name: str) -> Any | None:
-    """The actor of a process, unless Ray has given it up."""
+    """Find the actor of a process, unless Ray has given it up."""
     import ray
 
     try:

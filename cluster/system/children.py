@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class Process(Protocol):
-    """A child: a `subprocess.Popen`, or what a template forked."""
+    """A child process: a `subprocess.Popen`, or one that a template forked."""
 
     pid: int
     returncode: int | None
-    """As of `subprocess.Popen`: None until `poll` or `wait` saw its end."""
+    """Exit status as in `subprocess.Popen`: None until `poll` or `wait` saw the end."""
     stdin: IO[bytes] | None
 
     def poll(self) -> int | None:
-        """`returncode`, as it is now."""
+        """Read and return the present `returncode`."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
@@ -41,20 +41,20 @@ class Process(Protocol):
         ...
 
     def terminate(self) -> None:
-        """SIGTERM, if it still runs."""
+        """Send SIGTERM, if it still runs."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL, if it still runs."""
         ...
 
 
 LOG_TAIL_LINES = 15
 _TAIL_BYTES = 64 << 10
-"""What is read of a log, however long its lines."""
+"""Bytes that are read of the end of a log, whatever the length of its lines."""
 
 NOT_FOR_CHILDREN: Final = ("DISAGG_API_KEY",)
-"""The operator's own; no process of a cluster calls a gateway."""
+"""Variables of the operator that children do not get; no process of a cluster calls a gateway."""
 
 
 class LaunchError(RuntimeError):
@@ -62,7 +62,7 @@ class LaunchError(RuntimeError):
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What child processes have of ours."""
+    """Environment of child processes, made from ours."""
     return {name: value for name, value in environ.items() if name not in NOT_FOR_CHILDREN}
 
 
@@ -72,8 +72,8 @@ def spawn(
     """Start `python -m module` and hand it its message.
 
     Args:
-        environment: on top of this process's own.
-        output: for its standard output and error; this process's own without.
+        environment: variables in addition to this process's own.
+        output: file for its standard output and error; None for this process's own.
 
     Raises:
         OSError: if no process can be made.
@@ -96,7 +96,8 @@ def spawn(
 
 
 def end(processes: Sequence[Process], timeout_s: float) -> list[Process]:
-    """SIGTERM to those that still run, SIGKILL after `timeout_s`; reaps all. Returns those that had to be killed."""
+    """End processes: SIGTERM to those that still run, SIGKILL after `timeout_s`; reaps all. Returns those that had to
+    be killed."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -122,7 +123,7 @@ def _pipe(process: Process) -> Any:
 
 
 def terminate_when_orphaned() -> None:
-    """Take an end of standard input, which the parent holds open, as SIGTERM."""
+    """Treat an end of standard input, which the parent holds open, as SIGTERM."""
     threading.Thread(target=_terminate_at_end_of_stdin, name="parent-watch", daemon=True).start()
 
 
@@ -138,7 +139,7 @@ def read_config(kind: type[T]) -> T:
 
 
 def _read_line(fd: int) -> bytes:
-    """One line, byte by byte in large steps: nothing may stay in a buffer that the watcher does not see."""
+    """Read one line without a buffer, so that nothing is left in it that the watcher does not see."""
     data = b""
     while not data.endswith(b"\n"):
         piece = os.read(fd, 65536)
@@ -149,7 +150,7 @@ def _read_line(fd: int) -> bytes:
 
 
 def describe_exit(status: int) -> str:
-    """What a `Popen.returncode` means: `killed by SIGKILL`, `exit status 3`."""
+    """Text for a `Popen.returncode`, such as `killed by SIGKILL` or `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -159,7 +160,7 @@ def describe_exit(status: int) -> str:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """To add to; a new one is its owner's alone, because logs name who calls."""
+    """Open a log file to append to; a new file is readable by its owner only, because logs name who calls."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
@@ -175,5 +176,5 @@ def last_lines(log: Path, count: int) -> str:
 
 
 def with_log(reason: str, log_tail: str) -> str:
-    """A reason, and the end of a log where there is one."""
+    """A reason, followed by the end of a log if there is one."""
     return f"{reason}; the end of its log:\n{log_tail}" if log_tail else reason

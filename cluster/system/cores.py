@@ -1,4 +1,4 @@
-"""Cores and CUDA devices of this process: which it may use, which it is pinned to, and which it claims.
+"""Cores and CUDA devices that this process may use, is pinned to, and claims.
 
 Claims are for the nodes of a Ray cluster, where no plan assigns cores. Each core is a file in a folder that all of a
 user's workers on the machine share, and a lock on it is the claim. The kernel drops a lock with its process, so a
@@ -53,7 +53,7 @@ def pin_unpinned(pid: int, anywhere: set[int], cores: Iterable[int]) -> None:
 
 
 def _pin_threads(pid: int, cores: Sequence[int]) -> None:
-    """Until no thread is new: one that started meanwhile has the cores of the one that started it."""
+    """Pin until no thread is new: a thread that started meanwhile has the cores of the thread that started it."""
     seen: set[str] = set()
     while new := {task.name for task in Path(f"/proc/{pid}/task").iterdir()} - seen:
         seen |= new
@@ -63,16 +63,16 @@ def _pin_threads(pid: int, cores: Sequence[int]) -> None:
 
 
 def num_cuda_devices(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> int | None:
-    """The CUDA devices of this machine, or those of them that CUDA_VISIBLE_DEVICES names, without loading CUDA; None
-    where neither says."""
+    """Number of CUDA devices of this machine, or of those that CUDA_VISIBLE_DEVICES names, without loading CUDA; None
+    where it is unknown."""
     if (visible := environment.get(VISIBLE_DEVICES)) is not None:
         return len([name for name in visible.split(",") if name])
     return sum(file.name[len("nvidia") :].isdigit() for file in device_files.glob("nvidia*")) or None
 
 
 def see_own_devices(device: str, count: int) -> str:
-    """Have this process see `count` CUDA devices from `device` on and no others, and return what the first of them is
-    called then; another kind of device stays what it is. To be called before anything uses CUDA."""
+    """Let this process see only `count` CUDA devices from `device` on, and return the name that the first of them has
+    then; another kind of device is returned unchanged. To be called before anything uses CUDA."""
     visible = own_devices(device, count, os.environ.get(VISIBLE_DEVICES))
     if visible is None:
         return device
@@ -81,9 +81,9 @@ def see_own_devices(device: str, count: int) -> str:
 
 
 def own_devices(device: str, count: int, visible: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be for a process that uses `count` CUDA devices from `device` on, where it is
-    `visible` now; they are the first that the process sees then. None: it stays as it is, because `device` is none of
-    CUDA or there are not as many.
+    """Value of CUDA_VISIBLE_DEVICES for a process that uses `count` CUDA devices from `device` on, if it is `visible`
+    now; they are then the first that the process sees. None: it stays unchanged, because `device` is not a CUDA device
+    or there are not enough.
 
     Threads begin on the first device that their process sees, and kernels are launched on the thread's device.
     """
@@ -98,7 +98,8 @@ def own_devices(device: str, count: int, visible: str | None) -> str | None:
 
 
 def num_memory_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
-    """Parts of this machine's memory that are at different distances from a core (NUMA); 1 where nothing says."""
+    """Number of parts of this machine's memory at different distances from a core (NUMA nodes); 1 where it is
+    unknown."""
     return max(1, sum(node.name.removeprefix("node").isdigit() for node in folder.glob("node*")))
 
 
@@ -110,8 +111,8 @@ class CoreClaims:
         self._fds: list[int] = []
 
     def take(self, count: int, available: Sequence[int]) -> tuple[int, ...]:
-        """`count` cores of the `available` ones that no other process claims; fewer where there are fewer cores. Where
-        all are claimed, cores are shared, which is warned about.
+        """Claim `count` cores of the `available` ones that no other process claims; fewer if there are fewer cores.
+        Where all are claimed, cores are shared, which is warned about.
 
         Raises:
             OSError: if the folder cannot be used.

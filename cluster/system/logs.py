@@ -19,25 +19,27 @@ LEVEL_VARIABLE = "DISAGG_LOG"
 FORMAT_VARIABLE = "DISAGG_LOG_FORMAT"
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _IDS = ("request_id", "trace_id")
-"""What a record may carry besides its message."""
+"""Attributes that a log record may have besides its message."""
 
 
 class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`logging`: of workers, gateway and controller, on standard error. Prompts and answers are never logged."""
+    """The section `logging`: logs of workers, gateway and controller, on standard error. Prompts and answers are never
+    logged."""
 
     format: Literal["text", "json"] = "text"
-    """`json`: one object a line."""
+    """Format of the lines; `json` is one object a line."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The environment variable `DISAGG_LOG` goes before it. `debug` has a line for each request; `info` of starts,
-    stops and changes; `warning` what is degraded or refused; `error` what was lost or stopped working."""
+    """Level of the logs. The environment variable `DISAGG_LOG` takes precedence. `debug` has a line for each request;
+    `info` starts, stops and changes; `warning` what is degraded or refused; `error` what was lost or stopped working.
+    """
 
 
 DEFAULT_LEVEL = LoggingConfig().level
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ts (UTC), level, logger, message; request_id and trace_id where the record has them; error
-    with the traceback where there is one."""
+    """Formats a record as one object a line: ts (UTC), level, logger, message; request_id and trace_id if the record
+    has them; error with the traceback if there is one."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -69,5 +71,5 @@ def setup_logging(environ: Mapping[str, str]) -> None:
 
 
 def log_environment(level: str, log_format: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes children log like this. A level that `environ` has goes before `level`."""
+    """Environment with which children log like this. A level in `environ` takes precedence over `level`."""
     return {LEVEL_VARIABLE: environ.get(LEVEL_VARIABLE, level), FORMAT_VARIABLE: log_format}

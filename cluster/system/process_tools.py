@@ -1,4 +1,4 @@
-"""What every process of a cluster needs from the operating system: limits, scheduling, signals, other processes by id.
+"""Functions of the operating system for every process of a cluster: limits, scheduling, signals, other processes by id.
 Cores and devices: `cores.py`. Child processes: `children.py`."""
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 from types import FrameType
 
 MAX_OPEN_FILES = 1 << 16
-"""More than a gateway's connections; some systems refuse to set `unlimited`."""
+"""Limit of open files to request: more than a gateway's connections; some systems refuse to set `unlimited`."""
 KILL_TIMEOUT_S = 5.0
-"""How long the kernel may take to end a killed process."""
+"""Seconds that the kernel may take to end a killed process."""
 
 
 def use_batch_scheduling() -> None:
-    """From now on this thread, and threads that it starts, wait for a core until whoever has it is at the end of a time
-    slice (a few milliseconds) or pauses, and do then what has come together. For a process with many short tasks beside
-    others that compute: each interruption costs both more than the task itself. A free core is taken at once."""
+    """Use batch scheduling for this thread and the threads that it starts: they wait for a core until the thread on it
+    is at the end of its time slice (a few milliseconds) or pauses, and then do all collected work. For a process with
+    many short tasks beside others that compute: each interruption costs both more than the task itself. A free core is
+    taken at once."""
     if hasattr(os, "SCHED_BATCH"):  # Linux
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -46,15 +47,14 @@ def allow_open_files(wanted: int = MAX_OPEN_FILES) -> int:
 
 
 def freeze_start() -> None:
-    """Take what the start left behind out of the garbage collector's sight, modules above all: a full collection of a
-    worker that has torch takes 87 ms, in which no stream gets a token; of what came since, next to nothing."""
+    """Exclude the objects of the start, modules above all, from garbage collection: a full collection of a worker with
+    torch takes 87 ms, in which no stream gets a token; without these objects it takes next to nothing."""
     gc.collect()
     gc.freeze()
 
 
 def age_s() -> float:
-    """For how long this process has been there, forked or not, to a hundredth of a second; 0 where the system does not
-    say."""
+    """Age of this process, forked or not, to a hundredth of a second; 0 where the system does not report it."""
     if not (stat := _stat(os.getpid())) or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
@@ -62,7 +62,7 @@ def age_s() -> float:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """A SIGTERM leaves the block by way of its clean-up, as a Ctrl-C does; another one does not disturb that."""
+    """Let a SIGTERM leave the block through its clean-up, as Ctrl-C does; a second one does not disturb that."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -76,16 +76,14 @@ def sigterm_raises() -> Iterator[None]:
 
 
 OPENMP_LOOKS = 4000
-"""How often an idle thread of torch's OpenMP looks for work before it sleeps: about as long as those of the C++ kernels
-(`SPIN_US` in `kernels/cpu/team.cpp`). By default it is 300,000 times, 8 ms, on a core that a thread of the kernels
-needs: one op of torch's in each layer made steps with several prompts 1.6 times as long on two threads."""
+"""Number of times that an idle thread of torch's OpenMP looks for work before it sleeps: about as long as those of the
+C++ kernels (`SPIN_US` in `kernels/cpu/team.cpp`). By default it is 300,000 times, 8 ms, on a core that a thread of the
+kernels needs: one op of torch's in each layer made steps with several prompts 1.6 times as long on two threads."""
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Environment that keeps a process to `num_threads` compute threads, which give their cores away when they have
-    nothing to do, and its memory to few malloc arenas.
-
-    Read by libraries when they load, so it must be set before the process starts.
+    """Environment that limits a process to `num_threads` compute threads, which yield their cores when they are idle,
+    and its memory to few malloc arenas. Libraries read it when they load, so it must be set before the process starts.
     """
     count = str(num_threads)
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), count)
@@ -102,8 +100,8 @@ _M_ARENA_MAX = -8
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """What `thread_environment` and others say, for a process that runs already. To be called before what reads the
-    variables is loaded."""
+    """Apply variables such as those of `thread_environment` in a running process. To be called before the libraries
+    that read them are loaded."""
     os.environ.update(environment)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and (arenas := environment.get("MALLOC_ARENA_MAX")):
@@ -111,18 +109,19 @@ def take_environment(environment: Mapping[str, str]) -> None:
 
 
 class Stopped(BaseException):
-    """A signal of a `StopFlag` has come: raised by `check`, or anywhere where its owner is `interruptible`."""
+    """Raised when a signal of a `StopFlag` has come: by `check`, or anywhere in code that its owner made
+    `interruptible`."""
 
 
 class StopFlag:
     """Signals that mean "stop", as a flag that can be waited for. Made and used by the main thread.
 
-    A handler runs in the middle of whatever the main thread does, `threading.Event.wait` included, whose lock it would
-    then wait for for ever. So it takes no lock: it sets a bool and writes to a pipe.
+    A handler interrupts the main thread anywhere, even in `threading.Event.wait`, whose lock it would then wait for for
+    ever. So it takes no lock: it sets a bool and writes to a pipe.
     """
 
     def __init__(self, *signals: signal.Signals, max_signals: int | None = None) -> None:
-        """`max_signals`: after so many signals, the next one ends the process at once, whatever it is doing."""
+        """`max_signals`: number of signals after which the next one ends the process at once."""
         self.is_set = False
         self._max_signals = max_signals
         self._num_signals = 0
@@ -132,7 +131,7 @@ class StopFlag:
         self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a signal has come, waiting up to `timeout_s` for one."""
+        """Wait up to `timeout_s` for a signal; returns whether one has come."""
         if not self.is_set:
             select.select([self._reader], [], [], timeout_s)
         return self.is_set
@@ -144,7 +143,7 @@ class StopFlag:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The first signal that comes while the body runs raises `Stopped` in it; one that came before does at once.
+        """Raise `Stopped` in the body when the first signal comes; at once if it came before.
 
         For bodies of plain Python only. In the middle of an extension's call, such as one of Ray's, an exception comes
         out as another one or ends the process; those bodies call `check` in between.
@@ -176,7 +175,7 @@ class StopFlag:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the message of errors made for users, with the type for others."""
+    """Text for an error in one line: the message for errors made for users, with the type for others."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
@@ -187,7 +186,7 @@ class ProcessRef:
 
     pid: int
     start_ticks: int
-    """When it started, from /proc; -1 if it was gone already."""
+    """Start time of the process, from /proc; -1 if it had ended already."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef:
@@ -215,13 +214,13 @@ class ProcessRef:
         return self.start_ticks >= 0 and _start_ticks(self.pid) == self.start_ticks
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL, if it still runs."""
         if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
 
 
 def end_processes(processes: list[ProcessRef], grace_s: float = 5.0) -> None:
-    """Wait for processes that are ending, kill what is still there after `grace_s`, and see it go."""
+    """Wait for processes that are ending, kill those that remain after `grace_s`, and wait for their end."""
     if not _wait_gone(processes, grace_s):
         for process in processes:
             process.kill()
@@ -238,7 +237,7 @@ def _wait_gone(processes: list[ProcessRef], timeout_s: float) -> bool:
 
 
 def _start_ticks(pid: int) -> int:
-    """When a process started, or -1 for one that is gone or a zombie."""
+    """Start time of a process, or -1 for one that is gone or a zombie."""
     state, *fields = _stat(pid) or ["Z"]
     return -1 if state == "Z" else int(fields[18])
 
@@ -250,7 +249,7 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/<pid>/stat from field 3 (state, parent, ...) on; empty for a process that is gone."""
+    """Fields of /proc/<pid>/stat from field 3 (state, parent, ...) on; empty for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Where figures come from: the commit and the machine that they were taken on, for a report."""
+"""Provenance of figures in a report: the commit and the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout. Where
-    the environment variable `DISAGG_COMMIT` says it, that is taken: a copy of the source may have come without git."""
+    """The commit of the source that runs, with `-dirty` when it was changed; `unknown` outside a git checkout. The
+    environment variable `DISAGG_COMMIT` takes precedence, because a copy of the source may lack git."""
     if given := os.environ.get("DISAGG_COMMIT"):
         return given
     try:

@@ -16,7 +16,7 @@ VARIABLE: Final = "NOTIFY_SOCKET"
 
 
 def notify(state: str, environ: Mapping[str, str]) -> bool:
-    """Send a state to the manager that `environ` names; whether there is one and it took it."""
+    """Send a state to the manager that `environ` names; returns whether there is one and it accepted the state."""
     address = environ.get(VARIABLE, "")
     if not address.startswith(("/", "@")):
         return False

@@ -3,8 +3,8 @@
     TempFolder ──> a folder, and in it a file that this process has locked ──> remove
                    its process is killed: the lock is gone with it ──> the next `TempFolder` removes the folder
 
-What the killed process had started may outlive it by some seconds, and ends for want of it: agents of Ray, for example.
-So the marked file goes last, and a folder into which something was written meanwhile is removed by a later start.
+Processes that the killed process had started may outlive it by some seconds, such as agents of Ray. So the marked file
+goes last, and a folder into which something was written meanwhile is removed by a later start.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "disagg-"
 MARK: Final = ".owner"
-"""The file whose lock says that a folder is in use; no folder without it is ever removed."""
+"""Name of the file whose lock marks a folder as used; no folder without it is ever removed."""
 
 
 class TempFolder:
     """Owner of one folder, from here until `remove` or the end of the process.
 
     Args:
-        prefix: of its name.
-        parent: where it is made; None for the system's place.
+        prefix: prefix of its name.
+        parent: folder in which it is made; None for the system's place.
 
     Raises:
         OSError: if it cannot be made.
@@ -54,7 +54,7 @@ class TempFolder:
 
 @contextmanager
 def temp_folder(prefix: str) -> Iterator[Path]:
-    """A folder that is there inside. Raises `OSError`."""
+    """A folder that exists while the body runs. Raises `OSError`."""
     folder = TempFolder(prefix)
     try:
         yield folder.path
@@ -63,8 +63,8 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
-    """Remove the folders of processes that were killed; returns them. A folder of another user, one that somebody has
-    locked, and one without a mark stay."""
+    """Remove the folders of processes that were killed, and return them. Folders of other users, locked ones and those
+    without a mark stay."""
     try:
         found = [path for path in sorted(parent.iterdir()) if path.name.startswith(prefix)]
     except OSError:
@@ -76,7 +76,7 @@ def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Mark a folder as used by this process: the mark is there once it is locked."""
+    """Mark a folder as used by this process: the mark appears when it is locked."""
     fresh = folder / f"{MARK}.new"
     descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -85,7 +85,7 @@ def _lock(folder: Path) -> int:
 
 
 def _remove_marked(folder: Path) -> None:
-    """Remove a folder that has its mark only. Raises `OSError` where it has more; then it keeps the mark."""
+    """Remove a folder that contains its mark only. Raises `OSError` if it contains more; then it keeps the mark."""
     (folder / MARK).unlink()
     try:
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""What the commands share on a terminal: the console, plain tables, sizes in bytes, examples in the help, the option
+"""Terminal output that the commands share: the console, plain tables, sizes in bytes, examples in the help, the option
 that names a gateway.
 
 Nothing here loads `rich` before something is printed, so that `disagg --help` stays quick.
@@ -20,7 +20,7 @@ AddressOption = Annotated[
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: lines that can be typed as they stand."""
+    """Text at the end of a command's help: lines that can be typed as they stand."""
     return "\n\n".join(("Examples:", *lines))  # a single line break would join them
 
 
@@ -42,7 +42,7 @@ def table(*columns: str) -> Table:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Such as `0 B`, `48 KiB` or `2.2 MiB`."""
+    """Format a size, such as `0 B`, `48 KiB` or `2.2 MiB`."""
     if num_bytes < 1 << 10:
         return f"{num_bytes} B"
     if num_bytes < 1 << 20:

@@ -1,4 +1,5 @@
-"""A process that has loaded what others need, and forks them, so that they start without loading it again.
+"""A process that has loaded the code and data of others, and forks them, so that they start without loading these
+again.
 
     owner      Template(module, message, ...)                    template.fork(...) ──> ForkedProcess
                  │ python -m module, a socket as its input          │ a request, and the child's own descriptors
@@ -34,26 +35,26 @@ T = TypeVar("T")
 
 IS_SUPPORTED: Final = hasattr(os, "pidfd_open") and sys.platform == "linux"
 FORK_TIMEOUT_S: Final = 600.0
-"""How long a template may take to load and to fork the first child: as long as a large model's weights take."""
+"""Seconds that a template may take to load and to fork the first child: as long as a large model's weights take."""
 ANSWER_TIMEOUT_S: Final = 5.0
-"""How long one that has loaded may take to fork."""
+"""Seconds that a template that has loaded may take to fork."""
 REPORT_TIMEOUT_S: Final = 1.0
-"""How long after the end of a child its template may take to report it."""
+"""Seconds after the end of a child within which its template must report it."""
 STATUS_UNKNOWN: Final = 255
-"""In place of the exit status of a process whose template is gone, or does not report it."""
+"""Exit status of a process whose template has ended, or does not report it."""
 _MESSAGE_BYTES: Final = 64 << 10
 _ALONE_S: Final = 1.0
-"""How long threads that were joined may take to be gone for the kernel, too."""
+"""Seconds that joined threads may take to disappear for the kernel, too."""
 _PR_SET_NAME: Final = 15
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a template gets for each child, with its standard input, output and a socket for reports."""
+    """Request to a template for one child, sent with its standard input and output and a socket for reports."""
 
     name: str
-    """Shown for the process by the system, cut to 15 bytes."""
+    """Name of the process that the system shows, cut to 15 bytes."""
     environment: dict[str, str]
-    """On top of the template's own."""
+    """Variables in addition to the template's own."""
 
 
 # ---------------------------------------------------------------- owner
@@ -65,16 +66,16 @@ class ForkedProcess:
     def __init__(self, pid: int, pidfd: int, reports: socket.socket, stdin: IO[bytes]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """As of `Popen`; `STATUS_UNKNOWN` where the template ended before it, or hangs."""
+        """Exit status as in `Popen`; `STATUS_UNKNOWN` if the template ended before the child, or hangs."""
         self.stdin: IO[bytes] | None = stdin
         self._pidfd = pidfd
         self._reports = reports
         self._ended_s: float | None = None
-        """When its end was first seen, on the monotonic clock."""
+        """Time at which its end was first seen, on the monotonic clock."""
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """`returncode`, as it is now."""
+        """Read and return the present `returncode`."""
         with self._lock:
             if self.returncode is None:
                 self._look()
@@ -95,11 +96,11 @@ class ForkedProcess:
         return status
 
     def terminate(self) -> None:
-        """SIGTERM, if it still runs."""
+        """Send SIGTERM, if it still runs."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL, if it still runs."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -136,8 +137,8 @@ class Template:
 
     Args:
         module: calls `read_first`, and `serve` as soon as it has loaded.
-        message: for `read_first`.
-        environment: on top of this process's own.
+        message: the message that `read_first` returns.
+        environment: variables in addition to this process's own.
         output: for its standard output and error.
 
     Raises:
@@ -146,7 +147,7 @@ class Template:
 
     def __init__(self, module: str, message: object, environment: Mapping[str, str], output: IO[bytes]) -> None:
         self._answered_s: float | None = None
-        """When it forked last, on the monotonic clock."""
+        """Time of its last fork, on the monotonic clock."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -166,21 +167,21 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Of the template itself."""
+        """Process id of the template itself."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the template runs and can be asked to fork."""
         return self._process.poll() is None
 
     def fork(self, request: ForkRequest, message: object, output: IO[bytes]) -> ForkedProcess:
-        """A child; waits until the template has loaded. `message` is on its standard input, which
-        stays open as with `children.spawn`.
+        """Fork a child; waits until the template has loaded. `message` is on the child's standard input, which stays
+        open as with `children.spawn`.
 
         Raises:
             OSError: it did not fork: it is gone, has threads, or takes longer than `FORK_TIMEOUT_S`, and than
-                `ANSWER_TIMEOUT_S` once it has forked. After that it is good for nothing but `close`.
+                `ANSWER_TIMEOUT_S` once it has forked. After that only `close` may be called.
         """
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reader, writer = os.pipe()
@@ -221,7 +222,7 @@ class Template:
         return f"last did {time.monotonic() - self._answered_s:.0f} s ago"
 
     def close(self) -> None:
-        """End it; its children live on. Idempotent."""
+        """End the template; its children live on. Idempotent."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -245,7 +246,7 @@ def read_first(kind: type[T]) -> T:
 
 
 def owner_is_gone() -> bool:
-    """For a template that loads for long: whether it may stop that."""
+    """Whether the owner has ended: a template that loads for long may then stop."""
     watch = select.poll()
     watch.register(0, select.POLLRDHUP)
     return bool(watch.poll(0))
@@ -275,7 +276,8 @@ def serve() -> ForkRequest | None:
 
 
 def _fork(descriptors: list[int], children: dict[int, _Forked]) -> bool:
-    """True in the child. Where there are other threads nothing is forked, which the owner sees by the closed socket."""
+    """Fork a child; returns True in the child. If there are other threads nothing is forked, which the owner sees by
+    the closed socket."""
     reader, output, reports = descriptors
     with socket.socket(fileno=reports) as answers:
         if not _is_alone():
@@ -337,7 +339,7 @@ def _control() -> socket.socket:
 
 
 def _is_readable(file: int | socket.socket, timeout_s: float | None = 0.0) -> bool:
-    """Whether there is something to read, or an end; waits up to `timeout_s` for it, for ever with None."""
+    """Whether there is data or an end to read; waits up to `timeout_s` for it, for ever with None."""
     watch = select.poll()  # `select` takes small descriptors only
     watch.register(file, select.POLLIN)
     return bool(watch.poll(None if timeout_s is None else timeout_s * 1e3))

@@ -33,49 +33,51 @@ logger = logging.getLogger(__name__)
 
 MODULE: Final = "disagg.cluster.templates.template_process"
 MAX_TEMPLATES: Final = 3
-"""Beside one for each model. Each holds the code, and on CPU the weights, that its children share; beyond that the
-oldest one ends. On machines whose cores are nearer to one part of the memory than to another, each worker has weights
-of its own, near to it."""
+"""Largest number of templates in addition to one for each model. Each holds the code, and on CPU the weights, that its
+children share; beyond that the oldest one ends. On machines whose cores are nearer to one part of the memory than to
+another, each worker has weights of its own, near to it."""
 
 
 class TemplateStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a template reads."""
+    """Message to a template on its standard input."""
 
     kind: Literal["worker", "gateway"]
     is_fake: bool = False
     """Whether its workers run the `fake` model."""
     weights: WeightsSource | None = None
-    """What it loads and its children share; None where each loads its own."""
+    """Weights that it loads and its children share; None where each child loads its own."""
 
 
 CUDA_CHECK: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""So that torch, asked whether there is a GPU, does not initialize CUDA, which a forked process could not use."""
+"""Variable with which torch does not initialize CUDA when it is asked for a GPU; a forked process could not use it
+then."""
 
 _Key = tuple[TemplateStart, str, int]
-"""What it loads, for which device, and after how many restarts for new code."""
+"""What a template loads, for which device, and after how many restarts for new code."""
 
 
 class Templates:
-    """Owner of the templates. Any thread, one at a time, but for `close`. `num_models`: of the cluster."""
+    """Owner of the templates. Any thread, one at a time, except for `close`. `num_models`: number of the cluster's
+    models."""
 
     def __init__(self, log_dir: Path, logs: LoggingConfig, num_models: int = 1) -> None:
         self._most = num_models + MAX_TEMPLATES
         self._log_dir = log_dir
         self._logs = logs
         self._running: dict[_Key, Template] = {}
-        """In the order of their start."""
+        """Running templates in the order of their start."""
         self._useful: set[_Key] = set()
-        """Those of the running ones that have forked."""
+        """Keys of the running templates that have forked."""
         self._broken: set[_Key] = set()
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
-        """Of the templates that run."""
+        """Process ids of the running templates."""
         return [template.pid for template in self._running.values() if template.is_running]
 
     def prepare(self, config: WorkerConfig | None) -> None:
-        """Begin to load what a worker of this configuration needs, or the first gateway; returns at once."""
+        """Begin to load what a worker of this configuration needs, or a gateway if it is None; returns at once."""
         self._find(config)
 
     def fork(
@@ -86,8 +88,8 @@ class Templates:
         environment: Mapping[str, str],
         output: IO[bytes],
     ) -> ForkedProcess | None:
-        """A process of this configuration; None, and a warning, where no template can make it. `message` is what it
-        reads."""
+        """Fork a process of this configuration; None, and a warning, if no template can make it. `message` is sent to
+        it."""
         template = self._find(config)
         if template is None:
             return None
@@ -104,14 +106,14 @@ class Templates:
         return process
 
     def keep_only(self, workers: Iterable[WorkerConfig]) -> None:
-        """End those of other workers. Those of gateways stay, which may have forked one that still runs."""
+        """End the templates of other workers. Those of gateways stay, which may have forked one that still runs."""
         kept = {_key(config) for config in workers}
         self._most = max(self._most, len(kept) + MAX_TEMPLATES)
         for key in [key for key in self._running if key[0].kind == "worker" and key not in kept]:
             self._end(key)
 
     def close(self) -> None:
-        """End all, now; what they forked lives on, and nothing more is forked. On any thread. Idempotent."""
+        """End all templates at once; their children live on, and nothing more is forked. On any thread. Idempotent."""
         self._closed = True
         for template in list(self._running.values()):
             template.close()
@@ -151,7 +153,7 @@ class Templates:
         return self._unless_closed(key)
 
     def _unless_closed(self, key: _Key) -> Template | None:
-        """The one that was just started; it ends where all were closed meanwhile."""
+        """The template that was just started; it is ended if all were closed meanwhile."""
         if self._closed and key in self._running:
             self._end(key)
         return self._running.get(key)

@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, compiled at first use with whatever compiler is there, and loaded with ctypes."""
+"""C++ kernels for CPUs, compiled at first use with any C++ compiler on PATH, and loaded with ctypes."""

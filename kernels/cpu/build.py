@@ -1,11 +1,11 @@
 """Compiles the C++ kernels once per (sources, flags, compiler, processor), into the user's cache folder.
 
-Without further ado they are for this very processor. `DISAGG_CPU_LEVEL` names a level of processors (`LEVELS`) in its
-place, such as `x86-64-v3` for AVX2: so a newer machine tests and measures what the older ones compute.
+By default they are for this processor. `DISAGG_CPU_LEVEL` names a level of processors (`LEVELS`) in its place, such as
+`x86-64-v3` for AVX2: so a newer machine tests and measures what the older ones compute.
 
 A bare compiler is enough: the sources have a plain C ABI and include nothing of Python or torch. Workers that start
-together take a file lock, so that one compiles and the others load its result; the library appears under its
-name in one piece. The files are compiled side by side, on as many cores as there are.
+together take a file lock, so that one compiles and the others load its result; the library appears under its name in
+one piece. The files are compiled side by side, on as many cores as there are.
 
     python -m disagg.kernels.cpu.build               does it now, for this machine
 
@@ -52,26 +52,26 @@ fused but what the source fuses (`vec.h`), so that all compilers and levels roun
 
 
 PREBUILT: Final = "DISAGG_PREBUILT_KERNELS"
-"""The variable that names the folder of libraries that were made before."""
+"""Environment variable with the folder of libraries that were compiled before."""
 LEVEL: Final = "DISAGG_CPU_LEVEL"
-"""The variable that names a level."""
+"""Environment variable with the name of a level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A kind of processors, for which libraries are compiled."""
+    """A level of processors for which libraries are compiled."""
 
     name: str
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """Compiler flags that select the level."""
     simd: str
-    """The widest vector instructions."""
+    """Name of the widest vector instructions."""
     features: frozenset[str] = frozenset()
-    """What Linux shows for such a processor."""
+    """Features that Linux reports for such a processor."""
 
 
 NATIVE: Final = Level("native", ("-march=native",), "")
-"""This processor."""
+"""The level of the processor that the compiler runs on."""
 _V3 = frozenset({"sse2", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16, _AMX = {"avx512_bf16", "avx512vbmi"}, {"amx_tile", "amx_bf16"}
@@ -89,7 +89,7 @@ LEVELS: Final[Mapping[str, tuple[Level, ...]]] = {
         Level("armv8-a", ("-march=armv8-a",), "neon", frozenset({"asimd"})),
     ),
 }
-"""By machine, the best first."""
+"""Levels by machine, the best first."""
 
 
 class BuildError(Exception):
@@ -98,11 +98,11 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A compiled library."""
+    """Path of a compiled library, and what it was compiled for."""
 
     path: Path
     simd: str
-    """The widest vector instructions that it was compiled for, and the level where it is not this very processor."""
+    """Name of the widest vector instructions that it was compiled for, and its level unless that is `NATIVE`."""
 
 
 def sources() -> list[Path]:
@@ -112,7 +112,7 @@ def sources() -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: `$XDG_CACHE_HOME/disagg/kernels`, or `~/.cache/disagg/kernels`."""
+    """Folder of the compiled libraries: `$XDG_CACHE_HOME/disagg/kernels`, or `~/.cache/disagg/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "disagg" / "kernels"
 
@@ -126,7 +126,8 @@ def find_compiler() -> str:
 
 
 def build(files: Sequence[Path], folder: Path, compiler: str, level: Level = NATIVE) -> Library:
-    """Compile `files` into `folder`, or find there what an earlier call made. BuildError when that cannot be done."""
+    """Compile `files` into `folder`, or find the result of an earlier call there. Raises BuildError if neither is
+    possible."""
     flags = (*FLAGS, *level.flags)
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     path = folder / f"{_digest(files, flags, macros)}.so"
@@ -183,13 +184,13 @@ def chosen_level(environ: Mapping[str, str], machine: str, features: frozenset[s
 
 
 def levels_here() -> tuple[Level, ...]:
-    """Those that this processor has, the best first."""
+    """The levels that this processor supports, the best first."""
     features = _features()
     return tuple(level for level in LEVELS.get(platform.machine(), ()) if features.issuperset(level.features))
 
 
 def prebuild(folder: Path, compiler: str, machine: str) -> list[Path]:
-    """Compile for each level of a kind of machine; the libraries. Raises `BuildError`."""
+    """Compile for each level of a kind of machine, and return the libraries. Raises `BuildError`."""
     levels = LEVELS.get(machine)
     if levels is None:
         raise BuildError(f"there are no levels of processors for {machine}; there are for {', '.join(LEVELS)}")
@@ -227,7 +228,7 @@ def _prebuilt_path(folder: Path, level: Level) -> Path:
 
 
 def _features() -> frozenset[str]:
-    """Of this processor, as Linux names them; none where that cannot be read."""
+    """Features of this processor, as Linux names them; none where they cannot be read."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -263,7 +264,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _is_ours(library: Path) -> bool:
-    """Whether it is there, a plain file of this user (or root) that no other user can write."""
+    """Whether the library exists and is a plain file of this user (or root) that no other user can write."""
     try:
         status = library.lstat()
     except FileNotFoundError:
@@ -273,7 +274,7 @@ def _is_ours(library: Path) -> bool:
 
 
 def _run(command: list[str]) -> str:
-    """The command's output; BuildError with the end of its complaint when it fails."""
+    """Run a command and return its output; BuildError with the end of its error output when it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -284,7 +285,7 @@ def _run(command: list[str]) -> str:
 
 
 def _digest(files: Sequence[Path], flags: Sequence[str], macros: str) -> str:
-    """Names sources, flags, compiler version and processor: the last two are among the predefined macros."""
+    """Hash of sources, flags, compiler version and processor: the last two are among the predefined macros."""
     digest = hashlib.sha256("\n".join((*flags, macros)).encode())
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -299,8 +300,8 @@ def _simd(macros: str) -> str:
 
 
 def main(folders: Sequence[str]) -> None:
-    """Print the libraries of each level, made in a folder; or the one of this machine, or why there is none, which is
-    no fault: workers do without."""
+    """Print the libraries of each level, made in a folder; or the one of this machine, or the reason why there is none,
+    which is no error: workers run without it."""
     if folders:
         for made in prebuild(Path(folders[0]), find_compiler(), platform.machine()):
             print(made)

@@ -31,10 +31,10 @@ from typing_extensions import override
 from disagg.kernels.capture import Captured, CaptureError, Capturer
 
 ALIGNMENT = 64
-"""Bytes: of a cache line, and of the widest vectors."""
+"""Alignment of outputs in bytes: that of a cache line, and of the widest vectors."""
 
 DONE = -1
-"""What a function returns that found nothing invalid."""
+"""Return value of a function that found nothing invalid."""
 
 
 class _Thread(threading.local):
@@ -61,7 +61,7 @@ class Kernel:
         self._pack = struct.Struct(f"@{fields}").pack
         self._invalid = invalid
         self.address = ctypes.cast(function, ctypes.c_void_p).value
-        """Where the function is."""
+        """Address of the function."""
 
     def __call__(self, *values: float) -> None:
         """Call it, unless a recording only records calls; what the pointers point to must live until it is called,
@@ -80,12 +80,12 @@ class Kernel:
             recording.calls.append((self, args))
 
     def error(self, index: int) -> IndexError:
-        """What the function found invalid."""
+        """The error for what the function found invalid at `index`."""
         return IndexError(self._invalid.format(index))
 
 
 def is_deferred() -> bool:
-    """Whether this thread's calls are only recorded, so that outputs hold nothing yet."""
+    """Whether this thread's calls are only recorded, so that outputs do not hold results yet."""
     return _thread.recording is not None and not _thread.recording.makes_calls
 
 
@@ -96,22 +96,22 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Pool:
-    """The memory of recordings, which share it. It is kept as long as a program that points into it."""
+    """Memory that recordings share. It is kept as long as a program that points into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[NDArray[np.uint8]]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers."""
+        """Size of all buffers in bytes."""
         return sum(size * len(buffers) for size, buffers in self._buffers.items())
 
     def free_buffers(self) -> dict[int, list[NDArray[np.uint8]]]:
-        """By size: all buffers are free for a new recording."""
+        """All buffers by size; all of them are free for a new recording."""
         return {size: list(reversed(buffers)) for size, buffers in self._buffers.items()}
 
     def new_buffer(self, size: int) -> NDArray[np.uint8]:
-        """A further one."""
+        """Allocate a further buffer of `size` bytes."""
         memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         first = -memory.ctypes.data % ALIGNMENT
         buffer = memory[first : first + size]
@@ -182,7 +182,7 @@ class CapturedProgram(Captured[T]):
 
 
 class ProgramCapturer(Capturer):
-    """Records the calls of `library`'s kernels. Whatever else computes raises CaptureError."""
+    """Records the calls of `library`'s kernels. Any other computation raises CaptureError."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -191,7 +191,7 @@ class ProgramCapturer(Capturer):
 
     @property
     def nbytes(self) -> int:
-        """Memory that the captures share."""
+        """Size of the memory that the captures share, in bytes."""
         return self._pool.nbytes
 
     @override

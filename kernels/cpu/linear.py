@@ -27,11 +27,11 @@ from disagg.kernels.quantize import Int8Weight
 COLUMNS = 32
 _PRODUCT = "iPqqPPqqPP"
 _PACKING = 2
-"""To be counted up when the order within packed weights changes."""
+"""Version of the order within packed weights, to be increased when it changes."""
 _KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
-"""Dtype of packed weights -> what the library calls them; int8 ones are bytes."""
+"""Dtype of packed weights -> its number in the library's calls; int8 weights are bytes."""
 _GROUP = 4
-"""Columns of a vector whose int8 pairs lie together; see `panels.h`."""
+"""Columns of a vector whose int8 pairs stand together; see `panels.h`."""
 
 
 class NativeLinear:
@@ -47,21 +47,21 @@ class NativeLinear:
         self._int8_pairs, self._arithmetic = bool(int8_pairs()), arithmetic
         self._memory = HugePages()
         self.packing = f"{_PACKING}-{Path(library._name).stem}"
-        """Names what packed weights are read by: those of libraries with equal ones can be exchanged."""
+        """Name of the packing and of the library that reads it: packed weights with equal names can be exchanged."""
 
     @classmethod
     def load(cls, path: Path) -> NativeLinear:
-        """Those of a library."""
+        """Load the GEMMs of a library."""
         return cls(ctypes.CDLL(str(path)))
 
     def arithmetic(self, weights: torch.dtype) -> str:
-        """How a model is computed whose weights are packed as bfloat16, uint8 (int8 ones) or float32: results of the
-        same arithmetic have the same bits."""
+        """Name of the arithmetic of models whose weights are packed as bfloat16, uint8 (int8 weights) or float32:
+        results of the same arithmetic have the same bits."""
         name: bytes = self._arithmetic(_KINDS[weights])
         return name.decode()
 
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
-        """None for a weight that is not a matrix on the CPU, of bf16 or fp32."""
+        """Pack a weight; None for one that is not a matrix on the CPU, of bf16 or fp32."""
         if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype not in (torch.bfloat16, torch.float32):
             return None
         O, I = weight_OI.shape  # noqa: E741 - the shape letters of the name
@@ -70,7 +70,7 @@ class NativeLinear:
         return NativeWeight(self, self._kept(panels), None, O, I)
 
     def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
-        """For GEMMs with bf16 rows. None for a weight that is not on the CPU."""
+        """Pack an int8 weight for GEMMs with bf16 rows; None for one that is not on the CPU."""
         if not weight.quantized_OI.is_cpu:
             return None
         O, I = weight.quantized_OI.shape  # noqa: E741
@@ -85,7 +85,7 @@ class NativeLinear:
         return NativeWeight(self, packed, scale_O, O, I)
 
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
-        """A weight from the tensors that one of the same `packing` had; they are kept, not copied.
+        """Make a weight from the tensors of a packed weight with the same `packing`; they are kept, not copied.
 
         Raises:
             ValueError: they are not those of a weight of this size.
@@ -101,7 +101,7 @@ class NativeLinear:
         return NativeWeight(self, packed, scale_O, out_features, in_features)
 
     def drop_rest(self) -> None:
-        """Let memory go back to the system with the weights that were packed so far."""
+        """Let the rest of the newest chunk go back to the system together with the weights that were packed so far."""
         self._memory.drop_rest()
 
     def _kept(self, panels: Tensor) -> Tensor:
@@ -127,13 +127,13 @@ class NativeWeight(PackedWeight):
     functions: NativeLinear
     packed: Tensor
     scale_O: Tensor | None
-    """float32, of an int8 weight; else None."""
+    """Scales of an int8 weight, float32; None for other weights."""
     out_features: int
     in_features: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows, biases and results."""
+        """Dtype of rows, biases and results."""
         return torch.float32 if self.packed.dtype == torch.float32 else torch.bfloat16
 
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -156,7 +156,8 @@ class NativeWeight(PackedWeight):
     def gemm_add_rms_norm(
         self, x_TI: Tensor, bias_O: Tensor | None, residual_TO: Tensor, norm_O: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(y + residual), y + residual) of the GEMM's y, rounded where the separate ops round."""
+        """Compute (rms_norm(y + residual), y + residual) for the y of the GEMM, rounded where the separate ops
+        round."""
         self._check(x_TI, bias_O)
         shape = (x_TI.shape[0], self.out_features)
         if residual_TO.dtype != self.dtype or residual_TO.shape != shape or residual_TO.stride(1) != 1:
@@ -171,7 +172,7 @@ class NativeWeight(PackedWeight):
         return out_TO, total_TO
 
     def _operands(self, x_TI: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> tuple[int, ...]:
-        """What all functions begin with. It points into the tensors, which the caller keeps."""
+        """The arguments that all functions begin with. They point into the tensors, which the caller keeps."""
         return (
             _KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
             0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,

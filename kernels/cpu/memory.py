@@ -1,5 +1,5 @@
-"""Memory for what is read whole at every step: on huge pages where the system gives them. Or a file's, which the
-processes of a host have in common.
+"""Memory for tensors that are read completely at every step: on huge pages where the system gives them. Or a file's,
+which the processes of a host have in common.
 
 A core that reads weights one after the other meets a new 4 KiB page every 80 ns, and waits for its address again and
 again; on pages of 2 MiB the same reads are a fifth to a third faster. Tensors are laid one behind the other, in the
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
-"""Taken from the system at a time; what is not used of it costs address space only."""
+"""Bytes that are taken from the system at a time; the unused part costs address space only."""
 ALIGNMENT = 64
 AT_ONCE_BYTES = 64 << 20
-"""What `populate` does before it returns; the rest follows."""
+"""Bytes that `populate` touches before it returns; the rest follows."""
 _REST: Final = 10.0
-"""For how many times as long as a page took the next one waits."""
+"""Pause after a page, as a multiple of the time that the page took."""
 _PAIRS = {1: torch.int16, 2: torch.int32, 4: torch.int64}
-"""Bytes of a number -> what a pair of them is as one."""
+"""Bytes of a number -> the dtype that holds a pair of such numbers."""
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14: give pages as a write would, and leave their contents."""
+"""The advice of `madvise` since Linux 5.14 that gives pages as a write would, and keeps their contents."""
 
 
 class HugePages:
@@ -47,7 +47,7 @@ class HugePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous CPU tensor on a boundary of 64 bytes; its contents are zeros."""
+        """Allocate a contiguous CPU tensor on a boundary of 64 bytes, filled with zeros."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             if self._rest.numel() < nbytes:
@@ -106,7 +106,8 @@ def _populate_slowly(
 
 
 def _populate(pages: range, end: int) -> bool:
-    """Whether the system can do it. Page after page, so that nothing waits long for the lock of the address space."""
+    """Populate page after page, so that no other thread waits long for the lock of the address space. Returns whether
+    the system can do it."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return False

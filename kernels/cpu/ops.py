@@ -32,7 +32,7 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
 
 
 def _is_table(table_PD: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether it is what the kernel reads of cosines or sines: rows of D numbers, one behind the other."""
+    """Whether this is a table of cosines or sines as the kernel reads it: rows of D numbers, one behind the other."""
     return table_PD.dtype == dtype and table_PD.shape[1] == D and table_PD.stride() == (D, 1)
 
 
@@ -58,13 +58,13 @@ class NativeOps(Ops):
     gather_kv = staticmethod(reference.gather_kv)
     scatter_kv = staticmethod(reference.scatter_kv)
     digest_sums = staticmethod(reference.digest_sums)
-    """By torch: there is no C++ kernel for them."""
+    """Computed by torch: there is no C++ kernel for it."""
 
     def __init__(self, path: Path) -> None:
         short, long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         self.library = long
         self.set_num_threads = short["disagg_set_num_threads"]
-        """How many threads the kernels use from now on, in this process; at least 1."""
+        """Set the number of threads that the kernels use from now on, in this process; at least 1."""
         self.set_num_threads.restype, self.set_num_threads.argtypes = None, [ctypes.c_int64]
         self._embed = Kernel(short, "disagg_embed", "PqPqqqP", "token {}: its id is not in the vocabulary")
         self._rms_norm = Kernel(short, "disagg_rms_norm", "iPqqPPqqqf")
@@ -257,7 +257,7 @@ class NativeOps(Ops):
         scale: float,
         out_TND: Tensor,
     ) -> Tensor | None:
-        """A call for each chunk. IndexError for a block outside the cache."""
+        """Calls the kernel for each chunk. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:

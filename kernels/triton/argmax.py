@@ -56,7 +56,7 @@ def _row_kernel(
 
 
 def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
-    """As `reference.argmax_rows`, of rows with any stride, columns contiguous."""
+    """The op `reference.argmax_rows`, for rows with any stride whose columns are contiguous."""
     T, device = logits_TV.shape[0], logits_TV.device
     out_T = torch.empty(T, dtype=torch.int64, device=device)
     if T == 0:

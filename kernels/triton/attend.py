@@ -27,7 +27,7 @@ def _tile_rows(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Where the tokens' rows start in the cache of one head, in elements (int64: caches pass 2**31 elements)."""
+    """Start of the tokens' rows in the cache of one head, in elements (int64: caches pass 2**31 elements)."""
     if KV_BLOCK % TILE == 0:
         block = tl.load(table_ptr + first_token // KV_BLOCK).to(tl.int64)
         return block * block_stride + (first_token % KV_BLOCK + tl.arange(0, TILE)) * DIM

@@ -29,14 +29,15 @@ from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attent
 from disagg.kernels.triton_shapes import changes
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 9, 256
-"""Tensor cores take products over at least 16 numbers, and heads are padded to a power of two."""
+"""Range of the head dim. Tensor cores take products over at least 16 numbers, and heads are padded to a power of two.
+"""
 MAX_GROUP = 64
-"""Query heads of a KV head."""
+"""Largest number of query heads per KV head."""
 MAX_SEQUENCES = 4096
-"""Of one decode call: every program holds all lengths."""
+"""Largest number of sequences of one decode call: every program holds all lengths."""
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of activations."""
+"""Dtypes of activations that the kernels take."""
 _INTERPRETER_MULTIPROCESSORS = 4
 
 
@@ -74,14 +75,14 @@ def _are_int32(*vectors: Tensor) -> bool:
 
 
 def _score_scale(scale: float, key_scale: float) -> float:
-    """What a product of q and stored key is multiplied by, for powers of two."""
+    """Factor of a product of q and stored key, for an exponential to base two."""
     return scale * key_scale * math.log2(math.e)
 
 
 def _prefill_shape(
     q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: Sequence[int], num_heads: int, longest: int
 ) -> PrefillShape:
-    """`heads`: (KV heads, tokens of a block, head dim)."""
+    """`heads` is (KV heads, tokens of a block, head dim)."""
     K, block_size, D = heads
     change = changes(os.environ).prefill
     return prefill_shape(q_dtype, kv_dtype, D, block_size, num_heads // K, longest, change)
@@ -129,7 +130,7 @@ def paged_decode_attention(
 
 
 def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
-    """The list of work of a step with at least one chunk."""
+    """Make the work list of a step with at least one chunk."""
     shape = _prefill_shape(
         getattr(torch, spec.dtype),
         getattr(torch, spec.kv_dtype),
@@ -152,7 +153,8 @@ def paged_prefill_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor | None:
-    """Causal attention of the prompts of a step, whose KV is already written; `out`, where their rows are written."""
+    """Causal attention of the prompts of a step, whose KV is already written. Writes their rows of `out`, and returns
+    it."""
     tables, work = planned.block_tables, planned.work
     if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, scale) or not can_hold(out_TND, q_TND):
         return None

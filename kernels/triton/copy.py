@@ -22,10 +22,10 @@ from disagg.kernels.triton.jit import jit
 from disagg.kernels.triton.sampling import GOLDEN, mix
 
 _PROGRAM_BYTES = 16384
-"""What a program moves: 128 bytes a thread of four warps."""
+"""Bytes that a program moves: 128 for each thread of four warps."""
 
 _DIGEST_WORDS = 1024
-"""Words at a time: 64 bytes a thread of four warps."""
+"""Words that a program adds up at a time: 64 bytes for each thread of four warps."""
 _MAX_PROGRAMS = 1024
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -66,7 +66,8 @@ def _copy_kernel(
 
 
 def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, out: Tensor) -> None:
-    """As `reference.gather_kv`. A buffer elsewhere (pinned memory) is filled by one copy from a buffer on the device.
+    """The op `reference.gather_kv`. A buffer elsewhere (pinned memory) is filled by one copy from a buffer on the
+    device.
 
     Raises:
         ValueError: the range or the size of `out` does not fit.
@@ -78,7 +79,7 @@ def gather_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: i
 
 
 def scatter_kv(cache_NL2KBD: Tensor, block_ids: Sequence[int], start: int, end: int, data: Tensor) -> None:
-    """As `reference.scatter_kv`.
+    """The op `reference.scatter_kv`, in one launch.
 
     Raises:
         ValueError: the range or the size of `data` does not fit.
@@ -177,8 +178,8 @@ def _digest_kernel(
 
 
 def digest_sums(words: Tensor, seed: int) -> Tensor:
-    """As `reference.digest_sums`: each program adds up the words of its blocks, torch the programs. All is modulo 2^64,
-    so the order does not matter."""
+    """The op `reference.digest_sums`: each program adds up the words of its blocks, torch the programs. All is modulo
+    2^64, so the order does not matter."""
     num_programs = max(1, min(triton.cdiv(len(words), _DIGEST_WORDS), _MAX_PROGRAMS))
     sums = torch.empty((num_programs, 2), dtype=torch.int64, device=words.device)
     _digest_kernel[(num_programs,)](words, sums, len(words), seed, BLOCK=_DIGEST_WORDS, num_warps=4)

@@ -46,10 +46,8 @@ def _run(
     TILE: tl.constexpr,
     SEQUENCES_PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Which tiles of the row this program takes, and the sequence, head and first tile of the item that they begin in.
-
-    Nothing (position >= end) for a program behind the last tile.
-    """
+    """The tiles of the row that this program takes, and the sequence, head and first tile of the item that they begin
+    in. No tiles (position >= end) for a program behind the last tile."""
     tiles_S = _tiles(lens_ptr, num_sequences, TILE, SEQUENCES_PADDED)
     ends_S = tl.cumsum(tiles_S, 0) * HEADS
     total = tl.sum(tiles_S, 0) * HEADS
@@ -77,7 +75,7 @@ def _keep_piece(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ) -> None:
-    """For the joining kernel: rows [piece, query head of the group]."""
+    """Store a piece for the joining kernel, in rows [piece, query head of the group]."""
     rows_M = piece * GROUP + tl.arange(0, ROWS)
     held_M = tl.arange(0, ROWS) < GROUP
     tl.store(sums_ptr + rows_M[:, None] * DIM + tl.arange(0, DIM_PADDED)[None, :], sums_MD, mask=held_MD)
@@ -199,26 +197,27 @@ def _join_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeShape:
-    """How the decode kernel is launched."""
+    """Launch parameters of the decode kernel."""
 
     tile: int
     """Tokens that a program reads at a time; a power of two."""
     num_programs: int
-    """Programs that share the contexts: those that run at once, so that none starts late."""
+    """Number of programs that share the contexts: all of them run at once, so that none starts late."""
     num_warps: int
     num_stages: int
-    """Of the compiler's pipeline. Block ids are loaded first, K and V by them: about half of the stages are tiles."""
+    """Stages of the compiler's pipeline. Block ids are loaded first, and K and V by them: about half of the stages are
+    tiles."""
 
 
 def _pieces_at_once(num_items: int, num_programs: int) -> int:
-    """Of an item, loaded by the joining kernel at a time: all, if the items are equally long."""
+    """Pieces of an item that the joining kernel loads at a time: all of them, if the items are equally long."""
     return int(triton.next_power_of_2(min(64, num_programs // num_items + 2)))
 
 
 def decode_shape(
     kv_dtype: torch.dtype, dim_padded: int, num_multiprocessors: int, change: DecodeChange = AS_BUILT_IN
 ) -> DecodeShape:
-    """Two programs a multiprocessor, each with three tiles of K and V, 16 KiB each, in shared memory.
+    """Launch two programs per multiprocessor, each with three tiles of K and V, 16 KiB each, in shared memory.
 
     So at least 64 KiB a multiprocessor are on their way while a tile is computed; 4.8 TB/s and 700 ns of latency ask
     for 25. More than two programs, or larger tiles, do not fit into shared memory or registers.
@@ -249,7 +248,7 @@ def decode_attention(
     shape: DecodeShape,
     out_SND: Tensor | None = None,
 ) -> Tensor:
-    """[S, N, D]; arguments that `attention` has checked, `score_scale` with log2(e) in it."""
+    """Compute [S, N, D] from arguments that `attention` has checked; `score_scale` includes log2(e)."""
     (S, N, D), (_, K, block_size, _) = q_SND.shape, key_cache_NKBD.shape
     group = N // K
     out_SND = torch.empty((S, N, D), dtype=q_SND.dtype, device=q_SND.device) if out_SND is None else out_SND

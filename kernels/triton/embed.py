@@ -31,7 +31,7 @@ def _embed_kernel(
 
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
-    """As `reference.embed`; an id outside the table gives zeros, since a kernel cannot raise."""
+    """The op `reference.embed`; an id outside the table gives zeros, since a kernel cannot raise."""
     T, hidden = token_ids_T.shape[0], embedding_VH.shape[1]
     out_TH = torch.empty((T, hidden), dtype=embedding_VH.dtype, device=embedding_VH.device)
     if out_TH.numel():

@@ -37,7 +37,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """As `fp8.quantize_rows` of rows [T, I], I contiguous."""
+    """The function `quantize_rows` of `kernels/quantize.py`, for rows [T, I] with contiguous I."""
     T, features = x_TI.shape
     out_TI = torch.empty((T, features), dtype=torch.float8_e4m3fn, device=x_TI.device)
     scale_T = torch.empty(T, dtype=torch.float32, device=x_TI.device)

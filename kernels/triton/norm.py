@@ -18,10 +18,10 @@ from torch import Tensor
 from disagg.kernels.triton.jit import jit
 
 MAX_ROW = 32768
-"""Features that a program can hold: 64 registers a thread."""
+"""Largest number of features that a program can hold: 64 registers a thread."""
 
 _TILE = 1024
-"""Elements of a program whose rows are short."""
+"""Elements of a program with short rows."""
 
 
 @jit
@@ -93,7 +93,7 @@ def _tiles(num_rows: int, size: int) -> tuple[int, int, int, int]:
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm` of [T, H] or [T, heads, H] with strides, H contiguous."""
+    """The op `reference.rms_norm`, for [T, H] or [T, heads, H] with any strides and contiguous H."""
     out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
     size = x_TH.shape[-1]
     if not out.numel():
@@ -119,7 +119,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `reference.add_rms_norm` of [T, H], H contiguous."""
+    """The op `reference.add_rms_norm`, for [T, H] with contiguous H."""
     out_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
     sum_TH = torch.empty_like(out_TH)
     num_rows, size = x_TH.shape

@@ -25,7 +25,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class TritonOps(Ops):
-    """All kernels. Stateless; any thread."""
+    """All Triton kernels. Stateless; any thread."""
 
     @override
     def embed(self, token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor | None:
@@ -36,12 +36,12 @@ class TritonOps(Ops):
 
     @override
     def take_rows(self, x_TH: Tensor, rows_R: Tensor) -> Tensor:
-        """By torch."""
+        """Computed by torch: there is no Triton kernel for it."""
         return x_TH[rows_R]
 
     @override
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
-        """[T, H] or [T, heads, D]."""
+        """Takes [T, H] or [T, heads, D]."""
         fits = x_TH.dim() in (2, 3) and x_TH.stride(-1) == 1 and x_TH.shape[-1] <= norm.MAX_ROW
         if fits and _runs(x_TH, weight_H) and _are_floats(x_TH, weight_H):
             return norm.rms_norm(x_TH, weight_H, eps)
@@ -51,7 +51,7 @@ class TritonOps(Ops):
     def add_rms_norm(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """[T, H]."""
+        """Takes matrices of shape [T, H]."""
         tensors = (x_TH, residual_TH, weight_H)
         fits = _are_rows(x_TH, residual_TH) and x_TH.shape[1] <= norm.MAX_ROW
         if fits and _runs(*tensors) and _are_floats(*tensors):
@@ -60,14 +60,14 @@ class TritonOps(Ops):
 
     @override
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
-        """[T, 2F]."""
+        """Takes a matrix of shape [T, 2F]."""
         if _are_rows(gate_up_T2F) and _runs(gate_up_T2F) and _are_floats(gate_up_T2F):
             return silu.silu_mul(gate_up_T2F)
         return None
 
     @override
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:
-        """Of the first `vocab_size` columns."""
+        """Reads the first `vocab_size` columns."""
         if _are_rows(logits_TV) and _runs(logits_TV) and _are_floats(logits_TV):
             return argmax.argmax_rows(logits_TV, vocab_size)
         return None
@@ -76,15 +76,15 @@ class TritonOps(Ops):
     def draw_unfiltered(
         self, logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, uniform_R: Tensor
     ) -> Tensor | None:
-        """`draw_rows` draws rows of all kinds."""
+        """Takes nothing, because `draw_rows` draws rows of all kinds."""
         return None
 
     def runs_on(self, device: torch.device) -> bool:
-        """Whether tensors of this device are taken at all."""
+        """Whether the kernels take tensors on this device."""
         return _takes(device)
 
     def draw_rows(self, logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
-        """Of the first `vocab_size` columns. Takes rows of any stride on a device where kernels run."""
+        """Draw from the first `vocab_size` columns. Takes rows of any stride on a device where the kernels run."""
         return sampling.sample(logits_RV, vocab_size, filters)
 
     @override
@@ -118,7 +118,7 @@ class TritonOps(Ops):
         scale: float,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
-        """Split-KV."""
+        """Splits contexts among programs (split-KV)."""
         if not _runs(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S):
             return None
         return attention.paged_decode_attention(
@@ -126,7 +126,7 @@ class TritonOps(Ops):
         )
 
     def plan_prefills(self, chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
-        """The list of work of a step, by which `paged_prefill_attention` computes."""
+        """Make the work list of a step for `paged_prefill_attention`."""
         return attention.plan_prefills(chunks, spec)
 
     @override
@@ -139,7 +139,7 @@ class TritonOps(Ops):
         scale: float,
         out_TND: Tensor,
     ) -> Tensor | None:
-        """All in one launch, and one more where contexts are split."""
+        """Takes one launch for all chunks, and one more where contexts are split."""
         planned = prefills.planned
         if planned is None or not _runs(
             q_TND, key_cache_NKBD, value_cache_NKBD, planned.numbers, planned.block_tables, out_TND
@@ -169,7 +169,7 @@ class TritonOps(Ops):
 
     @override
     def digest_sums(self, words: Tensor, seed: int) -> Tensor | None:
-        """Of words at any address."""
+        """Takes words at any address."""
         return copy.digest_sums(words, seed) if _runs(words) else None
 
 
@@ -182,7 +182,7 @@ def without(names: Sequence[str]) -> TritonOps:
 
 
 def _declines(*_: object) -> None:
-    """An op that is switched off."""
+    """Stands for an op that is switched off."""
 
 
 def _takes(device: torch.device) -> bool:
@@ -190,23 +190,23 @@ def _takes(device: torch.device) -> bool:
 
 
 def _runs(*tensors: Tensor) -> bool:
-    """Whether kernels run where all of these are."""
+    """Whether all tensors are on one device where kernels run."""
     device = tensors[0].device
     return _takes(device) and all(tensor.device == device for tensor in tensors)
 
 
 def _are_floats(*tensors: Tensor) -> bool:
-    """All of one dtype, which the kernels support."""
+    """Whether all tensors have one dtype, which the kernels support."""
     return tensors[0].dtype in attention.FLOAT_DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 
 def _are_rows(*tensors: Tensor) -> bool:
-    """Rows with any stride, each contiguous."""
+    """Whether all are matrices whose rows are contiguous, with any stride between rows."""
     return all(tensor.dim() == 2 and tensor.stride(1) == 1 for tensor in tensors)
 
 
 def _are_vectors(*tensors: Tensor) -> bool:
-    """Contiguous integers."""
+    """Whether all are contiguous vectors of integers."""
     return all(tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in _INTEGERS for tensor in tensors)
 
 

@@ -32,7 +32,7 @@ _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _JOIN_FIELDS = tl.constexpr(JOIN_FIELDS)
 AS_BUILT_IN = PrefillChange()
 _JOINED_ROWS = 16
-"""Rows that a program of the joining kernel has."""
+"""Rows of a program of the joining kernel."""
 
 
 @jit
@@ -153,7 +153,7 @@ def _join_prefill_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShape:
-    """How the prefill kernel is launched."""
+    """Launch parameters of the prefill kernel."""
 
     rows: int
     """Tokens x heads of the group that a program holds; a power of two, at least 16 and the group."""
@@ -166,7 +166,7 @@ class PrefillShape:
 
     @property
     def programs_at_once(self) -> int:
-        """Of a multiprocessor."""
+        """Programs that run at once on a multiprocessor."""
         return 2 if self.boxes else 1
 
 
@@ -179,7 +179,7 @@ def prefill_shape(
     max_query_len: int,
     change: PrefillChange = AS_BUILT_IN,
 ) -> PrefillShape:
-    """128 rows, and fewer where the longest chunk has not that many or the products are fp32; `change` is for 128.
+    """Launch 128 rows, or fewer where the longest chunk is shorter or the products are fp32; `change` is for 128.
 
     Two tiles of the context are in shared memory. Larger tiles than these spill registers.
     """
@@ -224,8 +224,8 @@ def prefill_attention(
     shape: PrefillShape,
     out_TND: Tensor,
 ) -> Tensor:
-    """`out`, with the rows of the items written; arguments that `attention` has checked, `score_scale` with log2(e) in
-    it. Items and joins are those of `work`, which was made for this shape, `tables` what they point into."""
+    """Write the rows of the items, and return `out`. `attention` has checked the arguments; `score_scale` includes
+    log2(e). Items and joins are those of `work`, which was made for this shape, `tables` what they point into."""
     (_, N, D), (_, K, block_size, _) = q_TND.shape, key_cache_NKBD.shape
     num_pieces = work.num_pieces
     sums = stats = out_TND.new_empty(0, dtype=torch.float32)

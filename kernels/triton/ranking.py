@@ -31,36 +31,36 @@ from disagg.kernels import weights
 from disagg.kernels.triton.jit import jit
 
 GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
-"""Temperatures below this take the most probable token, as in `engine.sampler`; their logits stay undivided."""
+"""Temperature below which the most probable token is taken, as in `engine.sampler`; the logits stay undivided."""
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
-"""Below the key of every token."""
+"""A key below that of every token."""
 
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(coefficient) for coefficient in weights.COEFFICIENTS)
 _STEPS, _MOST_STEPS = tl.constexpr(weights.STEPS), tl.constexpr(weights.MOST_STEPS)
 
 CHUNK = 4096
-"""Columns that a program weighs."""
+"""Columns that a program sums the weights of."""
 _GROUP = 64
-"""Columns of a group."""
+"""Columns in a group."""
 _TILE = 64
-"""Keys that are compared with as many others at once."""
+"""Keys that are compared at once with as many others."""
 _RANK_PROGRAMS = 8
-"""Programs that rank one row's collected keys."""
+"""Programs that rank the collected keys of one row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """The first tokens of each row."""
+    """The most probable tokens of each row, ranked."""
 
     ids_RC: Tensor
-    """int64."""
+    """Ids of the ranked tokens, int64."""
     values_RC: Tensor
-    """fp32, logit over temperature, descending."""
+    """Logits over temperature, fp32, descending."""
     masses_RE: Tensor
-    """fp64; their sum is that of exp(value - largest value) over the row. NaN where a row cannot be sampled from."""
+    """Sums of exp(value - largest value) over the chunks of the row, fp64. NaN where a row cannot be sampled from."""
     weights_RE: Tensor
-    """int64, the sum of the integer weights of each `CHUNK` columns."""
+    """Sums of the integer weights of each `CHUNK` columns, int64."""
     vocab_size: int
 
 

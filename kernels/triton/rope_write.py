@@ -1,4 +1,4 @@
-"""What lies between the QKV GEMM and attention, in one launch: QK-norm, rotary embedding, and the write of K and V
+"""All that is between the QKV GEMM and attention, in one launch: QK-norm, rotary embedding, and the write of K and V
 into the paged cache.
 
 A program has a few heads of one kind (q, k or v) of one token: it reads them once, as two halves that are each other's
@@ -19,10 +19,10 @@ from disagg.kernels.ops import RopeWrite
 from disagg.kernels.triton.jit import jit
 
 _HEADS = 8
-"""Most heads of a program."""
+"""Largest number of heads of a program."""
 
 FP8_MAX = 448.0
-"""Largest finite e4m3."""
+"""The largest finite value of e4m3."""
 
 _LIMIT: tl.constexpr = tl.constexpr(FP8_MAX)
 
@@ -164,7 +164,8 @@ def qkv_rope_write(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """As `reference.qkv_rope_write`; the cache may also be fp8, with one scale per tensor. Rotated q, [T, N, D]."""
+    """The op `reference.qkv_rope_write`; the cache may also be fp8, with one scale per tensor. Returns the rotated q,
+    [T, N, D]."""
     T, q_norm_D, k_norm_D = qkv_TQ.shape[0], layer.q_norm_D, layer.k_norm_D
     key_cache_NKBD, value_cache_NKBD = layer.key_cache_NKBD, layer.value_cache_NKBD
     _, K, block_size, D = key_cache_NKBD.shape

@@ -48,13 +48,13 @@ from disagg.kernels.triton.ranking import (
 NUM_RANKED = 256
 
 BAD_ROW: tl.constexpr = tl.constexpr(-1)
-"""In place of a token: the row has NaN, +inf or nothing finite."""
+"""Result for a row that has NaN, +inf or nothing finite, in place of a token."""
 
 _UNDECIDED: tl.constexpr = tl.constexpr(-2)
-"""Between the second launch and the third."""
+"""Mark of a row that the second launch leaves to the third."""
 
 _CHUNK = 512
-"""Columns that the search reads at a time; it has a sum for each of them and each key that it tries."""
+"""Columns that the search reads at a time; it keeps a sum for each of these columns and each key that it tries."""
 
 _WAYS = 16
 
@@ -104,7 +104,7 @@ def uniform(seeds_R: Tensor, indices_R: Tensor) -> Tensor:
 
 @jit
 def _is_unfiltered(top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
-    """As `engine.sampling_rules.is_filtered`, of the contrary."""
+    """Whether a row has no filter: the contrary of `engine.sampling_rules.is_filtered`."""
     return ((top_k <= 0) | (top_k >= vocab_size)) & (top_p >= 1.0) & (min_p <= 0.0)
 
 
@@ -120,7 +120,7 @@ def _pick(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """The draw of a row without filters; see `weights`."""
+    """The token of a row without filters; see `weights`."""
     chunks = tl.arange(0, CHUNKS)
     sums = tl.cumsum(tl.load(weights_ptr + chunks, mask=chunks < num_chunks, other=0), axis=0)
     total = tl.max(sums, axis=0)
@@ -152,7 +152,7 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     IS_ALL: tl.constexpr,
 ) -> None:
-    """From the ranked tokens: a token, BAD_ROW or _UNDECIDED."""
+    """Draw from the ranked tokens: a token, BAD_ROW or _UNDECIDED."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     known = columns < KNOWN
@@ -198,8 +198,8 @@ def _above(
     vocab_size: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of the row's tokens whose keys are at least `key`: the sum of their weights, their number, and how many have a
-    weight of at least `min_p`. fp64 and int32."""
+    """Sums over the tokens of the row whose keys are at least `key`: of their weights, of their number, and of those
+    with a weight of at least `min_p`. fp64 and int32."""
     sums = tl.zeros([CHUNK], tl.float64)
     counts = tl.zeros([CHUNK], tl.int32)
     likely = tl.zeros([CHUNK], tl.int32)
@@ -278,8 +278,8 @@ def _search_kernel(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Rows that are undecided: without filters the draw, else the keys at which each filter cuts, then the draw over
-    what they leave."""
+    """Draw in the rows that are undecided: without filters from the weights, else find the keys at which each filter
+    cuts, then draw from what they leave."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(out_ptr + row) == _UNDECIDED:
         logits_ptr += row * row_stride

@@ -13,7 +13,7 @@ from torch import Tensor
 from disagg.kernels.triton.jit import jit
 
 _BLOCK = 1024
-"""16 bytes a thread of four warps, in half precision."""
+"""Elements of a program: 16 bytes for each thread of four warps, in half precision."""
 
 
 @jit
@@ -31,7 +31,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """As `reference.silu_mul` of rows [T, 2F], 2F contiguous."""
+    """The op `reference.silu_mul`, for rows [T, 2F] with contiguous 2F."""
     T, features = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = torch.empty((T, features), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     if out_TF.numel():

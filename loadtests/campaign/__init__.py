@@ -1,1 +1,1 @@
-"""Load tests of whole clusters: points, sweeps, shapes beside each other."""
+"""Load tests of whole clusters: single points, sweeps, and comparisons of shapes."""

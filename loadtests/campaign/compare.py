@@ -1,6 +1,6 @@
 """`disagg load compare`: shapes of a cluster under the same requests at the same times, over rates, for every SLO.
 
-    measure_all   each shape at each rate, forwards and backwards (A B B A), into a folder; goes on where it was
+    measure_all   each shape at each rate, forwards and backwards (A B B A), into a folder; continues an earlier run
     compare       the folder's recordings -> the largest served rate of each shape for each pair of limits, ratios,
                   and how many answers differ between the shapes
 
@@ -27,19 +27,19 @@ from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Turn, balanced_order
 
 STATIC = "best_static"
-"""As a kind of shapes: all whose workers keep their roles."""
+"""Kind of shapes that stands for all whose workers keep their roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How many requests were answered differently by two clusters, or by one twice."""
+    """Number of requests that two clusters, or one cluster twice, answered differently."""
 
     num_compared: int
     num_different: int
 
     @property
     def rate(self) -> float:
-        """Share of the answers compared; 0 without any."""
+        """Share of the compared answers that differ; 0 if none were compared."""
         return self.num_different / self.num_compared if self.num_compared else 0.0
 
 
@@ -49,18 +49,18 @@ class Comparison:
 
     curves: Mapping[str, Curve]
     slos: Sequence[Slo]
-    """The first is the scenario's own."""
+    """Pairs of limits; the first one is the scenario's own."""
     ratios: Mapping[str, Sequence[Ratio | None]]
-    """The subject's served rate over the best shape of a kind, for each pair of limits; by kind."""
+    """Ratios of the subject's served rate to that of the best shape of a kind, for each pair of limits; by kind."""
     difference: Difference
     invalid: Sequence[str]
-    """Runs that must not be quoted, and why."""
+    """Runs that must not be quoted, with the reasons."""
 
 
 def plan_points(
     shapes: Sequence[Shape], scenario: Scenario, rates_per_s: Sequence[float], repeats: int
 ) -> list[tuple[Shape, Point]]:
-    """What is to be measured, in order; raises `ValueError` without shapes or rates, or for one that comes twice.
+    """The points to measure, in order; raises `ValueError` without shapes or rates, or for a duplicate.
 
     Every repeat has arrival times of its own, the same for all shapes. Shapes with rates of their own are measured at
     these instead of `rates_per_s`.
@@ -95,7 +95,8 @@ def for_limits(shapes: Sequence[Shape], slo: Slo) -> list[Shape]:
 
 
 def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> list[Recording]:
-    """All points, measured or found; raises `LaunchError` at the first that cannot be."""
+    """Measure all points, or load those that were measured before; raises `LaunchError` at the first that cannot be
+    measured."""
     found = []
     for number, (shape, point) in enumerate(points, start=1):
         measurer.log(f"[{number}/{len(points)}]")
@@ -106,7 +107,8 @@ def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> li
 def compare(
     recordings: Sequence[Recording], shapes: Sequence[Shape], slos: Sequence[Slo], min_attainment: float
 ) -> Comparison:
-    """Score recordings. The first shape is the subject; the others are compared with by kind, and all together."""
+    """Score recordings. The first shape is the subject; it is compared with the others by kind, and with all
+    together."""
     by_shape = curves(recordings)
     subject, *others = shapes
     kinds: dict[str, list[str]] = {}
@@ -160,7 +162,7 @@ def difference(recordings: Sequence[Recording]) -> Difference:
 
 
 def json_rows(comparison: Comparison, min_attainment: float) -> list[dict[str, Any]]:
-    """One row a shape and pair of limits."""
+    """JSON rows, one for each shape and pair of limits."""
     return [
         {
             "shape": row.shape,
@@ -175,7 +177,7 @@ def json_rows(comparison: Comparison, min_attainment: float) -> list[dict[str, A
 
 
 def point_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """One row a recording: its figures without any limit."""
+    """JSON rows, one for each recording: its figures without any limit."""
     return [
         {
             "shape": curve.shape,
@@ -223,9 +225,9 @@ def summary(comparison: Comparison, workload: str) -> dict[str, float]:
 
 
 def elastic_summary(comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """The least and the median of the subject's served rates over those of the best static shape, and how many pairs of
-    limits these are. Bounds count as they are: a lower one makes the figure cautious, and of an upper one
-    `elastic_upper_bounds` tells."""
+    """The least and the median ratio of the subject's served rate to that of the best static shape, and the number of
+    pairs of limits. Bounds are used as they are: a lower one makes the figure cautious, and `elastic_upper_bounds`
+    counts the upper ones."""
     found = [value for each in comparisons for value in each.ratios.get(STATIC, ()) if value is not None]
     if not found:
         return {"elastic_limits": 0}

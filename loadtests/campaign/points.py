@@ -30,10 +30,11 @@ WARM_UP = Scenario(
     workload=RandomWorkload(isl=64, osl=8, seed=1 << 40),
     arrivals=ArrivalConfig(kind="burst", rate_per_s=8.0, burst_size=8, num_requests=8),
 )
-"""Sent to a new cluster before anything is measured: first steps, connections, pairs of workers."""
+"""Requests that are sent to a new cluster before anything is measured: for first steps, connections, pairs of
+workers."""
 
 Log = Callable[[str], None]
-"""Takes the progress, one line at a time."""
+"""Called with the progress, one line at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,12 @@ class Measurer:
     options: GeneratorOptions
     log: Log
     command: str = ""
-    """The command line, for the record."""
+    """Command line, for the record."""
     attempts: int = 2
-    """How often a point is measured at most, when its generator was late."""
+    """Largest number of times that a point is measured, if its generator was late."""
 
     def get(self, shape: Shape, point: Point) -> Recording:
-        """The point's recording, from the folder or measured now; raises `LaunchError`."""
+        """The point's recording, loaded from the folder or measured now; raises `LaunchError`."""
         found = recordings.load(self.directory, point)
         if found is not None:
             self.log(f"{_name(point)}: recorded before")
@@ -69,7 +70,7 @@ class Measurer:
 
 @contextmanager
 def warm_cluster(shape: Shape, options: GeneratorOptions) -> Iterator[str]:
-    """A cluster of this shape that has answered a few requests; its address. Raises `LaunchError`."""
+    """Start a cluster of this shape, warm it up with a few requests, and give its address. Raises `LaunchError`."""
     with ProcessCluster(shape.config) as cluster:
         warm_up(cluster.address, options)
         yield cluster.address

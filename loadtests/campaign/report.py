@@ -1,4 +1,4 @@
-"""What the `disagg load` commands print and write: tables on the terminal, one HTML file, one JSON file.
+"""Output of the `disagg load` commands: tables on the terminal, one HTML file, one JSON file.
 
 The JSON is `{machine, commit, command, rows, summary}`: rows have every figure, the summary is a flat object.
 """
@@ -24,16 +24,16 @@ from disagg.loadtests.verdict.comparison import rows
 from disagg.loadtests.verdict.goodput import Quantiles, Score, Slo
 
 PACKAGES = ("torch", "grpcio", "locust")
-"""Those whose versions a report names."""
+"""Packages whose versions a report names."""
 
 
 def command_line() -> str:
-    """As it was typed, without this machine's paths to the program."""
+    """Command line as it was typed, without this machine's paths to the program."""
     return shlex.join(["disagg", *sys.argv[1:]])
 
 
 def write_json(path: Path, rows_: Sequence[Mapping[str, Any]], summary_: Mapping[str, float]) -> None:
-    """One report. NaN, which JSON does not have, is an error."""
+    """Write one report. NaN, which JSON does not have, is an error."""
     content = {
         "machine": machine(*PACKAGES),
         "commit": commit(),
@@ -46,7 +46,7 @@ def write_json(path: Path, rows_: Sequence[Mapping[str, Any]], summary_: Mapping
 
 
 def write_html(path: Path, html: str) -> None:
-    """One page."""
+    """Write one page, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")
 
@@ -55,14 +55,14 @@ def write_html(path: Path, html: str) -> None:
 
 
 def print_run(console: Console, name: str, score: Score, min_attainment: float) -> None:
-    """Tables and verdict."""
+    """Print the tables and the verdict of one run."""
     report.print_table(console, report.score_table({name: score}))
     report.print_table(console, report.latency_table(score))
     console.print(report.verdict(score, min_attainment), markup=False, highlight=False)
 
 
 def run_html(name: str, records: Sequence[RequestRecord], slo: Slo, info: GeneratorInfo, min_attainment: float) -> str:
-    """The page of one run."""
+    """HTML page of one run."""
     facts = {
         "gateway": info.target,
         "model": info.model,
@@ -76,7 +76,7 @@ def run_html(name: str, records: Sequence[RequestRecord], slo: Slo, info: Genera
 
 
 def run_summary(score: Score) -> dict[str, float]:
-    """Flat figures of one run."""
+    """Flat figures of one run, for the JSON summary."""
     latencies = {"ttft": score.ttft, "tpot": score.tpot, "itl": score.itl, "e2e": score.e2e}
     flat = {
         "goodput_per_s": score.goodput_per_s,
@@ -105,13 +105,13 @@ def _milliseconds(name: str, found: Quantiles) -> dict[str, float]:
 
 
 def print_sweep(console: Console, result: SweepResult, slo: Slo, min_attainment: float) -> None:
-    """Attainment over rate, and the runs that are not valid."""
+    """Print the attainment over the rate, and the runs that are not valid."""
     report.print_table(console, report.sweep_table(result.probes, result.served, slo, min_attainment))
     _print_invalid(console, result.invalid)
 
 
 def sweep_rows(result: SweepResult) -> list[dict[str, Any]]:
-    """One row a rate."""
+    """JSON rows, one for each rate."""
     return [
         {"rate_per_s": probe.rate_per_s, "attainment": probe.attainment, "num_requests": probe.num_requests}
         for probe in result.probes
@@ -119,13 +119,13 @@ def sweep_rows(result: SweepResult) -> list[dict[str, Any]]:
 
 
 def sweep_summary(result: SweepResult) -> dict[str, float]:
-    """The rate: `served_per_s`, or `_below` or `_at_least` behind it where it is only a bound."""
+    """The largest served rate: `served_per_s`, with `_below` or `_at_least` behind it where it is only a bound."""
     bound = {"between": "", "none": "_below", "all": "_at_least"}[result.served.bound]
     return {f"served_per_s{bound}": round(result.served.rate_per_s, 4), "invalid_runs": len(result.invalid)}
 
 
 def print_comparison(console: Console, comparison: Comparison, subject: str, min_attainment: float) -> None:
-    """Served rates of all shapes for all limits, and the runs that are not valid."""
+    """Print the served rates of all shapes for all limits, and the runs that are not valid."""
     found = rows(comparison.curves, comparison.slos, min_attainment)
     report.print_table(console, report.comparison_table(found, min_attainment, subject))
     difference = comparison.difference
@@ -137,7 +137,7 @@ def print_comparison(console: Console, comparison: Comparison, subject: str, min
 
 
 def comparison_html(comparison: Comparison, title: str, subject: str, min_attainment: float) -> str:
-    """The page of a comparison."""
+    """HTML page of a comparison."""
     facts = {**machine(*PACKAGES), "commit": commit(), "command": command_line()}
     return report_html.comparison_page(
         title, comparison.curves, comparison.slos, min_attainment=min_attainment, subject=subject, facts=facts
@@ -145,7 +145,7 @@ def comparison_html(comparison: Comparison, title: str, subject: str, min_attain
 
 
 def write_comparison_json(path: Path, comparisons: Sequence[Comparison], workload: str, min_attainment: float) -> None:
-    """Rows of two kinds, named by their key `kind`: recordings, and shapes against limits."""
+    """Write rows of two kinds, named by their key `kind`: recordings, and shapes with limits."""
     recorded: list[dict[str, Any]] = []
     for each in comparisons:
         recorded += [row for row in point_rows(each) if row not in recorded]

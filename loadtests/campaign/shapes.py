@@ -49,8 +49,8 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """`disaggregated`, `elastic`, or how a colocated one fills its steps: `chunked`, `slack`, `prefill_first`,
-        `static`."""
+        """Kind of the shape: `disaggregated`, `elastic`, or the way a colocated one fills its steps: `chunked`,
+        `slack`, `prefill_first`, `static`."""
         if self.config.mode != "colocated":
             return self.config.mode
         return _KINDS[self.config.pools.colocated.scheduling]
@@ -63,7 +63,7 @@ class Shape:
 
 
 def parse_shape(name: str, base: ClusterConfig) -> Shape:
-    """A shape by its name; raises `ConfigError` for what is none."""
+    """Parse the name of a shape; raises `ConfigError` for an invalid one."""
     if found := _DISAGGREGATED.fullmatch(name):
         num_prefill, num_decode, budget = found.groups()
         values: dict[str, Any] = {
@@ -102,22 +102,21 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
 
 
 def _decodes(kind: str) -> str:
-    """`placement.decodes` of an elastic shape."""
+    """The value of `placement.decodes` for an elastic shape."""
     if kind.startswith(_SPLIT):
         return f"{_SPLIT}:{kind.removeprefix(_SPLIT)}"
     return "gather" if kind == "gather" else "spread"
 
 
 def with_targets(shape: Shape, targets: Slo) -> Shape:
-    """The same shape where these are the targets of all requests, as the cluster's default."""
+    """The same shape with default targets for all requests."""
     limits = (("slo.ttft_ms", targets.ttft_s), ("slo.tpot_ms", targets.tpot_s))
     in_ms = {name: None if limit_s is None else limit_s * 1e3 for name, limit_s in limits}
     return replace(shape, config=override(shape.config, in_ms))
 
 
 def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:
-    """Several of them, with their own rates where they have some; raises `ConfigError` also for a name that comes
-    twice."""
+    """Parse several names, with their own rates if they have some; raises `ConfigError` also for a duplicate."""
     shapes = []
     for text in names:
         name, at, rates = text.partition("@")
@@ -130,7 +129,7 @@ def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:
 
 
 def numbers_of(text: str, where: str) -> list[float]:
-    """`0.5,1,2`; raises `ConfigError` naming where it stands."""
+    """Parse numbers such as `0.5,1,2`; raises `ConfigError` naming `where`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:

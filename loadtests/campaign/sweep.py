@@ -21,21 +21,21 @@ from disagg.loadtests.verdict.recordings import Point, Recording
 from disagg.loadtests.verdict.search import Probe, SearchConfig, ServedRate, next_rate, served_rate
 
 Measure = Callable[[float], Recording]
-"""A rate in requests per second -> what was recorded at it."""
+"""Takes a rate in requests per second, and returns the recording at it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """What a sweep found."""
+    """The largest served rate, and the measurements that it follows from."""
 
     probes: list[Probe]
     served: ServedRate
     invalid: list[str]
-    """Runs that must not be quoted, and why."""
+    """Runs that must not be quoted, with the reasons."""
 
 
 def sweep(measure: Measure, search: SearchConfig, slo: Slo, log: Log) -> SweepResult:
-    """Measure until the rate is found."""
+    """Measure until the largest served rate is found."""
     probes: list[Probe] = []
     invalid: list[str] = []
     while (rate := next_rate(search, probes)) is not None:
@@ -48,7 +48,7 @@ def sweep(measure: Measure, search: SearchConfig, slo: Slo, log: Log) -> SweepRe
 
 
 def on_shape(measurer: Measurer, shape: Shape, scenario: Scenario) -> Measure:
-    """Rates on fresh clusters of a shape."""
+    """Measure rates on fresh clusters of a shape."""
 
     def measure(rate: float) -> Recording:
         arrivals = msgspec.structs.replace(scenario.arrivals, rate_per_s=rate)
@@ -59,7 +59,7 @@ def on_shape(measurer: Measurer, shape: Shape, scenario: Scenario) -> Measure:
 
 
 def on_running(measurer: Measurer, address: str, scenario: Scenario) -> Measure:
-    """Rates on a cluster that runs already."""
+    """Measure rates on a running cluster."""
     rates: list[float] = []
     is_warm = False
 

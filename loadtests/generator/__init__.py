@@ -1,1 +1,1 @@
-"""Users that send requests and record the answers: Locust, and a fake server to try it on."""
+"""The load generator, which sends requests and records the answers: Locust, and a fake server to test it."""

@@ -33,7 +33,7 @@ from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 FAKE_MODEL = "fake-server"
 FAKE_VOCAB_SIZE = 49_152
-"""As large as SmolLM2's, so that requests have their usual size."""
+"""Size of the vocabulary: that of SmolLM2, so that requests have their usual size."""
 MAX_MODEL_LEN = 1 << 20
 STOP_GRACE_S = 0.5
 
@@ -46,19 +46,21 @@ class FakeTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Latencies and faults of the fake server."""
 
     ttft_s: Seconds = 0.05
-    """From a request's arrival to its first token."""
+    """Time from a request's arrival to its first token."""
     tpot_s: Seconds = 0.01
-    """Between two tokens."""
+    """Time between two tokens of an answer."""
     spread: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    """Each request's two latencies are scaled by a factor of its own in [1 - spread, 1 + spread]."""
+    """Spread of the latencies: each request's two latencies are scaled by a factor of its own in [1 - spread, 1 +
+    spread]."""
     stall_at_s: Seconds = 0.0
-    """When the stall begins, counted from the first request."""
+    """Beginning of the stall, counted from the first request."""
     stall_s: Seconds = 0.0
-    """How long no stream gets anything. What falls into the stall comes at its end."""
+    """Duration of the stall, in which no message is sent. Messages that are due in the stall are sent at its end."""
     refuse_every: Count | None = None
-    """Every so many requests one is refused: RESOURCE_EXHAUSTED."""
+    """Interval of refusals: every n-th request is refused with RESOURCE_EXHAUSTED; None for no refusals."""
     fail_every: Count | None = None
-    """Every so many requests one ends halfway: UNAVAILABLE. One that is also to be refused is refused."""
+    """Interval of failures: every n-th request ends halfway with UNAVAILABLE, unless it is refused; None for no
+    failures."""
 
     def of(self, prompt: Sequence[int]) -> tuple[float, float]:
         """TTFT and TPOT of one request, in seconds."""
@@ -66,7 +68,7 @@ class FakeTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.ttft_s * factor, self.tpot_s * factor
 
     def release_s(self, planned_s: float) -> float:
-        """When a message that is planned for a time goes out; both in seconds since the first request."""
+        """Time at which a message is sent that is planned for `planned_s`; both in seconds since the first request."""
         stall_end_s = self.stall_at_s + self.stall_s
         return stall_end_s if self.stall_at_s <= planned_s < stall_end_s else planned_s
 
@@ -80,7 +82,7 @@ class FakeTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def fake_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The output tokens: different for every prompt, the same for equal ones."""
+    """Output tokens: different for every prompt, the same for equal ones."""
     first = _checksum(prompt)
     return [(first + index) % FAKE_VOCAB_SIZE for index in range(num_tokens)]
 
@@ -98,19 +100,19 @@ class FakeService(pb_grpc.InferenceServiceServicer):
         self._num_requests = 0
         self._first_request_s = 0.0
         self.lags_s: list[float] = []
-        """How late each message went out."""
+        """Lateness of each message in seconds."""
 
     async def ListModels(  # noqa: N802 - gRPC's name
         self, request: pb.ListModelsRequest, context: object
     ) -> pb.ListModelsResponse:
-        """One model, which takes anything."""
+        """List the only model, which accepts any request."""
         model = pb.Model(name=FAKE_MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=FAKE_VOCAB_SIZE)
         return pb.ListModelsResponse(models=[model])
 
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: pb.GenerateRequest, context: _Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The answer, token by token, each at its time."""
+        """Send the answer, token by token, each at its time."""
         arrived_s = time.perf_counter()
         self._num_requests += 1
         number = self._num_requests
@@ -162,7 +164,7 @@ async def serve(timing: FakeTiming, port: int) -> None:
 
 
 def _precise_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that waits with select(2), in microseconds; epoll rounds up to milliseconds."""
+    """Make an event loop that waits with select(2), in microseconds; epoll rounds up to milliseconds."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
@@ -172,7 +174,7 @@ def _print_line(line: bytes) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[FakeTiming, int, int | None, int | None]:
-    """The command line as settings, port, core and niceness."""
+    """Parse the command line into settings, port, core and niceness."""
     parser = argparse.ArgumentParser(description="A gRPC server with known latencies.")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free one")
     parser.add_argument("--core", type=int, help="run on this core only")

@@ -26,7 +26,7 @@ from disagg.v1.inference_pb2_grpc import InferenceServiceStub
 
 Metadata = tuple[tuple[str, str], ...]
 Stamped = tuple[float, bytes]
-"""When a message came in, and the message."""
+"""Arrival time of a message, and the message."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 _GENERATE = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Generate'].name}"
@@ -37,11 +37,11 @@ _STATUS: dict[grpc.StatusCode, Status] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
 }
-"""Every other code is `failed`."""
+"""Status by code; every other code is `failed`."""
 
 
 class Answer(NamedTuple):
-    """What came back for one request; times on `clock`."""
+    """Result of one request; times are those of `clock`."""
 
     status: Status
     token_ids: tuple[int, ...]
@@ -53,12 +53,12 @@ class Answer(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Hash of the output token ids; empty without any."""
+        """Hash of the output token ids; empty if there are none."""
         return digest(self.token_ids)
 
 
 def clock() -> float:
-    """Seconds on the clock of all times here."""
+    """Time in seconds on the clock of all times here."""
     return time.perf_counter()
 
 
@@ -70,7 +70,7 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def request_bytes(planned: PlannedRequest, model: str, before: Sequence[int] = ()) -> bytes:
-    """A planned request as it goes over the wire: greedy, with its output length forced.
+    """Encode a planned request: greedy, with its output length forced.
 
     Args:
         planned: the request.
@@ -95,7 +95,7 @@ class GatewayClient:
 
     Args:
         address: host:port.
-        credentials: of all calls, and of the connections.
+        credentials: credentials of all calls and connections.
         num_channels: connections; each is polled by a native thread of its own.
 
     Raises:
@@ -125,10 +125,10 @@ class GatewayClient:
         return cast("Callable[..., Iterable[Stamped]]", call)
 
     def connect(self, timeout_s: float) -> pb.Model:
-        """Wait until all channels are ready; the model that is served.
+        """Wait until all channels are ready, and return the served model.
 
         Raises:
-            ConnectionError: if that takes longer, or no model is there, or several are.
+            ConnectionError: if that takes longer, or no model or several are served.
         """
         for channel in self._channels:
             try:
@@ -196,7 +196,7 @@ def _describe(error: grpc.RpcError) -> str:
 
 
 def answer_of(messages: Sequence[Stamped], status: Status, error: str, end_s: float, max_tokens: int) -> Answer:
-    """What a stream's messages amount to; one of another length than `max_tokens` has failed."""
+    """Answer from the messages of a stream; one of another length than `max_tokens` has failed."""
     token_ids: list[int] = []
     times_s: list[float] = []
     finished = pb.Finished()

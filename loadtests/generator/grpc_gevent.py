@@ -46,7 +46,8 @@ class HandOverPool(ThreadPool):
     def apply(
         self, func: Callable[..., T], args: Sequence[Any] | None = None, kwds: Mapping[str, Any] | None = None
     ) -> T:
-        """The result of the call, made in a native thread; other greenlets run meanwhile. Raises what it raises."""
+        """Make the call in a native thread, and return its result or raise its exception; other greenlets run
+        meanwhile."""
         tasks = self._idle.pop() if self._idle else self._new_thread()
         waiter: Waiter[Any] = Waiter()
         tasks.put((func, args or (), kwds or {}, waiter))
@@ -68,7 +69,7 @@ class HandOverPool(ThreadPool):
         return tasks
 
     def _work(self, tasks: Any) -> None:
-        """The loop of one thread; ends at None."""
+        """Run the loop of one thread, which ends at None."""
         run_in_loop = self._loop.run_callback_threadsafe
         while (task := tasks.get()) is not None:
             func, args, kwds, waiter = task
@@ -82,6 +83,7 @@ class HandOverPool(ThreadPool):
 
 
 def init_grpc() -> None:
-    """Let blocked gRPC calls wait in greenlets. After gevent's patches, before the first channel, once a process."""
+    """Let blocked gRPC calls wait in greenlets. To be called once per process, after gevent's patches and before the
+    first channel."""
     gevent.get_hub().threadpool = HandOverPool()
     grpc_gevent.init_gevent()

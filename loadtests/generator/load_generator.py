@@ -34,16 +34,16 @@ from disagg.proto.errors import ConfigError
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
 GENERATOR_NICE = -10
-"""Ignored, with a line in the log, where the system does not allow it."""
+"""Niceness of the generator, which is ignored, with a line in the log, where the system does not allow it."""
 _CREDENTIAL_FILES = ("DISAGG_CA_CERT", "DISAGG_CLIENT_CERT", "DISAGG_CLIENT_KEY")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorOptions:
-    """How the generator runs, whatever it sends."""
+    """Options of the generator that do not depend on what it sends."""
 
     cores: tuple[int, ...] = ()
-    """Empty for all."""
+    """Cores of the generator; empty for all."""
     nice: int = GENERATOR_NICE
     max_in_flight: int = 4096
     request_timeout_s: float | None = None
@@ -59,7 +59,7 @@ class GeneratorOptions:
 
 
 def gateway_cores() -> tuple[int, ...]:
-    """The core that the gateway of a cluster on this machine has."""
+    """The core of the gateway of a cluster on this machine."""
     return available_cores()[:1]
 
 
@@ -69,12 +69,12 @@ def play(
     """Play a scenario against a gateway and record it; blocks until the last answer has ended.
 
     Args:
-        scenario: what is sent.
+        scenario: the requests to send.
         target: host:port.
         record: the .jsonl file.
-        options: of the generator.
-        slo: sent with every request; None sends none, and leaves the router no target.
-        label: for the record.
+        options: options of the generator.
+        slo: targets that are sent with every request; None sends none.
+        label: label for the record.
 
     Raises:
         LaunchError: if the run did not come to its end; with the end of Locust's log.
@@ -101,7 +101,7 @@ def play(
 
 
 def _with_whole_path(scenario: Scenario) -> Scenario:
-    """Locust runs in another folder: a trace is named from the root."""
+    """Make the path of a trace absolute, because Locust runs in another folder."""
     workload = scenario.workload
     if not isinstance(workload, TraceWorkload):
         return scenario
@@ -110,13 +110,13 @@ def _with_whole_path(scenario: Scenario) -> Scenario:
 
 
 def slo_arguments(slo: Slo) -> list[str]:
-    """Limits as Locust takes them."""
+    """Locust's arguments for these limits."""
     limits = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s))
     return [f"--slo-{name}-ms={'none' if limit is None else f'{limit * 1e3:g}'}" for name, limit in limits]
 
 
 def locust_command() -> list[str]:
-    """How Locust is started with our file; raises `ConfigError` where it is not installed."""
+    """Command that starts Locust with our file; raises `ConfigError` if Locust is not installed."""
     if importlib.util.find_spec("locust") is None:
         raise ConfigError("load tests need Locust; next: pip install 'disagg[load]'")
     locustfile = Path(__file__).with_name("locustfile.py")
@@ -129,7 +129,8 @@ def check_credentials(target: str) -> None:
 
 
 def locust_environment() -> dict[str, str]:
-    """This process's, without what Locust would take options from; in another folder it names the same files."""
+    """This process's environment without variables that Locust would take options from. File names are made absolute,
+    because Locust runs in another folder."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
     for name in _CREDENTIAL_FILES:
         path = found.get(name)
@@ -139,7 +140,7 @@ def locust_environment() -> dict[str, str]:
 
 
 def _run(command: list[str], folder: Path, log: Path) -> int:
-    """Run to the end, in a folder without files that Locust would read; a Ctrl-C reaches Locust too."""
+    """Run a command to its end, in a folder without files that Locust would read; a Ctrl-C reaches Locust too."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -1,11 +1,12 @@
-"""What Locust runs: one user that is the whole open loop, and a shape that ends the test when the loop has ended.
+"""The file that Locust runs: one user that is the whole open loop, and a shape that ends the test when the loop has
+ended.
 
     locust -f loadtests/generator/locustfile.py --headless --host 127.0.0.1:8470 --scenario interactive --rate 2
 
-Locust's own model, many users that each wait for their answer, is a closed loop: it sends less when the server is
-slow. So there is exactly one user here, which takes its requests from a plan (open_loop.py); numbers of users and
-spawn rates mean nothing. Headless, the exit status is 0 when enough requests met their limits, 1 when not, 2 when the
-run is not valid or did not come to its end.
+Locust's own model, many users that each wait for their answer, is a closed loop: it sends less when the server is slow.
+So there is exactly one user here, which takes its requests from a plan (open_loop.py); numbers of users and spawn rates
+mean nothing. Headless, the exit status is 0 when enough requests met their limits, 1 when not, 2 when the run is not
+valid or did not come to its end.
 
 Locust has patched the standard library for gevent before it reads this file. `init_grpc` must run before the first
 channel is made, hence before the other imports.
@@ -45,18 +46,18 @@ ONE_USER = (1, 1.0)
 
 
 class _Current:
-    """The process's last run. Locust has one environment a process and one run at a time."""
+    """The last run of this process. Locust has one environment per process and one run at a time."""
 
     run: LoadRun | None = None
     error: str = ""
-    """Why the last run could not begin."""
+    """Reason why the last run could not begin; empty if it did."""
 
 
 current = _Current()
 
 
 def _play(user: User) -> None:
-    """A user's one task: the whole test."""
+    """The only task of a user: the whole test."""
     try:
         options = user.environment.parsed_options
         current.run = LoadRun(settings_of(options), user.environment)
@@ -80,12 +81,12 @@ class UntilTheEnd(LoadTestShape):  # type: ignore[misc]
     use_common_options = False
 
     def reset_time(self) -> None:
-        """Locust calls this when a test begins: the last run is over in any case."""
+        """End the last run. Locust calls this when a test begins."""
         super().reset_time()
         current.run, current.error = None, ""
 
     def tick(self) -> tuple[int, float] | None:
-        """The number of users and the spawn rate; None ends the test. Locust calls this once a second."""
+        """Number of users and spawn rate; None ends the test. Locust calls this once a second."""
         is_over = current.error or (current.run is not None and current.run.is_over)
         return None if is_over else ONE_USER
 
@@ -95,7 +96,7 @@ def _add_arguments(parser: Any, **_: object) -> None:
 
 
 def _begin(environment: Environment, **_: object) -> None:
-    """Before anything is sent: take place and priority; refuse options that cannot be."""
+    """Set cores and priority, and refuse invalid options, before anything is sent."""
     options = environment.parsed_options
     assert options is not None
     try:
@@ -111,12 +112,12 @@ def _begin(environment: Environment, **_: object) -> None:
 
 
 def _seen() -> View | None:
-    """What the goodput tab shows."""
+    """Data of the goodput tab."""
     return None if current.run is None else (current.run.records, current.run.settings.slo)
 
 
 def _settle(cores: set[int] | None, niceness: int | None) -> None:
-    """Take place and priority; threads to come inherit both. Raises `ValueError` for cores that are not there."""
+    """Set cores and priority, which later threads inherit. Raises `ValueError` for cores that do not exist."""
     if cores is not None:
         try:
             os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""The open loop: every planned request is sent when it is due, whatever became of the others.
+"""The open loop: every planned request is sent when it is due, independent of the others.
 
     run() ── sleeps until the next due time ── spawns a greenlet ── sends, reads to the end ──> RequestRecord
 
@@ -23,23 +23,24 @@ from disagg.loadtests.generator.gateway_client import Answer, GatewayClient, Met
 from disagg.loadtests.records import PlannedRequest, RequestRecord
 
 START_DELAY_S = 0.2
-"""Between the end of the preparations and the run's time 0."""
+"""Seconds between the end of the preparations and the run's time 0."""
 NATIVE_SLEEP_S = 0.002
 SWITCH_INTERVAL_S = 0.0005
-"""gRPC's native threads wait this long for the interpreter while the greenlets have it; the usual 5 ms would show."""
+"""Seconds that gRPC's native threads wait for the interpreter while the greenlets have it; the usual 5 ms would affect
+the results."""
 TIME_DIGITS = 6
-"""Microseconds: what the clock is good for."""
+"""Digits of times: microseconds, the resolution of the clock."""
 
 _native_sleep: Callable[[float], None] = monkey.get_original("time", "sleep")
 
 
 class Conversation(NamedTuple):
-    """What a later turn needs of the one before it."""
+    """State of a conversation that its next turn needs."""
 
     token_ids: tuple[int, ...]
-    """All prompts and answers so far, in order."""
+    """Token ids of all prompts and answers so far, in order."""
     end_s: float
-    """When the last answer ended, in seconds since the start of the run."""
+    """Time at which the last answer ended, in seconds since the start of the run."""
 
 
 class OpenLoop:
@@ -80,10 +81,10 @@ class OpenLoop:
         self._conversations: Mapping[int, AsyncResult[Conversation | None]] = {
             index: AsyncResult() for index in followed
         }
-        """Of each request that another one follows; None when it has failed."""
+        """Conversation after each request that another one follows; None when the request has failed."""
 
     def run(self) -> None:
-        """Send everything; returns when the last answer has ended. Ends all calls when its greenlet is killed."""
+        """Send all requests; returns when the last answer has ended. Ends all calls when its greenlet is killed."""
         messages = [request_bytes(planned, self._model) if planned.after is None else b"" for planned in self._plan]
         greenlets: list[gevent.Greenlet[..., None]] = []
         with _undisturbed():
@@ -104,14 +105,14 @@ class OpenLoop:
         return clock() - self._start_s
 
     def _sleep_until(self, due_s: float) -> None:
-        """Sleep in the event loop, whose timers are up to a millisecond late, and the last bit in a native thread."""
+        """Sleep in the event loop, whose timers are up to a millisecond late, and for the rest in a native thread."""
         if (wait_s := due_s - self.now_s()) > NATIVE_SLEEP_S:
             gevent.sleep(wait_s - NATIVE_SLEEP_S)
         if (wait_s := due_s - self.now_s()) > 0:
             self._threads.apply(_native_sleep, (wait_s,))
 
     def _follow(self, planned: PlannedRequest, before: AsyncResult[Conversation | None]) -> None:
-        """A later turn: wait for the answer before it."""
+        """Send a later turn after the answer before it."""
         conversation = before.get()
         if conversation is None:
             now_s = self.now_s()
@@ -122,7 +123,7 @@ class OpenLoop:
         self._exchange(planned, request_bytes(planned, self._model, history), due_s, history)
 
     def _exchange(self, planned: PlannedRequest, message: bytes, due_s: float, history: tuple[int, ...] = ()) -> None:
-        """Send one request, or drop it, and record what became of it."""
+        """Send one request, or drop it, and record the result."""
         sent_s = self.now_s()
         if self.num_in_flight >= self._max_in_flight:
             error = f"{self.num_in_flight} requests were in flight"
@@ -143,7 +144,7 @@ class OpenLoop:
     def _end(
         self, planned: PlannedRequest, due_s: float, sent_s: float, answer: Answer, history: tuple[int, ...] = ()
     ) -> None:
-        """Record a request and let the turn after it begin, if there is one."""
+        """Record a request, and let the next turn begin, if there is one."""
         end_s = self._relative(answer.end_s)
         self._on_record(
             RequestRecord(
@@ -172,7 +173,8 @@ class OpenLoop:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection, which takes tens of milliseconds with Locust and a plan in memory; quick switches."""
+    """Disable garbage collection, which takes tens of milliseconds with Locust and a plan in memory, and switch threads
+    quickly."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()

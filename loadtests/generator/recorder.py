@@ -1,4 +1,4 @@
-"""Where the load generator writes: one line of JSON for each request, and beside it how the run went.
+"""Output of the load generator: one line of JSON for each request, and a file about the run beside it.
 
     NAME.jsonl   in the order in which requests ended
     NAME.run     `GeneratorInfo` as JSON, written last: without it the run was cut off
@@ -16,34 +16,34 @@ from disagg.loadtests.records import RequestRecord, to_line
 
 
 class GeneratorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run went, as the generator saw it."""
+    """Description of a run by the generator."""
 
     target: str
     """host:port of the gateway."""
     model: str
     label: str
     window_s: float
-    """The time that the arrivals stand for: what goodput divides by."""
+    """Duration that the arrivals stand for, in seconds: the divisor of goodput."""
     num_planned: int
     is_complete: bool
-    """Every planned request was due and has its record."""
+    """Whether every planned request was due and has its record."""
     started_at: str
-    """UTC, ISO 8601."""
+    """Start of the run in UTC, ISO 8601."""
     elapsed_s: float
-    """From time 0 to the end of the last request."""
+    """Seconds from time 0 to the end of the last request."""
     ttft_slo_s: float | None
-    """Targets that were sent with the requests; None where there were none."""
+    """Targets that were sent with the requests; None if there were none."""
     tpot_slo_s: float | None
     max_in_flight: int
     request_timeout_s: float | None
     cores: list[int]
-    """That the generator ran on."""
+    """Cores that the generator ran on."""
     niceness: int
     versions: dict[str, str]
 
 
 def info_path(records: Path) -> Path:
-    """`NAME.run` of `NAME.jsonl`."""
+    """Path of the run's description: `NAME.run` beside `NAME.jsonl`."""
     return records.with_suffix(".run")
 
 
@@ -51,7 +51,7 @@ class Recorder:
     """Collects the records of one run, in memory and, with a path, on disk. Owner of the files until `finish`.
 
     Args:
-        path: `NAME.jsonl`; what stood there is replaced. Its folder is made.
+        path: `NAME.jsonl`, which is replaced if it exists. Its folder is made.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -63,7 +63,7 @@ class Recorder:
         self._file = None if path is None else path.open("wb")
 
     def add(self, record: RequestRecord) -> None:
-        """Take one record."""
+        """Add one record, and write it if there is a file."""
         self.records.append(record)
         if self._file is not None:
             self._file.write(to_line(record))
@@ -80,7 +80,7 @@ class Recorder:
 
 
 def read_info(records: Path) -> GeneratorInfo:
-    """How the run of `NAME.jsonl` went.
+    """Read the description of the run of `NAME.jsonl`.
 
     Raises:
         ValueError: naming the file, if it is not there or is no `GeneratorInfo`.

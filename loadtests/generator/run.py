@@ -46,7 +46,7 @@ REQUEST_TYPE = "generate"
 EXIT_MET = 0
 EXIT_MISSED = 1
 EXIT_INVALID = 2
-"""Also when the run was cut off or never began."""
+"""Exit status of an invalid run, and of one that was cut off or never began."""
 
 
 # ---------------------------------------------------------------- options
@@ -59,10 +59,10 @@ class Settings:
     target: str
     """host:port of the gateway."""
     credentials: Credentials
-    """That can be used there."""
+    """Credentials that can be used at the target."""
     scenario: Scenario
     slo: Slo
-    """To be met; also sent with each request, where the router can use it."""
+    """Limits to meet; also sent with each request, where the router can use them."""
     min_attainment: float
     max_in_flight: int
     request_timeout_s: float | None
@@ -83,7 +83,8 @@ PAGE_OPTIONS = {
     "max_in_flight": ("4096", "Requests that are due beyond this many are dropped."),
     "request_timeout_s": ("", "Deadline of each request, in seconds (none, if unset)."),
 }
-"""Options that the web page shows and may change: default and help by name. The others are the command line's alone."""
+"""Options that the web page shows and may change: default and help by name. The others exist on the command line
+only."""
 
 
 def add_arguments(parser: LocustArgumentParser) -> None:
@@ -105,7 +106,7 @@ def _add_hidden(parser: LocustArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The options as values.
+    """Convert the options to values.
 
     Raises:
         ValueError: naming the option, or the variable of the environment.
@@ -156,12 +157,12 @@ def cores_of(options: argparse.Namespace) -> set[int] | None:
 
 
 def niceness_of(options: argparse.Namespace) -> int | None:
-    """The niceness to run at; None for as it is. Raises `ValueError` naming the option."""
+    """The niceness to run at; None for the present one. Raises `ValueError` naming the option."""
     return _integer(options, "generator_nice")
 
 
 def _limit(options: argparse.Namespace, name: str, of_scenario_s: float | None) -> float | None:
-    """A limit in seconds: the option's, in milliseconds, before the scenario's."""
+    """Limit in seconds: the option's, in milliseconds, if given, else the scenario's."""
     if getattr(options, name) == "none":
         return None
     limit_ms = _number(options, name)
@@ -191,7 +192,7 @@ class LoadRun:
     """One run. Owner of its records.
 
     Args:
-        settings: the options.
+        settings: the options of the run.
         environment: Locust's, to which each request is reported.
     """
 
@@ -202,11 +203,11 @@ class LoadRun:
         self._window_s = 0.0
         self.num_planned = 0
         self.is_over = False
-        """All requests have ended, or the run was stopped."""
+        """Whether all requests have ended, or the run was stopped."""
 
     @property
     def records(self) -> list[RequestRecord]:
-        """Of the requests that have ended so far."""
+        """Records of the requests that have ended so far."""
         return self._recorder.records
 
     def play(self) -> None:
@@ -267,11 +268,11 @@ class LoadRun:
         return 0 < self.num_planned == len(self.records)
 
     def score(self) -> Score | None:
-        """The verdict on what has ended so far; None before anything has."""
+        """Score of the requests that have ended so far; None before the first has."""
         return evaluate(self.records, self.settings.slo, self._window_s) if self.records else None
 
     def exit_status(self) -> int:
-        """For a shell: `EXIT_MET`, `EXIT_MISSED` or `EXIT_INVALID`."""
+        """Exit status for a shell: `EXIT_MET`, `EXIT_MISSED` or `EXIT_INVALID`."""
         score = self.score()
         if score is None or not self.is_complete or not score.is_valid:
             return EXIT_INVALID
@@ -306,6 +307,6 @@ def _affinity() -> set[int]:
 
 
 def slo_metadata(slo: Slo) -> Metadata:
-    """The limits as the gateway takes them, in milliseconds."""
+    """Metadata with the limits as the gateway takes them, in milliseconds."""
     ttft_ms, tpot_ms = (None if limit_s is None else limit_s * 1e3 for limit_s in (slo.ttft_s, slo.tpot_s))
     return target_metadata(Targets(ttft_ms=ttft_ms, tpot_ms=tpot_ms))

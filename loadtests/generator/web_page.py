@@ -1,16 +1,16 @@
-"""Locust's web page: what it takes, and from which sites; and the goodput tab on it.
+"""Locust's web page: the requests that it accepts, the sites that may send them, and the goodput tab on it.
 
 Locust answers every web site (`Access-Control-Allow-Origin: *`), and `/swarm` writes any option of the command line
 that a form names, hidden ones too. A web page that the operator opens could so send the load, and the API key with it,
 elsewhere, or overwrite a file. Therefore:
 
-- a request must come from this page itself: its Host a name of this machine, its Origin the page's own;
-- a form may change what the page shows. The gateway, the recording and the rest stay as on the command line;
-- the page lies under a random path, which `disagg load run --web` prints (`--web-base-path`).
+- a request must come from this page itself: its Host a name of this machine, its Origin the page's own; - a form may
+change what the page shows. The gateway, the recording and the rest stay as on the command line; - the page lies under a
+random path, which `disagg load run --web` prints (`--web-base-path`).
 
 Locust's page takes further tabs and tables by name, declared in its template's arguments, and fills a table from the
-`extended_stats` of the answer that it polls every two seconds. The rows must be quick to compute: the page is
-served by the process that sends the load. So there are counts and sorted latencies here, but nothing per token.
+`extended_stats` of the answer that it polls every two seconds. The rows must be quick to compute: the page is served by
+the process that sends the load. So there are counts and sorted latencies here, but nothing per token.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:  # an import of Locust patches the standard library
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "::1", "localhost"})
 _OWN_SITES = (None, "same-origin", "none")
-"""Values of `Sec-Fetch-Site`: not a browser, the page itself, or an address that the operator typed."""
+"""Allowed values of `Sec-Fetch-Site`: not a browser, the page itself, or an address that the operator typed."""
 _WITHOUT_MEANING = frozenset({"user_count", "spawn_rate"})
 """Fields of Locust's own form that the open loop does not use."""
 _FORMS = ("swarm", "stop", "reset")
-"""Last parts of the paths that take a POST."""
+"""Last parts of the paths that accept a POST."""
 
 KEY = "goodput"
-"""Of the tab, its table and the table's rows."""
+"""Key of the tab, its table and the table's rows."""
 COLUMNS = [{"key": "name", "title": "Of the requests that have ended"}, {"key": "value", "title": ""}]
 
 Row = dict[str, str]
 View = tuple[list[RequestRecord], Slo]
-"""What has ended so far, and the limits."""
+"""Records of the requests that have ended so far, and the limits."""
 
 
 # ---------------------------------------------------------------- what the page takes
 
 
 def is_form(path: str) -> bool:
-    """Whether a path of Locust's takes a POST here. Another one (`/user`) writes attributes of the user's class."""
+    """Whether a path of Locust's accepts a POST here. Another one (`/user`) writes attributes of the user's class."""
     return path.rpartition("/")[2] in _FORMS
 
 
@@ -61,7 +61,7 @@ def foreign(host: str, origin: str | None, fetch_site: str | None, names: Collec
         host: its `Host`; any port, as the page may be reached through a forwarded one.
         origin: its `Origin`; browsers send one with every form and every request of a script to another site.
         fetch_site: its `Sec-Fetch-Site`.
-        names: that this page is served under.
+        names: host names under which this page is served.
     """
     try:
         name = urlsplit(f"//{host}").hostname
@@ -89,14 +89,15 @@ def frozen_field(
 
 
 def _text(value: object) -> str:
-    """An option as a form has it."""
+    """Text of an option in a form."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def guard_page(web_ui: WebUI, options: Namespace, free: Collection[str]) -> None:
-    """Have the page refuse other sites, and changes of options other than the `free` ones; before it is served."""
+    """Make the page refuse other sites, and changes of options other than the `free` ones. To be called before the page
+    is served."""
     names = LOOPBACK_NAMES | {web_ui.host}
 
     def check() -> Response | None:
@@ -127,7 +128,7 @@ def guard_page(web_ui: WebUI, options: Namespace, free: Collection[str]) -> None
 
 
 def add_goodput_tab(web_ui: WebUI, view: Callable[[], View | None]) -> None:
-    """Add the tab to Locust's page; `view` gives what has ended so far, or None before the first run."""
+    """Add the tab to Locust's page; `view` returns its present data, or None before the first run."""
     web_ui.template_args["extended_tabs"] = [{"title": "Goodput", "key": KEY}]
     web_ui.template_args["extended_tables"] = [{"key": KEY, "structure": COLUMNS}]
 
@@ -143,7 +144,7 @@ def add_goodput_tab(web_ui: WebUI, view: Callable[[], View | None]) -> None:
 
 
 def goodput_rows(records: list[RequestRecord], slo: Slo) -> list[Row]:
-    """The table's rows."""
+    """Rows of the goodput table for the requests that have ended."""
     if not records:
         return [_row("requests", "0")]
     ok = [record for record in records if record.status == "ok"]

@@ -1,1 +1,1 @@
-"""From recorded requests to goodput: records, targets, comparison, reports. Pure."""
+"""Evaluation of recorded requests: records, targets, comparison, reports. Pure."""

@@ -1,8 +1,9 @@
-"""Which shape of a cluster serves more, for every pair of limits: recordings in, rows and ratios out.
+"""Comparison of shapes of a cluster by the rate that they serve, for every pair of limits: recordings in, rows and
+ratios out.
 
 Recordings of one shape at different rates make a curve. For given limits each of its points has an attainment and a
-goodput, and the curve has a largest served rate (search.py). Shapes are compared on the same requests at the same
-times only: a curve holds recordings of one workload.
+goodput, and the curve has a largest served rate (search.py). Shapes are compared on the same requests at the same times
+only: a curve holds recordings of one workload.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Relation = Literal["=", ">=", "<="]
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """One recording, ready to be scored."""
+    """Recording of one point, ready to be scored."""
 
     rate_per_s: float
     repeat: int
@@ -30,14 +31,14 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One shape over all its rates."""
+    """All points of one shape over its rates."""
 
     shape: str
     points: Sequence[CurvePoint]
-    """By rate and repeat."""
+    """Points in the order of rate and repeat."""
 
     def probes(self, slo: Slo) -> list[Probe]:
-        """Every recording's attainment."""
+        """Attainment of every recording under these limits."""
         return [
             Probe(
                 rate_per_s=point.rate_per_s,
@@ -52,7 +53,7 @@ class Curve:
         return served_rate(self.probes(slo), min_attainment)
 
     def goodput(self, slo: Slo) -> list[tuple[float, float]]:
-        """(rate, good requests per second) by ascending rate; the mean where a rate was repeated."""
+        """Pairs (rate, good requests per second) by ascending rate; the mean where a rate was repeated."""
         by_rate: dict[float, list[float]] = {}
         for point in self.points:
             by_rate.setdefault(point.rate_per_s, []).append(point.outcomes.goodput_per_s(slo))
@@ -61,26 +62,27 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One shape at one pair of limits."""
+    """Result of one shape for one pair of limits."""
 
     shape: str
     slo: Slo
     served: ServedRate
     peak_goodput_per_s: float
-    """The largest goodput of any rate, whatever the attainment there."""
+    """The largest goodput at any rate, regardless of the attainment there."""
     peak_rate_per_s: float
     """The rate of that goodput."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """One shape's served rate over another's."""
+    """Ratio of one shape's served rate to another's."""
 
     value: float
     relation: Relation = "="
-    """`>=`: at least this much, because a curve ended before its limit was found; `<=` likewise."""
+    """Relation of the ratio to the truth. `>=`: at least this much, because a curve ended before its limit was found;
+    `<=`: at most."""
     against: str = ""
-    """The shape in the denominator: the best of those compared with."""
+    """Name of the shape in the denominator: the best of the others."""
 
     def __str__(self) -> str:
         return f"{'' if self.relation == '=' else self.relation + ' '}{self.value:.2f}x"
@@ -125,7 +127,7 @@ def curves(recordings: Iterable[Recording]) -> dict[str, Curve]:
 
 
 def invalid_points(by_shape: Mapping[str, Curve]) -> list[str]:
-    """The recordings that must not be quoted, and why, one line each."""
+    """Recordings that must not be quoted, with the reasons, one line each."""
     return [
         f"{shape} at {point.rate_per_s:g} requests/s, repeat {point.repeat}: {reason}"
         for shape, curve in by_shape.items()
@@ -135,7 +137,7 @@ def invalid_points(by_shape: Mapping[str, Curve]) -> list[str]:
 
 
 def rows(by_shape: Mapping[str, Curve], slos: Sequence[Slo], min_attainment: float) -> list[Row]:
-    """Every shape at every pair of limits, limits outermost."""
+    """Rows of every shape at every pair of limits, limits outermost."""
     found = []
     for slo in slos:
         for shape, curve in by_shape.items():
@@ -153,7 +155,7 @@ def rows(by_shape: Mapping[str, Curve], slos: Sequence[Slo], min_attainment: flo
 
 
 def ratio(numerator: ServedRate, others: Mapping[str, ServedRate]) -> Ratio | None:
-    """A shape's served rate over the best of others; each may have been measured at rates of its own.
+    """Ratio of a shape's served rate to the best of others; each may have been measured at rates of its own.
 
     A rate that is `none` is only bounded above by its number, one that is `all` only below. So the best of the others
     lies between their largest lower bound and their largest upper bound. Where these differ the ratio is a bound, the
@@ -178,7 +180,7 @@ def ratio(numerator: ServedRate, others: Mapping[str, ServedRate]) -> Ratio | No
 
 
 def _limits(served: ServedRate) -> tuple[float, float]:
-    """The least and the most that a served rate can really be."""
+    """The least and the largest value that a served rate can really have."""
     match served.bound:
         case "none":
             return 0.0, served.rate_per_s

@@ -1,5 +1,5 @@
-"""From the records of a run to its verdict: which requests met their limits, how long everything took, and whether the
-run is valid.
+"""Verdict on the records of a run: which requests met their limits, how long everything took, and whether the run is
+valid.
 
 Goodput is the rate of requests that met all of their limits. Attainment is their share of all requests that were due:
 refused, failed and dropped ones missed every limit. A record is scored for any limits after the fact, so that one
@@ -26,10 +26,10 @@ import msgspec
 from disagg.loadtests.records import RequestRecord
 
 MAX_LATENESS_S = 0.005
-"""A run whose requests left later than this at p99 is invalid: its load was not the planned one."""
+"""Limit on the p99 lateness of a valid run, in seconds: beyond it the load was not the planned one."""
 
 DEFAULT_MIN_ATTAINMENT = 0.9
-"""The share of requests that must meet their limits for a rate to count as served."""
+"""Share of requests that must meet their limits for a rate to count as served."""
 
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -38,9 +38,9 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Limits that one request must meet together; a limit of None is always met."""
 
     ttft_s: Limit | None = None
-    """From due to the first token, in seconds."""
+    """Limit on the time from due to the first token, in seconds."""
     tpot_s: Limit | None = None
-    """Mean time per token after the first, in seconds. A request with one output token meets it."""
+    """Limit on the mean time per token after the first, in seconds. A request with one output token meets it."""
 
     def __post_init__(self) -> None:
         for field, limit in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
@@ -48,7 +48,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 raise ValueError(f"{field}: expected a time above 0; got {limit}")
 
     def scaled(self, ttft: float = 1.0, tpot: float = 1.0) -> Slo:
-        """The limits times these factors."""
+        """The limits multiplied by these factors."""
         return Slo(
             ttft_s=None if self.ttft_s is None else self.ttft_s * ttft,
             tpot_s=None if self.tpot_s is None else self.tpot_s * tpot,
@@ -65,7 +65,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """Of one latency, in seconds; all 0 without any value."""
+    """Quantiles of one latency, in seconds; all 0 if there are no values."""
 
     count: int
     p50: float
@@ -76,21 +76,21 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One run against one pair of limits."""
+    """Score of one run for one pair of limits."""
 
     slo: Slo
     duration_s: float
-    """What goodput was divided by."""
+    """Divisor of goodput, in seconds."""
     num_due: int
-    """Requests that were due, all of them: the denominator of every attainment."""
+    """Number of all requests that were due: the denominator of every attainment."""
     num_ok: int
     num_refused: int
     num_failed: int
-    """Failed, or past their deadline."""
+    """Number of requests that failed, or missed their deadline."""
     num_dropped: int
-    """Not sent, because too many were in flight."""
+    """Number of requests that were not sent, because too many were in flight."""
     num_good: int
-    """Met both limits."""
+    """Number of requests that met both limits."""
     goodput_per_s: float
     ttft_attainment: float
     tpot_attainment: float
@@ -99,20 +99,20 @@ class Score:
     ttft: Quantiles
     tpot: Quantiles
     itl: Quantiles
-    """Over every gap of every answer. Tokens of one message have gaps of 0."""
+    """Quantiles of every gap of every answer. Tokens of one message have gaps of 0."""
     e2e: Quantiles
-    """From due to the end of the stream."""
+    """Quantiles of the time from due to the end of the stream."""
     lateness: Quantiles
     output_tokens_per_s: float
-    """All output tokens that came, by the time from the first due request to the last token."""
+    """Number of received output tokens, divided by the time from the first due request to the last token."""
     cached_share: float
-    """Prompt tokens found in a cache, of those of whole answers."""
+    """Share of the prompt tokens of whole answers that were found in a cache."""
     invalid_reasons: tuple[str, ...]
-    """Why the run is invalid; empty for a valid one."""
+    """Reasons why the run is invalid; empty for a valid one."""
 
     @property
     def is_valid(self) -> bool:
-        """Whether the generator was in time and every answer has the forced length."""
+        """Whether the generator was on time and every answer has the forced length."""
         return not self.invalid_reasons
 
 
@@ -120,13 +120,13 @@ class Score:
 
 
 def meets_ttft(record: RequestRecord, slo: Slo) -> bool:
-    """Whether the whole answer came and its first token in time."""
+    """Whether the whole answer came, and its first token in time."""
     ttft_s = record.ttft_s
     return record.status == "ok" and ttft_s is not None and (slo.ttft_s is None or ttft_s <= slo.ttft_s)
 
 
 def meets_tpot(record: RequestRecord, slo: Slo) -> bool:
-    """Whether the whole answer came, fast enough; with one token there is no pace to miss."""
+    """Whether the whole answer came fast enough; an answer of one token always does."""
     tpot_s = record.tpot_s
     return record.status == "ok" and (slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s)
 
@@ -140,12 +140,12 @@ def meets(record: RequestRecord, slo: Slo) -> bool:
 
 
 def evaluate(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Score:
-    """The verdict on a run.
+    """Evaluate a run.
 
     Args:
         records: one for each request that was due.
         slo: the limits.
-        duration_s: the time that the arrivals stand for (`workload.Plan.window_s`).
+        duration_s: duration that the arrivals stand for (`workload.Plan.window_s`).
 
     Raises:
         ValueError: without records, or for a duration that is not above 0.
@@ -182,7 +182,7 @@ def evaluate(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> S
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
-    """Of the values that are there, as the head of this file defines them."""
+    """Quantiles of the values that are not None, as the head of this file defines them."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return Quantiles(count=0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
@@ -191,7 +191,8 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
 
 
 def quantile(ordered: Sequence[float], percent: float) -> float:
-    """Of at least one value in ascending order, with `percent` in [0, 100], as the head of this file defines it."""
+    """Quantile of at least one value in ascending order, with `percent` in [0, 100], as the head of this file defines
+    it."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -229,12 +230,12 @@ def _invalid_reasons(records: Sequence[RequestRecord]) -> list[str]:
 
 
 class Outcomes:
-    """The latencies of one run, kept ready to be scored for many limits. Frozen after the start."""
+    """Latencies of one run, kept ready to be scored for many limits. Does not change after its construction."""
 
     def __init__(self, records: Sequence[RequestRecord], duration_s: float) -> None:
-        """ValueError as `evaluate` raises it."""
+        """Raises `ValueError` as `evaluate` does."""
         self.overall = evaluate(records, Slo(), duration_s)
-        """Against no limit at all: every whole answer is good."""
+        """Score without any limit: every whole answer is good."""
         self._pairs = sorted(
             (record.ttft_s, record.tpot_s or 0.0)
             for record in records
@@ -242,13 +243,13 @@ class Outcomes:
         )
 
     def num_good(self, slo: Slo) -> int:
-        """Requests that meet both limits, as `meets` defines it."""
+        """Number of requests that meet both limits, as `meets` defines it."""
         most_s = math.inf if slo.ttft_s is None else slo.ttft_s
         in_time = self._pairs[: bisect_right(self._pairs, (most_s, math.inf))]
         return len(in_time) if slo.tpot_s is None else sum(tpot_s <= slo.tpot_s for _, tpot_s in in_time)
 
     def attainment(self, slo: Slo) -> float:
-        """Share of the requests that were due."""
+        """Share of the due requests that meet both limits."""
         return self.num_good(slo) / self.overall.num_due
 
     def goodput_per_s(self, slo: Slo) -> float:

@@ -32,11 +32,11 @@ Scale = Literal["linear", "log"]
 Point = tuple[float, float]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-"""Of the series, in turn."""
+"""Colours of the series, in turn."""
 MARKERS = ("o", "^", "s", "D", "v", "P", "X")
-"""Of the series, in turn."""
+"""Markers of the series, in turn."""
 COLOUR_MAP = "cividis"
-"""Of heat maps: its lightness rises evenly, for every kind of colour vision (J. Nunez et al., 2018)."""
+"""Colour map of heat maps: its lightness rises evenly, for every kind of colour vision (J. Nunez et al., 2018)."""
 
 SIZE_IN = (5.8, 3.4)
 """Width and height of a chart in inches of 72 points, without the legend."""
@@ -49,7 +49,7 @@ MAX_CELL_NAMES = 20
 
 _LEGEND_ROW_IN, _LEGEND_ROW_LETTERS = 0.2, 72
 _INK = "#010203"
-"""Stands for the page's text colour until the text is written."""
+"""Placeholder for the page's text colour until the text is written."""
 _SETTINGS: Mapping[str, Any] = {
     "svg.fonttype": "none",  # text stays text: small, and found by a browser's search
     "text.parse_math": False,  # a name may have a $ in it
@@ -79,11 +79,11 @@ class Series:
     """One line, or one set of dots. Points that are not finite are left out."""
 
     name: str
-    """In the legend; a series without a name is not in it."""
+    """Name in the legend; a series without a name is not in it."""
     points: Sequence[Point]
     style: Style = "line"
     band: Sequence[tuple[float, float]] = ()
-    """The least and the largest y at each point, such as a confidence interval; empty for none."""
+    """Pairs of the least and the largest y at each point, such as a confidence interval; empty for none."""
 
     def __post_init__(self) -> None:
         if self.band and len(self.band) != len(self.points):
@@ -99,18 +99,19 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     y_max: float | None = None
-    """The top of the y axis; from the data when unset. The bottom of a linear axis is 0, or the least value below."""
+    """Top of the y axis; None takes it from the data. The bottom of a linear axis is 0, or the least value if that is
+    below."""
     x_mark: float | None = None
-    """A vertical line, such as a limit."""
+    """Position of a vertical line, such as a limit."""
     y_mark: float | None = None
-    """A horizontal line."""
+    """Position of a horizontal line, such as a limit."""
     x_scale: Scale = "linear"
     y_scale: Scale = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """For each category one bar of every group, side by side."""
+    """Bar chart: for each category one bar of every group, side by side."""
 
     title: str
     y_label: str
@@ -118,7 +119,7 @@ class Bars:
     groups: Mapping[str, Sequence[float | None]]
     """Heights by the group's name, one for each category; None leaves the bar out."""
     y_mark: float | None = None
-    """A horizontal line, such as a limit."""
+    """Position of a horizontal line, such as a limit."""
 
     def __post_init__(self) -> None:
         for name, heights in self.groups.items():
@@ -130,7 +131,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """A figure for each pair of a column and a row, as a colour."""
+    """Heat map: a figure for each pair of a column and a row, as a colour."""
 
     title: str
     x_label: str
@@ -138,9 +139,9 @@ class HeatMap:
     value_label: str
     columns: Sequence[str]
     rows: Sequence[str]
-    """The first is at the bottom."""
+    """Names of the rows; the first one is at the bottom."""
     values: Sequence[Sequence[float | None]]
-    """Row by row; a cell of None, or one that is not finite, is empty."""
+    """Values row by row; a cell of None, or one that is not finite, is empty."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.rows) or any(len(row) != len(self.columns) for row in self.values):
@@ -149,13 +150,13 @@ class HeatMap:
 
 
 def check_installed() -> None:
-    """Raises `ConfigError` where charts cannot be drawn, so that a command can say so before it measures for hours."""
+    """Raise `ConfigError` if charts cannot be drawn, so that a command can say so before it measures for hours."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plots need matplotlib; next: pip install 'disagg[load]'")
 
 
 def to_svg(chart: Chart | Bars | HeatMap) -> str:
-    """The chart as an `<svg>` element.
+    """Draw the chart as an `<svg>` element.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -189,9 +190,9 @@ def cdf(name: str, values: Sequence[float], num_total: int | None = None) -> Ser
     """The share of all values that are at most x, as a step at each value.
 
     Args:
-        name: of the series.
+        name: name of the series.
         values: in any order.
-        num_total: what 1 stands for, if not all of them have a value: the curve then ends below 1.
+        num_total: number that 1 stands for, if not all of them have a value: the curve then ends below 1.
     """
     total = len(values) if num_total is None else num_total
     points = [(value, (rank + 1) / total) for rank, value in enumerate(sorted(values))]
@@ -308,7 +309,7 @@ def _say_empty(axes: Axes) -> None:
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Names below the axes, as many in a row as fit; the figure grows by their rows."""
+    """Add the names below the axes, as many in a row as fit; the figure grows by their rows."""
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
@@ -319,7 +320,8 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def _inline(document: str, title: str, salt: str) -> str:
-    """The element out of a whole SVG document: with the page's colour, and ids that no other chart of a page has."""
+    """Extract the element from a whole SVG document, with the page's colour, and ids that no other chart of a page
+    has."""
     element = document[document.index("<svg") :].rstrip()
     element = re.sub(
         r"<defs>\s*<style.*?</style>\s*</defs>", "", element, count=1, flags=re.DOTALL

@@ -1,4 +1,4 @@
-"""Recordings on disk: a folder of measured points, so that hours of load tests can stop and go on.
+"""Recordings on disk: a folder of measured points, so that hours of load tests can stop and continue.
 
     begin(point) -> KEY.jsonl, one record a line ... finish(info) -> KEY.json
 
@@ -24,19 +24,19 @@ from disagg.loadtests.workload.workload import WorkloadConfig
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run was to measure."""
+    """Identity of one measurement."""
 
     shape: str
-    """The name of the cluster's shape, for people."""
+    """Name of the cluster's shape, for people."""
     shape_config: dict[str, Any]
-    """The cluster's whole configuration, as JSON can hold it."""
+    """The cluster's whole configuration, as values of JSON."""
     workload: WorkloadConfig
     arrivals: ArrivalConfig
     repeat: int = 0
-    """0 for the first measurement of this shape at this rate, 1 for the second, ..."""
+    """Number of the measurement of this shape at this rate, from 0."""
 
     def key(self) -> str:
-        """The name of its files without their endings; the same wherever the same is to be measured."""
+        """Name of its files without their endings; equal for equal measurements."""
         canonical = msgspec.json.encode(self, order="deterministic")
         digest = hashlib.blake2b(canonical, digest_size=8).hexdigest()
         rate = "trace" if self.arrivals.rate_per_s is None else f"{self.arrivals.rate_per_s:g}"
@@ -45,19 +45,19 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete run: the side file of its records."""
+    """Description of one complete run: the side file of its records."""
 
     point: Point
     duration_s: float
-    """The time that the arrivals stand for: what goodput divides by."""
+    """Duration that the arrivals stand for, in seconds: the divisor of goodput."""
     num_requests: int
-    """Requests that were due, each with one record."""
+    """Number of requests that were due, each with one record."""
     started_at: str = ""
-    """Date and time, ISO 8601."""
+    """Date and time of the start, ISO 8601."""
     commit: str = ""
     command: str = ""
     versions: dict[str, str] = {}
-    """Of the packages that matter for speed."""
+    """Versions of the packages that matter for speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,17 @@ class Recording:
 
     @property
     def rate_per_s(self) -> float:
-        """What arrived, in requests per second."""
+        """Rate of the arrivals in requests per second."""
         return self.info.point.arrivals.rate_per_s or self.info.num_requests / self.info.duration_s
 
 
 def records_path(directory: Path, point: Point) -> Path:
-    """Where the records of a point are, or are to be."""
+    """Path of a point's records, whether they exist or not."""
     return directory / f"{point.key()}.jsonl"
 
 
 def begin(directory: Path, point: Point) -> Path:
-    """Make the point incomplete until `finish`; returns the path of its records, deleted if there were some."""
+    """Mark the point as incomplete until `finish`; returns the path of its records, which are deleted if they exist."""
     directory.mkdir(parents=True, exist_ok=True)
     records = records_path(directory, point)
     records.with_suffix(".json").unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def begin(directory: Path, point: Point) -> Path:
 
 
 def finish(directory: Path, info: RunInfo) -> None:
-    """Declare a point complete; ValueError if it has not one record for each request."""
+    """Mark a point as complete; ValueError if the number of its records is not that of its requests."""
     records = records_path(directory, info.point)
     _read_records(records, info)
     side = records.with_suffix(".json")
@@ -98,7 +98,7 @@ def finish(directory: Path, info: RunInfo) -> None:
 
 
 def load(directory: Path, point: Point) -> Recording | None:
-    """The recording of a point; None if it is not complete.
+    """Load the recording of a point; None if it is not complete.
 
     Raises:
         ValueError: naming the file, if there is a side file and the records do not match it.
@@ -108,7 +108,7 @@ def load(directory: Path, point: Point) -> Recording | None:
 
 
 def load_all(directory: Path) -> list[Recording]:
-    """All complete points of a folder, by the names of their files. Raises `ValueError` as `load`."""
+    """Load all complete points of a folder, by the names of their files. Raises `ValueError` as `load` does."""
     return [_load(side) for side in sorted(directory.glob("*.json"))]
 
 

@@ -19,7 +19,7 @@ from disagg.loadtests.verdict.search import Probe, ServedRate, fitted
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """Cells as text; the first column names the row, the others are figures."""
+    """Table of texts; the first column names the row, the others are figures."""
 
     title: str
     columns: Sequence[str]
@@ -28,7 +28,7 @@ class TextTable:
 
 
 def print_table(console: Console, table: TextTable) -> None:
-    """One table on the terminal; cells are never cut off."""
+    """Print one table on the terminal; cells are never cut off."""
     shown = Table(title=Text(table.title), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for index, column in enumerate(table.columns):
         shown.add_column(Text(column), justify="left" if index == 0 else "right", no_wrap=True)
@@ -47,7 +47,7 @@ def print_table(console: Console, table: TextTable) -> None:
 
 
 def verdict(score: Score, min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> str:
-    """One line: met, missed or invalid, and why."""
+    """Verdict in one line: met, missed or invalid, and why."""
     if not score.is_valid:
         return f"INVALID: {'; '.join(score.invalid_reasons)}"
     word = "MET" if is_met(score, min_attainment) else "MISSED"
@@ -63,7 +63,7 @@ def is_met(score: Score, min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> bool
 
 
 def score_table(scores: Mapping[str, Score]) -> TextTable:
-    """Goodput, attainment and counts; one run a row."""
+    """Table of goodput, attainment and counts; one run in each row."""
     columns = ("run", "req/s", "goodput/s", "good", "TTFT ok", "TPOT ok", "sent", "ok", "refused", "failed", "dropped")
     return TextTable(
         title="goodput and attainment",
@@ -91,7 +91,7 @@ def score_table(scores: Mapping[str, Score]) -> TextTable:
 
 
 def latency_table(score: Score, title: str = "latency in ms, of whole answers") -> TextTable:
-    """Quantiles; one latency a row."""
+    """Table of quantiles; one latency in each row."""
     named = (
         ("TTFT", score.ttft),
         ("TPOT", score.tpot),
@@ -121,7 +121,7 @@ def _percent(share: float) -> str:
 
 
 def sweep_table(probes: Sequence[Probe], served: ServedRate, slo: Slo, min_attainment: float) -> TextTable:
-    """Attainment over rate, as measured and as fitted."""
+    """Table of the attainment over the rate, as measured and as fitted."""
     fit = {probe.rate_per_s: probe.attainment for probe in fitted(probes)}
     return TextTable(
         title=f"largest rate with {_percent(min_attainment)} within {slo}: {served} requests/s",
@@ -140,7 +140,8 @@ def sweep_table(probes: Sequence[Probe], served: ServedRate, slo: Slo, min_attai
 
 
 def comparison_table(rows: Sequence[Row], min_attainment: float, subject: str | None = None) -> TextTable:
-    """The served rate of every shape for every pair of limits; with a subject its ratio over the best of the others."""
+    """Table of the served rate of every shape for every pair of limits; with a subject also its ratio to the best of
+    the others."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
     by_slo: dict[Slo, dict[str, Row]] = {}
     for row in rows:

@@ -23,7 +23,7 @@ from disagg.loadtests.verdict.report import (
 from disagg.loadtests.verdict.search import Probe, fitted, served_rate
 
 SLO_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
-"""Factors on both limits at which attainment is drawn."""
+"""Factors on both limits for which attainment is drawn."""
 
 _STYLE = """
 html { color-scheme: light dark; --line: #ddd; --note: #666; background: #fff; color: #222; }
@@ -40,7 +40,7 @@ svg { border: 1px solid var(--line); max-width: 100%; height: auto; }
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole HTML document around parts that are HTML already."""
+    """Make a whole HTML document from parts that are HTML already."""
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -49,7 +49,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def table_html(table: TextTable) -> str:
-    """A table and its note."""
+    """HTML of a table and its note."""
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
     note = f'\n<p class="note">{escape(table.note)}</p>' if table.note else ""
@@ -57,12 +57,12 @@ def table_html(table: TextTable) -> str:
 
 
 def charts_html(charts: Iterable[Chart]) -> str:
-    """Charts side by side, as many as fit."""
+    """HTML of charts side by side, as many as fit."""
     return '<div class="charts">\n' + "\n".join(to_svg(chart) for chart in charts) + "\n</div>"
 
 
 def facts_html(facts: Mapping[str, str]) -> str:
-    """What was measured, where and how: one line each."""
+    """HTML of facts about the measurement: one line each."""
     return table_html(TextTable(title="the run", columns=("", ""), rows=[(name, text) for name, text in facts.items()]))
 
 
@@ -175,7 +175,8 @@ def comparison_page(
 
 
 def latency_charts(records: Sequence[RequestRecord], score: Score) -> list[Chart]:
-    """The distributions of TTFT and TPOT over all requests sent: a curve that ends below 1 shows what never came."""
+    """Charts of the distributions of TTFT and TPOT over all requests sent: a curve that ends below 1 shows how many
+    never came."""
     ok = [record for record in records if record.status == "ok"]
     kinds = (
         ("TTFT", [record.ttft_s for record in ok], score.slo.ttft_s),
@@ -195,7 +196,7 @@ def latency_charts(records: Sequence[RequestRecord], score: Score) -> list[Chart
 
 
 def scale_chart(title: str, runs: Mapping[str, Outcomes], slo: Slo) -> Chart:
-    """Attainment of each run when both limits are scaled together."""
+    """Chart of the attainment of each run when both limits are scaled together."""
     return Chart(
         title=title,
         x_label=f"factor on {slo}",
@@ -210,7 +211,8 @@ def scale_chart(title: str, runs: Mapping[str, Outcomes], slo: Slo) -> Chart:
 
 
 def served_chart(curves: Mapping[str, Curve], slo: Slo, min_attainment: float) -> Chart:
-    """The largest served rate of each shape when both limits are scaled together; 0 where no measured rate is."""
+    """Chart of the largest served rate of each shape when both limits are scaled together; 0 if no measured rate is
+    served."""
     return Chart(
         title=f"largest rate with {min_attainment:.0%} within the scaled limits",
         x_label=f"factor on {slo}",
@@ -231,8 +233,8 @@ def served_chart(curves: Mapping[str, Curve], slo: Slo, min_attainment: float) -
 
 
 def scale_charts(curves: Mapping[str, Curve], slo: Slo, min_attainment: float) -> list[Chart]:
-    """The shapes over the scale of the limits: the rate that they serve, and their attainment at each measured rate (of
-    its first repeat)."""
+    """Charts of the shapes over the scale of the limits: the rate that they serve, and their attainment at each
+    measured rate (of its first repeat)."""
     charts = [served_chart(curves, slo, min_attainment)]
     for rate in sorted({point.rate_per_s for curve in curves.values() for point in curve.points}):
         runs = {
@@ -246,7 +248,7 @@ def scale_charts(curves: Mapping[str, Curve], slo: Slo, min_attainment: float) -
 
 
 def goodput_chart(by_name: Mapping[str, Sequence[Point]]) -> Chart:
-    """Good requests per second over the rate that was offered; the dashed line is where all of them are good."""
+    """Chart of good requests per second over the offered rate; on the dashed line all of them are good."""
     most = max((rate for points in by_name.values() for rate, _ in points), default=1.0)
     return Chart(
         title="goodput over rate",
@@ -260,7 +262,7 @@ def goodput_chart(by_name: Mapping[str, Sequence[Point]]) -> Chart:
 
 
 def timeline_charts(records: Sequence[RequestRecord], slo: Slo) -> list[Chart]:
-    """How many requests were in flight, and each request's TTFT and longest gap, over the time of the run."""
+    """Charts over the time of the run: the number of requests in flight, and each request's TTFT and longest gap."""
     good = [record for record in records if meets(record, slo)]
     missed = [record for record in records if not meets(record, slo)]
     groups = (("met", good), ("missed", missed))
@@ -299,8 +301,8 @@ def timeline_charts(records: Sequence[RequestRecord], slo: Slo) -> list[Chart]:
 
 
 def in_flight(records: Sequence[RequestRecord]) -> list[Point]:
-    """(seconds, requests sent and not ended) at every change; requests that were not sent, or whose end is not known,
-    are left out."""
+    """Points (seconds, requests sent and not ended) at every change; requests that were not sent, or whose end is not
+    known, are left out."""
     known = [record for record in records if record.end_s is not None and record.status != "dropped"]
     changes = [(record.sent_s, 1) for record in known]
     changes += [(record.end_s, -1) for record in known if record.end_s is not None]

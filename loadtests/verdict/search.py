@@ -1,18 +1,17 @@
-"""Which rate to measure next, in which order, and the largest served rate by the measurements.
+"""The next rate to measure, the order of measurements, and the largest served rate according to them.
 
 Three questions, each a pure function of what is known so far:
 
 - `next_rate`: a sweep looks for the largest rate with enough attainment: doubling (or halving) until it is bracketed,
-  then bisection. Everything measured so far is its only state, so that a sweep that was stopped goes on where it was.
+  then bisection. Everything measured so far is its only state, so that a stopped sweep can continue.
 - `balanced_order`: a comparison measures all shapes of a cluster at all rates, forwards and backwards (A B B A), so
   that a machine that slowly warms up or slows down favours no shape.
 - `served_rate`: attainment over rate, with its noise taken out, crosses the target at one rate.
 
 Attainment falls as the rate grows, but a measured one may rise again by chance. Before anything is decided, the
-measurements are replaced by the non-increasing sequence nearest to them in weighted least squares (isotonic
-regression by pooling adjacent violators: M. Ayer et al., 1955; the weights are numbers of requests). Points that
-contradict each other thus share their weighted mean: a lucky one cannot pull the answer up alone, an unlucky one not
-down.
+measurements are replaced by the non-increasing sequence nearest to them in weighted least squares (isotonic regression
+by pooling adjacent violators: M. Ayer et al., 1955; the weights are numbers of requests). Points that contradict each
+other thus share their weighted mean: a lucky one cannot pull the answer up alone, an unlucky one not down.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One measured point."""
+    """Attainment measured at one rate."""
 
     rate_per_s: float
     attainment: float
@@ -36,15 +35,16 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How to look for the largest rate; `ValueError` for what cannot work."""
+    """Options of the search for the largest rate; `ValueError` for invalid ones."""
 
     start_rate_per_s: float = 1.0
     min_rate_per_s: float = 0.05
-    """When even this is not served, the search ends."""
+    """Smallest rate: if even this is not served, the search ends."""
     max_rate_per_s: float = 1000.0
-    """When this is served, the search ends."""
+    """Largest rate: if this is served, the search ends."""
     tolerance: float = 0.05
-    """Ends when the least rate that is not served is at most this share above the largest one that is."""
+    """Relative width at which the search ends: the least rate that is not served is at most this share above the
+    largest served one."""
     min_attainment: float = DEFAULT_MIN_ATTAINMENT
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class SearchConfig:
 
 
 Bound = Literal["between", "none", "all"]
-"""What a limit means: it lies `between` two measured rates; `none` of the rates was served; `all` of them were."""
+"""Meaning of a limit: it lies `between` two measured rates; `none` of the rates was served; `all` of them were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class ServedRate:
 
     bound: Bound
     rate_per_s: float
-    """Where fitted attainment crosses the target, by linear interpolation between measured rates. For `none` the least
-    measured rate (the truth is below it), for `all` the largest (the truth is not below it)."""
+    """Rate where fitted attainment crosses the target, by linear interpolation between measured rates. For `none` it is
+    the least measured rate (the truth is below it), for `all` the largest (the truth is not below it)."""
     served_per_s: float | None
     """The largest measured rate whose fitted attainment reaches the target."""
     missed_per_s: float | None
-    """The least measured rate whose fitted attainment does not."""
+    """The least measured rate whose fitted attainment misses the target."""
 
     def __str__(self) -> str:
         prefix = {"between": "", "none": "< ", "all": ">= "}[self.bound]
@@ -112,7 +112,7 @@ def fitted(probes: Iterable[Probe]) -> list[Probe]:
 
 
 def served_rate(probes: Iterable[Probe], min_attainment: float = DEFAULT_MIN_ATTAINMENT) -> ServedRate:
-    """The largest served rate by measured points; ValueError without any, or for a bad one."""
+    """Find the largest served rate by measured points; ValueError without any, or for an invalid one."""
     curve = fitted(probes)
     if not curve:
         raise ValueError("probes: no rate was measured")
@@ -135,7 +135,7 @@ def served_rate(probes: Iterable[Probe], min_attainment: float = DEFAULT_MIN_ATT
 
 
 def _reaches(attainment: float, target: float) -> bool:
-    """Shares of requests are sums of quotients: 27 of 30 must reach 0.9 in spite of rounding."""
+    """Whether an attainment reaches the target; 27 of 30 must reach 0.9 in spite of rounding."""
     return attainment >= target - 1e-9
 
 
@@ -161,13 +161,13 @@ def next_rate(config: SearchConfig, probes: Iterable[Probe]) -> float | None:
 
 
 def _round(rate_per_s: float) -> float:
-    """To three significant digits, so that names of files and tables can be read."""
+    """Round to three significant digits, for readable names of files and tables."""
     return float(f"{rate_per_s:.3g}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One point of a comparison: which shape of a cluster, at which rate, for the how-many-th time."""
+    """One point of a comparison: the shape of a cluster, the rate, and the number of the repeat."""
 
     shape: str
     rate_per_s: float

@@ -1,1 +1,1 @@
-"""What is sent and when: scenarios, arrivals, traces. Pure."""
+"""Workloads of load tests: scenarios, arrivals, traces. Pure."""

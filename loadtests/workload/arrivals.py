@@ -1,7 +1,7 @@
-"""When requests are due: an open loop, planned before the run begins, from a seed.
+"""Due times of requests: an open loop, planned before the run begins, from a seed.
 
-Nothing here waits for an answer. A rate is what arrives, whatever the server makes of it; a server that falls behind
-meets a growing queue, as it would in the world outside.
+Nothing here waits for an answer. A rate is that of the arrivals, not of the answers; a server that falls behind gets a
+growing queue, as in practice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 MICROSECONDS = 6
-"""Digits that due times are rounded to, so that the last bit of a machine's logarithm does not show."""
+"""Number of digits that due times are rounded to, so that they do not depend on the last bit of a machine's
+logarithm."""
 
 
 class ArrivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An arrival process; `ValueError` for one that cannot be.
+    """An arrival process; `ValueError` for an invalid one.
 
     - `poisson`: independent exponential gaps.
     - `gamma`: independent gamma gaps with a chosen coefficient of variation: above 1 burstier than `poisson`, which
@@ -41,15 +42,15 @@ class ArrivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rate_per_s: Positive | None = None
     """Mean requests per second over the whole run; needed by all kinds but `trace`."""
     seed: int = 0
-    """Of the gaps. Prompts and lengths have a seed of their own in the workload."""
+    """Seed of the gaps. Prompts and lengths have a seed of their own in the workload."""
     duration_s: Positive | None = None
-    """Requests that would be due at this time or later are left out."""
+    """Duration in seconds; requests that would be due at this time or later are left out."""
     num_requests: Count | None = None
-    """How many requests. With `duration_s` too, whichever is reached first ends the plan."""
+    """Number of requests. With `duration_s` too, the plan ends at whichever is reached first."""
     cv: Annotated[float, msgspec.Meta(ge=0.01, le=20)] = 1.0
-    """`gamma`: standard deviation of a gap over its mean."""
+    """Coefficient of variation for `gamma`: standard deviation of a gap over its mean."""
     burst_size: Count = 1
-    """`burst`: requests at once."""
+    """Number of requests at once, for `burst`."""
 
     def __post_init__(self) -> None:
         for field in ("rate_per_s", "duration_s", "num_requests", "burst_size"):
@@ -68,7 +69,7 @@ class ArrivalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def due_times(arrivals: ArrivalConfig, trace_times_s: Sequence[float] = ()) -> list[float]:
-    """When each request is due, in seconds from the start, ascending, in whole microseconds.
+    """Due time of each request, in seconds from the start, ascending, in whole microseconds.
 
     Args:
         arrivals: the process.
@@ -85,7 +86,7 @@ def due_times(arrivals: ArrivalConfig, trace_times_s: Sequence[float] = ()) -> l
 
 
 def window_s(arrivals: ArrivalConfig, due_s: Sequence[float]) -> float:
-    """The time that a plan's arrivals stand for, in seconds: what goodput divides by.
+    """Duration that a plan's arrivals stand for, in seconds: the divisor of goodput.
 
     It is `duration_s` where that ended the plan; else requests over rate; else, for a trace at its own pace, the time
     of the last request. The time that late answers take after it is not counted: an open loop does not stop for them.
@@ -106,7 +107,7 @@ def window_s(arrivals: ArrivalConfig, due_s: Sequence[float]) -> float:
 
 
 def _generated(arrivals: ArrivalConfig) -> Iterator[float]:
-    """Times of a process without end, or of `num_requests` that span `num_requests / rate_per_s`."""
+    """Endless times of a process, or `num_requests` times that span `num_requests / rate_per_s`."""
     assert arrivals.rate_per_s is not None
     times = accumulate(_gaps(arrivals))
     if arrivals.kind not in ("poisson", "gamma") or arrivals.num_requests is None:
@@ -118,7 +119,7 @@ def _generated(arrivals: ArrivalConfig) -> Iterator[float]:
 
 
 def _gaps(arrivals: ArrivalConfig) -> Iterator[float]:
-    """Gaps between arrivals, in seconds, without end; the first one counts from the start of the run."""
+    """Endless gaps between arrivals, in seconds; the first one counts from the start of the run."""
     assert arrivals.rate_per_s is not None
     gap_s = 1 / arrivals.rate_per_s
     draws = Stream("arrivals", arrivals.seed)
@@ -134,7 +135,7 @@ def _gaps(arrivals: ArrivalConfig) -> Iterator[float]:
 
 
 def _trace(arrivals: ArrivalConfig, times_s: Sequence[float]) -> Iterator[float]:
-    """A trace's times from 0, at its own pace or rescaled to `rate_per_s`."""
+    """Times of a trace from 0, at its own pace or rescaled to `rate_per_s`."""
     chosen = times_s[: arrivals.num_requests]
     if not chosen:
         return iter(())

@@ -27,13 +27,14 @@ def _digest(parts: tuple[int | str, ...], num_bytes: int) -> bytes:
 
 
 def token_ids(num_tokens: int, vocab_size: int, *key: int | str) -> tuple[int, ...]:
-    """`num_tokens` token ids, uniform in [0, vocab_size). A shorter request of the same key is a prefix of a longer."""
+    """Draw `num_tokens` token ids, uniform in [0, vocab_size). A shorter request of the same key is a prefix of a
+    longer one."""
     words = struct.unpack(f"<{num_tokens}I", _digest(key, 4 * num_tokens))
     return tuple(word * vocab_size >> 32 for word in words)
 
 
 class Stream:
-    """Draws one after the other. Owned by one caller; two streams of one key are equal."""
+    """Stream of successive draws. Owned by one caller; two streams of one key are equal."""
 
     def __init__(self, *key: int | str) -> None:
         self._key = key
@@ -48,24 +49,25 @@ class Stream:
             counter += 1
 
     def uniform(self) -> float:
-        """A number in [0, 1) with 53 random bits."""
+        """Draw a number in [0, 1) with 53 random bits."""
         return (next(self._bits) >> 11) * 2.0**-53
 
     def integer(self, low: int, high: int) -> int:
-        """A whole number in [low, high], both included; uneven by less than (high - low + 1) / 2^64."""
+        """Draw a whole number in [low, high], both included; uneven by less than (high - low + 1) / 2^64."""
         return low + (next(self._bits) * (high - low + 1) >> 64)
 
     def exponential(self) -> float:
-        """Exponential with mean 1, by inversion."""
+        """Draw from the exponential distribution with mean 1, by inversion."""
         return -math.log1p(-self.uniform())
 
     def normal(self) -> float:
-        """Standard normal, by Box and Muller's transform (1958); the second number of the pair is not used."""
+        """Draw from the standard normal distribution, by Box and Muller's transform (1958); the second number of the
+        pair is not used."""
         radius = math.sqrt(2 * self.exponential())
         return radius * math.cos(2 * math.pi * self.uniform())
 
     def gamma(self, shape: float) -> float:
-        """Gamma with this shape and scale 1, so with mean `shape`; `shape` > 0.
+        """Draw from the gamma distribution with this shape and scale 1, so with mean `shape`; `shape` > 0.
 
         G. Marsaglia and W. Tsang, A Simple Method for Generating Gamma Variables, ACM TOMS 26 (2000). Shapes below 1
         are drawn at shape + 1 and multiplied by U^(1/shape), as in section 6 of the paper.

@@ -1,4 +1,4 @@
-"""Recorded traffic of others, read into one form: when, how long, and which parts of the prompts are the same.
+"""Recorded traffic of others, read into one form: times, lengths, and which parts of the prompts are the same.
 
 Two formats are known:
 
@@ -33,23 +33,23 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest:
-    """One request of a trace, as recorded."""
+    """Request of a trace, as recorded."""
 
     time_s: float
-    """From the first request of the trace."""
+    """Seconds since the first request of the trace."""
     num_input_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...] = ()
-    """An id for each block of `BLOCK_TOKENS` prompt tokens; empty if the format has none."""
+    """Ids of the blocks of `BLOCK_TOKENS` prompt tokens; empty if the format has none."""
 
 
 def read_trace(path: Path, kind: TraceFormat, first_n: int | None = None) -> list[TraceRequest]:
-    """The requests of a trace file in the order of their times, the first of them at 0.
+    """Read the requests of a trace file in the order of their times, the first of them at 0.
 
     Args:
         path: the file.
         kind: its format.
-        first_n: stop reading after so many requests.
+        first_n: number of requests after which reading stops.
 
     Raises:
         ValueError: for a file that cannot be read or has no request, and for a bad line, naming file, line and field.
@@ -128,7 +128,7 @@ def _read_azure(path: Path) -> Iterator[TraceRequest]:
 
 
 def _timestamp(text: str | None, field: str) -> float:
-    """Seconds of a date and time; without a zone it is taken as UTC. Digits below a microsecond are dropped."""
+    """Seconds of a date and time; UTC if it has no zone. Digits below a microsecond are dropped."""
     try:
         time = datetime.fromisoformat((text or "").strip())
     except ValueError:
@@ -137,7 +137,7 @@ def _timestamp(text: str | None, field: str) -> float:
 
 
 def _tokens(text: str | None, field: str) -> int:
-    """A count of at least 1."""
+    """Parse a count of at least 1."""
     stripped = (text or "").strip()
     if not (stripped.isascii() and stripped.isdigit() and int(stripped) > 0):
         raise ValueError(f"{field}: expected a whole number of tokens above 0; got {text!r}")

@@ -3,10 +3,9 @@
     WorkloadConfig + ArrivalConfig ──outline──> [OutlinedRequest] ──plan──> [PlannedRequest] ──> open_loop.py
                                                       └──> the simulator, which needs no token ids
 
-A plan is a function of the two configs, the size of the vocabulary and the trace file, if there is one: the same
-seeds give the same token ids and due times on every machine (see randomness.py). Clusters that are compared thus get
-equal work. Prompts are random token ids; what a model makes of them does not matter, because answers have forced
-lengths.
+A plan is a function of the two configs, the size of the vocabulary and the trace file, if there is one: the same seeds
+give the same token ids and due times on every machine (see randomness.py). Clusters that are compared thus get equal
+work. Prompts are random token ids; their meaning does not matter, because answers have forced lengths.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _Number = TypeVar("_Number", int, float)
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 # No limits by msgspec.Meta in unions with tuples of fixed length: msgspec 0.22 reads beyond its memory for those.
 Length = int | tuple[int, int]
-"""A number of tokens or turns, at least 1, or `[least, most]`, both included and each as likely."""
+"""Number of tokens or turns, at least 1, or `[least, most]`, both included and all equally likely."""
 Seconds = float | tuple[float, float]
-"""A time of at least 0, or `[least, most]`, each time between them as likely."""
+"""Time of at least 0 seconds, or `[least, most]`, with all times between them equally likely."""
 Scale = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class RandomWorkload(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="random", tag_field="kind"
 ):
-    """Prompts that have nothing in common."""
+    """Workload of prompts that have nothing in common."""
 
     isl: Length
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     osl: Length
-    """Output tokens."""
+    """Number of output tokens."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,13 +52,14 @@ class RandomWorkload(
 class SharedPrefixWorkload(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="shared_prefix", tag_field="kind"
 ):
-    """Prompts that begin with one of a few prefixes, drawn evenly, as with system prompts or few-shot examples."""
+    """Workload of prompts that begin with one of a few prefixes, drawn evenly, as with system prompts or few-shot
+    examples."""
 
     num_prefixes: Count
     prefix_tokens: Count
-    """Tokens of each prefix."""
+    """Number of tokens of each prefix."""
     own_tokens: Length
-    """Prompt tokens after the prefix, which no other request has."""
+    """Number of prompt tokens after the prefix, which no other request has."""
     osl: Length
     seed: int = 0
 
@@ -79,13 +79,13 @@ class MultiTurnWorkload(
     """
 
     turns: Length
-    """Requests of a conversation."""
+    """Number of requests in a conversation."""
     new_tokens: Length
-    """New prompt tokens of each turn."""
+    """Number of new prompt tokens of each turn."""
     osl: Length
-    """Output tokens of each turn."""
+    """Number of output tokens of each turn."""
     think_time_s: Seconds = 1.0
-    """From one turn's planned time to the next one's."""
+    """Time from one turn's planned time to that of the next."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -104,22 +104,22 @@ class TraceWorkload(
     """
 
     path: str
-    """The file."""
+    """Path of the trace file."""
     format: TraceFormat
     first_n: Count | None = None
-    """Use the first so many requests of the file; all of them when unset."""
+    """Number of requests of the file to use, the first ones; None for all."""
     time_scale: Scale = 1.0
     """Factor on the trace's own times: 10 replays it ten times slower. For arrivals of kind `trace` without a rate."""
     tokens_per_block: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS)] = 16
-    """`mooncake`: tokens that stand for 512 of the trace; 512 replays whole lengths."""
+    """Number of tokens that stand for 512 of a `mooncake` trace; 512 replays whole lengths."""
     input_scale: Scale = 1.0
-    """`azure`: factor on prompt lengths."""
+    """Factor on prompt lengths of an `azure` trace."""
     output_scale: Scale = 1.0
     """Factor on output lengths."""
     max_input_tokens: Count | None = None
-    """Longer prompts, after scaling, are cut to this."""
+    """Largest prompt length; longer prompts, after scaling, are cut to this."""
     max_output_tokens: Count | None = None
-    """Longer answers, after scaling, are cut to this."""
+    """Largest answer length; longer answers, after scaling, are cut to this."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class TraceWorkload(
 
 
 WorkloadConfig = RandomWorkload | SharedPrefixWorkload | MultiTurnWorkload | TraceWorkload
-"""The requests; in files the key `kind` names the struct."""
+"""Configuration of the requests; in files the key `kind` names the struct."""
 
 _LENGTH_FIELDS = {
     RandomWorkload: "isl",
@@ -154,23 +154,23 @@ class PromptPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutlinedRequest:
-    """A planned request whose prompt is named and not drawn; fields as in `PlannedRequest`."""
+    """Planned request whose prompt is not drawn yet, only its keys; fields as in `PlannedRequest`."""
 
     index: int
     due_s: float
     parts: tuple[PromptPart, ...]
-    """The prompt, or the new part of it in a later turn."""
+    """Parts of the prompt, or of its new part in a later turn."""
     max_tokens: int
     after: int | None = None
     group: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of `parts`."""
+        """Number of tokens of all parts."""
         return sum(part.num_tokens for part in self.parts)
 
     def planned(self, vocab_size: int) -> PlannedRequest:
-        """The same with its token ids."""
+        """The planned request with its token ids."""
         return PlannedRequest(
             index=self.index,
             due_s=self.due_s,
@@ -186,9 +186,9 @@ class Outline:
     """All requests of a run, without token ids."""
 
     requests: list[OutlinedRequest]
-    """As in `Plan`."""
+    """Requests in the order of their due times, as in `Plan`."""
     window_s: float
-    """As in `Plan`."""
+    """Duration that the arrivals stand for, as in `Plan`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +196,13 @@ class Plan:
     """All requests of a run."""
 
     requests: list[PlannedRequest]
-    """In the order of their due times; a conversation's turns in their own order."""
+    """Requests in the order of their due times; a conversation's turns in their own order."""
     window_s: float
-    """The time that the arrivals stand for: what goodput divides by."""
+    """Duration that the arrivals stand for, in seconds: the divisor of goodput."""
 
 
 def outline(workload: WorkloadConfig, arrivals: ArrivalConfig, *, max_model_len: int) -> Outline:
-    """The requests of a run and its length; arguments and errors as in `plan`."""
+    """Outline the requests of a run and its length; arguments and errors as in `plan`."""
     if arrivals.kind == "trace" and not isinstance(workload, TraceWorkload):
         raise ValueError("arrivals.kind: times of a trace need a workload of kind trace")
     match workload:
@@ -223,13 +223,13 @@ def outline(workload: WorkloadConfig, arrivals: ArrivalConfig, *, max_model_len:
 
 
 def plan(workload: WorkloadConfig, arrivals: ArrivalConfig, *, vocab_size: int, max_model_len: int) -> Plan:
-    """The requests of a run and its length.
+    """Plan the requests of a run and its length.
 
     Args:
         workload: prompts and lengths.
-        arrivals: when.
+        arrivals: times of the requests.
         vocab_size: token ids are drawn from [0, vocab_size).
-        max_model_len: most tokens of a prompt (with the conversation before it) plus its answer.
+        max_model_len: largest number of tokens of a prompt (with the conversation before it) plus its answer.
 
     Raises:
         ValueError: naming the field, if a request cannot fit the model, if the two configs do not go together, or if

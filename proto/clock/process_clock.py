@@ -31,7 +31,7 @@ from disagg.proto.clock.still_time import LOOK_S, StillTime
 
 
 class ProcessClock(StillTime):
-    """Of this process; the thread is its own."""
+    """The clock of this process, with a thread that reads it."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic, time.process_time)
@@ -41,7 +41,8 @@ class ProcessClock(StillTime):
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Have a thread look from now on, until `stop` was called as often. Until then it is the monotonic clock."""
+        """Start the thread that reads the clock, unless it runs. It runs until `stop` was called as often as `start`.
+        Until then it is the monotonic clock."""
         with self._users_lock:
             self._users += 1
             if self._thread is None:
@@ -51,7 +52,7 @@ class ProcessClock(StillTime):
                 self._thread.start()
 
     def stop(self) -> None:
-        """One of those that called `start` needs it no more."""
+        """Undo one call of `start`; the last one ends the thread."""
         with self._users_lock:
             self._users -= 1
             if self._users or self._thread is None:
@@ -68,7 +69,7 @@ class ProcessClock(StillTime):
 
 @functools.cache
 def process_clock() -> ProcessClock:
-    """The one of this process."""
+    """The clock by which this process judges others."""
     return ProcessClock()
 
 
@@ -76,7 +77,7 @@ os.register_at_fork(after_in_child=process_clock.cache_clear)
 
 
 class AwakeLoop(asyncio.SelectorEventLoop):
-    """Its timers and timeouts, and those of all libraries on it, go by the process's clock."""
+    """Event loop on the process's clock: its timers and timeouts, and those of all libraries on it, use that clock."""
 
     def __init__(self, selector: selectors.BaseSelector | None = None) -> None:
         super().__init__(selector)

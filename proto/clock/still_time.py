@@ -9,11 +9,11 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often the thread looks."""
+"""Seconds between two readings of the clock by the thread."""
 STILL_S = 1.0
-"""A look that is late by this much means that the process stood still, or was busy."""
+"""Seconds by which a reading must be late for the process to have stood still, or to have been busy."""
 BUSY_SHARE = 0.1
-"""The share of that time for which the process ran, from which on it was busy."""
+"""Share of that time from which on the process counts as busy: the time for which it ran, divided by the whole."""
 
 
 class StillTime:
@@ -30,18 +30,19 @@ class StillTime:
         self._is_watched = False
         self._looked = self._cpu_s = 0.0
         self.seconds = 0.0
-        """In all."""
+        """Total time for which the process stood still."""
         self.on_stood_still: list[Callable[[float], None]] = []
-        """Called with the seconds, on whichever thread looked first; each must be short."""
+        """Functions that are called with the seconds of each standstill, on the thread that found it; each must be
+        short."""
 
     def begin(self) -> None:
-        """Looks come regularly from now on."""
+        """Expect regular readings from now on."""
         with self._lock:
             self._looked, self._cpu_s = self._monotonic(), self._cpu()
             self._is_watched = True
 
     def end(self) -> None:
-        """They do not any more."""
+        """Expect no more readings."""
         self._is_watched = False
 
     def now(self) -> float:
@@ -53,7 +54,7 @@ class StillTime:
         return now - self.seconds
 
     def look(self) -> None:
-        """Take off the time since the last look, where the process stood still."""
+        """Read the clocks, and leave out the time since the last reading if the process stood still."""
         with self._lock:
             now, cpu_s = self._monotonic(), self._cpu()
             late_s, used_s = now - self._looked - LOOK_S, cpu_s - self._cpu_s

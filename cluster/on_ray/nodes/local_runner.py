@@ -36,7 +36,7 @@ STOP_EVERY_RAY: Final = "ray stop"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode:
-    """What is particular to one node."""
+    """Properties of one node."""
 
     node_id: str
     ip: str
@@ -137,7 +137,7 @@ def exports(variables: Mapping[str, object]) -> str:
 
 
 def copy(source: Path, target: Path) -> None:
-    """As `rsync -a` would: modes and times too, and a folder's content into a folder."""
+    """Copy like `rsync -a`: modes and times too, and a folder's content into a folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True)

@@ -1,12 +1,12 @@
-"""Our node providers for `ray up`: machines that are there already, reached by ssh, and one machine that plays many.
+"""Our node providers for `ray up`: existing machines, reached by ssh, and one machine in place of many.
 
     ray up    (launching machine)  bootstrap_config -> create_node(head) -> set-up commands on the head
     monitor   (on the head)        create_node(workers) -> set-up commands on each; terminate_node when not needed
     ray down  (launching machine)  terminate_node(head, then workers) until none is left
 
-Ray's own provider for machines that are there already refuses node types, and so labels and pools. These two are named
-in a cluster file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray
-calls their methods from several threads and from both machines; their state is in a file (`state.py`).
+Ray's own provider for existing machines refuses node types, and so labels and pools. These two are named in a cluster
+file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray calls their
+methods from several threads and from both machines; their state is in a file (`state.py`).
 
 `StaticSshProvider` (hosts by node type in `provider.hosts`): a node is a host with a running Ray. The launching machine
 has the head only; so `ray down` ends Ray on every host of the pools, used or not: the hosts belong to the cluster.
@@ -57,7 +57,7 @@ MAX_PARALLEL_STOPS: Final = 16
 
 
 class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no types
-    """What both have in common: all answers come from the table."""
+    """Base of both providers: all answers come from the table."""
 
     def __init__(self, provider_config: Config, cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
@@ -65,7 +65,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
 
     @abstractmethod
     def folder(self) -> Path:
-        """Where the table is."""
+        """The folder that holds the provider's table."""
 
     @override
     def non_terminated_nodes(self, tag_filters: Mapping[str, str]) -> list[str]:
@@ -81,7 +81,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
 
     @override
     def node_tags(self, node_id: str) -> dict[str, str]:
-        """None for a node that is gone."""
+        """Tags of a node; empty for one that is gone."""
         node = self._table.read().nodes.get(node_id)
         return {} if node is None else dict(node.tags)
 
@@ -123,7 +123,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
         """Hosts on which a node of this type can be created."""
 
     def prepare_for_head_node(self, cluster_config: Config) -> Config:
-        """What the autoscaler on the head has no record of: the head itself, and which generation this is."""
+        """Add the head and its generation to the cluster file: the autoscaler on the head has no record of them."""
         table = self._table.read()
         (head,) = table.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
         head_record = {"generation": table.generation, "id": head, "tags": table.nodes[head].tags}
@@ -139,7 +139,7 @@ class TableProvider(NodeProvider, ABC):  # type: ignore[misc]  # Ray has no type
 
 
 class StaticSshProvider(TableProvider):
-    """Hosts that are there already. Owner of which of them are nodes."""
+    """Provider of existing hosts. Owner of the record of which hosts are nodes."""
 
     def __init__(self, provider_config: Config, cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
@@ -154,7 +154,7 @@ class StaticSshProvider(TableProvider):
         return Path(str(given)).expanduser() / str(self.cluster_name)
 
     def free_hosts(self, table: NodeTable, node_type: str) -> Sequence[str]:
-        """Those of the pool that have no node."""
+        """Hosts of the pool that have no node."""
         return table.free(self._hosts.get(node_type, []))
 
     def nodes_for_teardown(self, tag_filters: Mapping[str, str]) -> list[str]:
@@ -174,7 +174,7 @@ class StaticSshProvider(TableProvider):
         return [*listed, *others]
 
     def terminate_nodes(self, node_ids: list[str]) -> None:
-        """End Ray on these hosts. One that cannot be reached is given up, with a warning."""
+        """End Ray on these hosts. A host that cannot be reached is skipped, with a warning."""
         with ThreadPoolExecutor(max_workers=MAX_PARALLEL_STOPS) as executor:
             list(executor.map(self._stop_ray, node_ids))
         self._table.change(lambda table: table.remove(*node_ids))
@@ -189,14 +189,14 @@ class StaticSshProvider(TableProvider):
             logger.warning("%s: Ray could not be ended there: %s", node_id, error)
 
     def prepare_for_head_node(self, cluster_config: Config) -> Config:
-        """Also how the head reaches the others: Ray has put its own key there, and took the proxy away."""
+        """Also add how the head reaches the others: Ray has put its own key there, and removed the proxy."""
         cluster_config = super().prepare_for_head_node(cluster_config)
         cluster_config["provider"]["auth"] = dict(cluster_config["auth"])
         return cluster_config
 
     @staticmethod
     def bootstrap_config(cluster_config: Config) -> Config:
-        """Check `provider.hosts`, and record what `terminate_nodes` will need; raises `ConfigError`."""
+        """Check `provider.hosts`, and record the settings that `terminate_nodes` needs; raises `ConfigError`."""
         provider = {**cluster_config["provider"], "head_node_type": cluster_config["head_node_type"]}
         provider["auth"] = dict(cluster_config["auth"])
         if "ssh_user" not in provider["auth"]:
@@ -232,7 +232,7 @@ def check_sizes(hosts: Mapping[str, Sequence[str]], cluster_config: Config) -> N
 
 
 def with_head(table: NodeTable, head: Config) -> NodeTable:
-    """The table of the head's autoscaler, with the head in it; what an earlier cluster left there is forgotten."""
+    """The table of the head's autoscaler, including the head; nodes of an earlier cluster are forgotten."""
     if table.generation == head["generation"]:
         return table
     node = Node(host=host_of(head["id"]), tags=head["tags"])
@@ -243,7 +243,7 @@ def with_head(table: NodeTable, head: Config) -> NodeTable:
 
 
 class LoopbackProvider(TableProvider):
-    """Nodes that are processes on this machine. Owner of those, and of `provider.dir` with all that they write."""
+    """Nodes that are processes on this machine. Owner of them, and of `provider.dir` with all that they write."""
 
     def folder(self) -> Path:
         """`provider.dir`, or a folder of this user in the system's place for temporary files."""
@@ -251,11 +251,11 @@ class LoopbackProvider(TableProvider):
         return Path(str(given)).expanduser() if given else _default_folder(self.cluster_name)
 
     def free_hosts(self, table: NodeTable, node_type: str) -> Sequence[str]:
-        """This machine, under one address more for each node."""
+        """This machine, with a further address for each node."""
         return table.free(LOOPBACK_HOSTS)
 
     def create_node(self, node_config: Config, tags: Mapping[str, str], count: int) -> None:
-        """Add nodes, and give each its home. A head begins anew: nodes of an earlier one are ended."""
+        """Add nodes, and give each its home. A new head starts a new cluster: nodes of an earlier one are ended."""
         if tags[TAG_RAY_NODE_KIND] == NODE_KIND_HEAD and (earlier := self.non_terminated_nodes({})):
             self.terminate_nodes(earlier)
         super().create_node(node_config, tags, count)
@@ -263,7 +263,7 @@ class LoopbackProvider(TableProvider):
             self._home(node_id).mkdir(mode=0o700, exist_ok=True)
 
     def terminate_nodes(self, node_ids: list[str]) -> None:
-        """End all processes of these nodes and remove what they wrote; with the last node, the whole folder."""
+        """End all processes of these nodes and remove their files; with the last node, the whole folder."""
         self._end_processes([f"{NODE_MARK}={self._home(node_id)}" for node_id in node_ids])
         for node_id in node_ids:
             for folder in (self._home(node_id), self._ray_dir(node_id)):
@@ -272,7 +272,8 @@ class LoopbackProvider(TableProvider):
             shutil.rmtree(self.folder(), ignore_errors=True)
 
     def _end_processes(self, marks: list[str]) -> None:
-        """SIGTERM, and SIGKILL after a while; checked once more at the end for what was started meanwhile."""
+        """Send SIGTERM, and SIGKILL after a while; processes that were started meanwhile are looked for once more at
+        the end."""
         family = [process for mark in marks for process in ProcessRef.family(mark)]
         for process in family:
             if process.is_alive():
@@ -282,15 +283,16 @@ class LoopbackProvider(TableProvider):
         end_processes([process for mark in marks for process in ProcessRef.family(mark)], grace_s=0)
 
     def _home(self, node_id: str) -> Path:
-        """`decode-3`, below our folder."""
+        """Home of a node, such as `decode-3`, below our folder."""
         return self.folder() / node_id.partition("@")[0]
 
     def _ray_dir(self, node_id: str) -> Path:
-        """`r3`: short, and one for each node, because two that start at once in one folder take the same sockets."""
+        """Folder of a node's Ray, such as `r3`: short, and one for each node, because two that start at once in one
+        folder take the same sockets."""
         return self.folder() / f"r{self._home(node_id).name.rpartition('-')[2]}"
 
     def get_command_runner(self, log_prefix: str, node_id: str, *_: object, **__: object) -> LocalCommandRunner:
-        """Commands of a node run here, in its home."""
+        """Commands of a node run on this machine, in its home."""
         node = LocalNode(
             node_id=node_id,
             ip=host_of(node_id),
@@ -303,7 +305,7 @@ class LoopbackProvider(TableProvider):
 
     @staticmethod
     def bootstrap_config(cluster_config: Config) -> Config:
-        """Settle the folder, because the head's home is another one; raises `ConfigError`."""
+        """Fix the folder, because the head has another home; raises `ConfigError`."""
         provider = dict(cluster_config["provider"])
         if not isinstance(provider.get("head_port"), int):
             raise ConfigError("provider.head_port: expected the port for Ray's head")
@@ -315,5 +317,5 @@ class LoopbackProvider(TableProvider):
 
 
 def _default_folder(cluster_name: str) -> Path:
-    """Short, and the same for every call of one user."""
+    """Default folder: a short path that is the same for every call of one user."""
     return Path(tempfile.gettempdir()) / f"disagg-{os.getuid()}-{cluster_name}"

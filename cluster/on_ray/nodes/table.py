@@ -17,41 +17,42 @@ import msgspec
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """One node that was created and not terminated."""
+    """A node that was created and not terminated."""
 
     host: str
     tags: dict[str, str]
-    """Ray's tags: its kind, its type, how far its set-up is."""
+    """Ray's tags: kind, type, and state of the set-up."""
 
 
 class NodeTable(msgspec.Struct, frozen=True, kw_only=True):
     """All nodes of one cluster."""
 
     generation: str = ""
-    """Changes with every head; empty before the first one."""
+    """Name of the generation, which changes with every head; empty before the first one."""
     num_created: int = 0
     nodes: dict[str, Node] = {}
     ended_hosts: tuple[str, ...] = ()
-    """Hosts on which nodes of this generation were terminated, and none was created since."""
+    """Hosts whose nodes of this generation were terminated, without a new one since."""
 
     def begin(self, generation: str) -> NodeTable:
-        """Empty, for a new head."""
+        """An empty table for a new head."""
         return NodeTable(generation=generation)
 
     def add(self, node_type: str, host: str, tags: Mapping[str, str]) -> tuple[NodeTable, str]:
-        """With one more node, and its id, which no other node of this generation has had."""
+        """A table with one more node, and the node's id, which no other node of this generation has had."""
         number = self.num_created + 1
         node_id = make_node_id(node_type, number, host)
         return self.put(node_id, Node(host=host, tags=dict(tags)), num_created=number), node_id
 
     def put(self, node_id: str, node: Node, *, num_created: int | None = None) -> NodeTable:
-        """With this node under this id."""
+        """A table with this node under this id."""
         ended = tuple(host for host in self.ended_hosts if host != node.host)
         count = self.num_created if num_created is None else num_created
         return msgspec.structs.replace(self, nodes={**self.nodes, node_id: node}, num_created=count, ended_hosts=ended)
 
     def tag(self, node_id: str, tags: Mapping[str, str]) -> NodeTable:
-        """With a node's tags updated; as it is when the node is gone (Ray tags nodes while they are terminated)."""
+        """A table with a node's tags updated; unchanged if the node is gone (Ray tags nodes while they are
+        terminated)."""
         node = self.nodes.get(node_id)
         if node is None:
             return self
@@ -59,7 +60,7 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, nodes={**self.nodes, node_id: updated})
 
     def remove(self, *node_ids: str) -> NodeTable:
-        """Without these nodes, listed or not; their hosts count as ended."""
+        """A table without these nodes, listed or not; their hosts count as ended."""
         nodes = {other: node for other, node in self.nodes.items() if other not in node_ids}
         ended = dict.fromkeys((*self.ended_hosts, *map(host_of, node_ids)))
         return msgspec.structs.replace(self, nodes=nodes, ended_hosts=tuple(ended))
@@ -75,7 +76,7 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_node_id(node_type: str, number: int, host: str) -> str:
-    """`decode-3@10.0.0.7`: also a name for people, and a word for a shell."""
+    """Make a node's id, such as `decode-3@10.0.0.7`: also a name for people, and a word for a shell."""
     return f"{node_type}-{number}@{host}"
 
 

@@ -1,1 +1,1 @@
-"""The `disagg` command."""
+"""Command line of the `disagg` program."""

@@ -1,4 +1,4 @@
-"""Where a gateway is, as the command line has it, and the error when there is none."""
+"""The gateway's address on the command line, and the error when no gateway answers there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError, UnavailableError
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8470"
-"""Of the gateway that the default configuration starts."""
+"""Address of the gateway that the default configuration starts."""
 DEFAULT_HTTP_ADDRESS: Final = "127.0.0.1:8471"
-"""The same of HTTP."""
+"""Address of that gateway's HTTP server."""
 UNREACHABLE = "unreachable"
-"""The code of an `UnavailableError` that no gateway sent."""
+"""Code of an `UnavailableError` that the client raised because no gateway answered."""
 
 
 def check_address(address: str) -> str:
-    """The address; raises `ConfigError` if it is no host:port."""
+    """Check an address and return it; raises `ConfigError` if it is no host:port."""
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise ConfigError(f"--address: expected host:port; got {address!r}")
     return address
@@ -27,7 +27,7 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def reaching(address: str) -> Iterator[None]:
-    """For calls to the gateway there: no answer becomes a `LaunchError` with the next command."""
+    """Turn a missing answer of the gateway at `address` into a `LaunchError` that names the next command."""
     try:
         yield
     except UnavailableError as error:

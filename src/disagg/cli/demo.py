@@ -33,7 +33,7 @@ SYSTEM = (
     "what it is known for. When you are asked about animals or plants, you say where they live and what they need. "
     "You do not make lists, you do not repeat the question, and you do not say that you are an assistant."
 )
-"""Long enough that a second turn finds several blocks of it in the caches."""
+"""A system prompt that is long enough for a second turn to find several of its blocks in the caches."""
 
 FIRST_QUESTION = "Tell me about the Amazon river."
 SECOND_QUESTION = "What can a visitor see there?"
@@ -46,7 +46,7 @@ MAX_TOKENS = 96
 DEMO_KV_CACHE_BYTES = 64 << 20
 
 Chat = list[dict[str, str]]
-"""Turns with `role` and `content`."""
+"""Messages of a chat, each with `role` and `content`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,17 @@ class Outcome:
     """One answer, what the client measured, and the cluster's explanation of it."""
 
     name: str
-    """The number of its scene, with a letter where there are several."""
+    """Number of its scene, with a letter where the scene has several answers."""
     text: str
     prompt_tokens: int
     output_tokens: int
     ttft_s: float
     tpot_s: float | None
-    """None for an answer of one token."""
+    """Mean time per token in seconds; None for an answer of one token."""
     prefill_worker: str
-    """Empty when none took part."""
+    """Id of the prefill worker; empty when none took part."""
     decode_worker: str
-    """Empty when none took part."""
+    """Id of the decode worker; empty when none took part."""
     prefill_cached_tokens: int
     decode_cached_tokens: int
     kv_bytes: int
@@ -115,7 +115,8 @@ def ensure_model(config: ClusterConfig, console: Console) -> None:
 
 
 def show_demo(address: str, console: Console) -> int:
-    """Run all scenes against the gateway at `address`; the exit status. Raises `DisaggError` when a request fails."""
+    """Run all scenes against the gateway at `address`, and return the exit status. Raises `DisaggError` when a request
+    fails."""
     with Client(address) as client:
         outcomes = run_scenes(client, console)
         pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
@@ -129,7 +130,7 @@ def show_demo(address: str, console: Console) -> int:
 
 
 def run_scenes(client: Client, console: Console) -> list[Outcome]:
-    """All scenes, in order; the second turn is the last outcome."""
+    """Run all scenes in order; the second turn is the last outcome."""
     model = client.models()[0].name
     _title(console, "1. One prompt, streamed as it is made")
     first_turn = _chat(FIRST_QUESTION)
@@ -147,7 +148,7 @@ def run_scenes(client: Client, console: Console) -> list[Outcome]:
 
 
 def ask(client: Client, model: str, name: str, chat: Chat, on_text: Callable[[str], None]) -> Outcome:
-    """One greedy request, its text given to `on_text` as it comes. Raises `DisaggError` when it fails."""
+    """Make one greedy request, and pass its text to `on_text` as it comes. Raises `DisaggError` when it fails."""
     sent = time.perf_counter()
     first = last = sent
     pieces: list[str] = []
@@ -181,7 +182,8 @@ def ask(client: Client, model: str, name: str, chat: Chat, on_text: Callable[[st
 
 
 def _ask_together(client: Client, model: str, console: Console) -> list[Outcome]:
-    """All parallel questions at once, each printed whole when it is done; in the order of the questions."""
+    """Ask all parallel questions at once, and print each answer when it is complete. The order is that of the
+    questions."""
     outcomes: dict[int, Outcome] = {}
     with ThreadPoolExecutor(len(PARALLEL_QUESTIONS)) as threads:
         running = {
@@ -205,7 +207,7 @@ def _silent(text: str) -> None:
 
 
 def _printer(console: Console) -> Callable[[str], None]:
-    """Prints pieces of text one after the other, as they come."""
+    """A function that prints pieces of text one after the other, as they come."""
 
     def print_piece(text: str) -> None:
         console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
@@ -256,7 +258,8 @@ def _process(worker_id: str, pids: dict[str, int]) -> str:
 
 
 def problems(outcomes: Sequence[Outcome]) -> list[str]:
-    """Why the demonstration failed; empty when every answer came through both pools and the second turn hit a cache."""
+    """Reasons why the demonstration failed; empty when every answer came through both pools and the second turn hit a
+    cache."""
     found = [f"answer {outcome.name}: {problem}" for outcome in outcomes for problem in _problems_of(outcome)]
     if outcomes and not max(outcomes[-1].prefill_cached_tokens, outcomes[-1].decode_cached_tokens):
         found.append(f"answer {outcomes[-1].name}: no part of its prefix was found in a cache")
@@ -279,7 +282,7 @@ def _problems_of(outcome: Outcome) -> list[str]:
 
 
 def verdict(outcomes: Sequence[Outcome], console: Console) -> int:
-    """Print what `problems` found; the exit status."""
+    """Print what `problems` found, and return the exit status."""
     found = problems(outcomes)
     for problem in found:
         console.print(f"[red]failed[/red] {escape(problem)}", highlight=False)

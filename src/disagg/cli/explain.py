@@ -24,9 +24,9 @@ from disagg.gateway.operators.admin_answers import explanation_json
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
-"""Of an option's cost; a column of the table each, where any option has some of it."""
+"""Parts of an option's cost; each is a column of the table if any option has some of it."""
 LOOKED_AT = 100
-"""Of the latest requests, to find one that is no probe of `disagg doctor`."""
+"""Number of latest requests that are searched for one that is no probe of `disagg doctor`."""
 NO_REQUEST = "there was no request yet; next: disagg generate TEXT"
 
 
@@ -48,7 +48,7 @@ def run_explain(address: str, request_id: str | None, console: Console, *, as_js
 
 
 def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> None:
-    """The latest requests, newest first. Raises `LaunchError` if there is no gateway."""
+    """Print the latest requests, newest first. Raises `LaunchError` if there is no gateway."""
     with open_client(address) as client, reaching(address):
         requests = client.requests(limit)
     if as_json:
@@ -60,7 +60,7 @@ def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> No
 
 
 def latest(requests: Sequence[Explanation]) -> Explanation | None:
-    """The first that a client sent; else the first probe; None of none."""
+    """The first request that a client sent; else the first probe; None if there are none."""
     return next((request for request in requests if not request.is_probe), requests[0] if requests else None)
 
 
@@ -106,7 +106,7 @@ def _facts(request: Explanation) -> Table:
 
 
 def _decision(made: GuardrailDecision) -> str:
-    """`secrets/keys: replaced in the answer (it has what looks like a secret), 2 times`."""
+    """Text of a decision, such as `secrets/keys: replaced in the answer (it has what looks like a secret), 2 times`."""
     what = {"replace": "replaced in", "stop": "stopped", "failed": "gave no verdict on"}.get(made.action, made.action)
     name = f"{made.guardrail}/{made.rule}" if made.rule else made.guardrail
     reason = f" ({made.reason})" if made.reason else ""
@@ -165,7 +165,7 @@ def _workers(option: PlacementOption) -> tuple[str, str]:
 
 
 def _forecast(request: Explanation) -> Table | None:
-    """TTFT from the placement on, and TPOT; None where neither was predicted and measured."""
+    """Table of TTFT from the placement on, and TPOT; None where neither was both predicted and measured."""
     ended = {entry.stage: entry.at_ms for entry in request.stages}
     made = table("", "predicted>", "measured>", "")
     chosen = request.chosen
@@ -187,7 +187,8 @@ def _ratio(measured: float, predicted: float) -> str:
 
 
 def waterfall(spans: Sequence[StageSpan], *, cells: int = WATERFALL_CELLS, ascii_only: bool = False) -> Table:
-    """A line for each span, in the order in which they began: where, when, how long. One that lasts is open-ended."""
+    """Table with a line for each span, in the order in which they began: where, when, how long. A span that has not
+    ended is open."""
     end_ms = max(max(span.end_ms, span.start_ms) for span in spans)
     made = table("stage", "worker", "from ms>", "for ms>", "")
     for span in sorted(spans, key=lambda span: span.start_ms):
@@ -204,7 +205,7 @@ def waterfall(spans: Sequence[StageSpan], *, cells: int = WATERFALL_CELLS, ascii
 
 
 def _bar(start_ms: float, stop_ms: float, whole_ms: float, cells: int, mark: str) -> str:
-    """At least one cell, within the whole."""
+    """A bar of at least one cell, within the whole width."""
     if whole_ms <= 0:
         return mark
     first = min(int(start_ms / whole_ms * cells), cells - 1)
@@ -216,7 +217,7 @@ def _bar(start_ms: float, stop_ms: float, whole_ms: float, cells: int, mark: str
 
 
 def listing(requests: Sequence[Explanation], now: float) -> Table:
-    """A line for each request. `now` is in seconds since the epoch."""
+    """Table with a line for each request. `now` is in seconds since the epoch."""
     made = table("request", "ago>", "outcome", "prefill", "decode", "prompt>", "output>", "TTFT ms>", "total ms>")
     for request in requests:
         ended = {entry.stage: entry.at_ms for entry in request.stages}

@@ -27,9 +27,9 @@ def run_generate(
     """Write the answer to `out` as it comes, and one line about it to `notes`.
 
     Raises:
-        ConfigError: if the address is none, or the prompt is no text in UTF-8.
+        ConfigError: if the address is invalid, or the prompt is no text in UTF-8.
         LaunchError: if there is no gateway at the address.
-        DisaggError: whatever the gateway answered.
+        DisaggError: the error that the gateway answered.
     """
     check_address(address)
     try:
@@ -53,14 +53,14 @@ def run_generate(
 
 
 def _only_model(names: Sequence[str]) -> str:
-    """Raises `ConfigError` unless there is one."""
+    """The only model; raises `ConfigError` unless there is exactly one."""
     if len(names) != 1:
         raise ConfigError(f"--model: the gateway serves {', '.join(names) or 'none that you may use'}; choose one")
     return names[0]
 
 
 def summary(finished: Finished) -> str:
-    """`17 + 32 tokens, 16 cached, length, request 1f..`."""
+    """Text such as `17 + 32 tokens, 16 cached, length, request 1f..`."""
     usage = finished.usage
     cached = f", {usage.cached_tokens} cached" if usage.cached_tokens else ""
     return (

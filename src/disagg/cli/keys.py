@@ -23,14 +23,14 @@ from disagg.proto.errors import ConfigError
 from disagg.router.api import NO_LIMITS
 
 PREFIX: Final = "disagg_"
-"""By which people and secret scanners recognize a key."""
+"""Prefix by which people and secret scanners recognize a key."""
 _KEY_BYTES: Final = 32
 _MODE: Final = 0o600
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRights:
-    """What a key may do, and how long; see `KeyEntry`."""
+    """Rights of a key, and their duration; see `KeyEntry`."""
 
     admin: bool = False
     metrics: bool = False
@@ -39,7 +39,7 @@ class KeyRights:
     expires: str | None = None
 
     def fields(self) -> dict[str, object]:
-        """Of the key's entry in the file: those that are set."""
+        """Fields of the key's entry in the file: those that are set."""
         every = {
             "admin": self.admin,
             "metrics": self.metrics,
@@ -55,12 +55,12 @@ def run_key_new(tenant: str, rights: KeyRights, file: Path | None, console: Cons
 
     Args:
         tenant: whose key it is; requests of one tenant share cached prefixes.
-        rights: of the key.
-        file: to add it to, made where it is missing; without, the entry is shown instead.
+        rights: rights of the key.
+        file: file to add it to, which is made if it is missing; without one, the entry is shown instead.
         console: for people, standard error.
 
     Raises:
-        ConfigError: if the tenant's name, the rights or the file are not what it must be; nothing was changed.
+        ConfigError: if the tenant's name, the rights or the file are invalid; nothing was changed.
     """
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     entry = entry_of(tenant, key, rights)
@@ -77,8 +77,7 @@ def run_key_new(tenant: str, rights: KeyRights, file: Path | None, console: Cons
 
 
 def entry_of(tenant: str, key: str, rights: KeyRights) -> str:
-    """The lines of the file for a key. Raises `ConfigError` for a name that is no tenant's, or rights that cannot
-    be."""
+    """The lines of the file for a key. Raises `ConfigError` for an invalid tenant name or invalid rights."""
     entry = {"tenant": tenant, "sha256": digest_of(key).hex(), **rights.fields()}
     if not re.match(TENANT, tenant):
         raise ConfigError(f"tenant: expected at most 64 letters, digits, dots, dashes and underscores; got {tenant!r}")
@@ -90,7 +89,7 @@ def entry_of(tenant: str, key: str, rights: KeyRights) -> str:
 
 
 def add_entry(file: Path, entry: str) -> None:
-    """Put an entry at the end of the file, in one step. Raises `ConfigError`."""
+    """Append an entry to the file, in one step. Raises `ConfigError`."""
     text = read_private_file(str(file), "--file").decode() if file.exists() else ""
     longer = f"{text.rstrip()}\n{entry}".lstrip()
     before = parse_entries(text, str(file))
@@ -103,7 +102,7 @@ def add_entry(file: Path, entry: str) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file that only its owner can read; whoever reads it meanwhile gets the old one or the new one."""
+    """Write a file that only its owner can read, in one step: a reader gets either the old or the new content."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as output:

@@ -82,7 +82,8 @@ class Shared:
         duration: float | None = None,
         request_timeout_s: float | None = None,
     ) -> Common:
-        """What the commands are given. `address` is None for clusters of their own. Raises `ConfigError`."""
+        """The common options as values. `address` is None for commands that start clusters of their own. Raises
+        `ConfigError`."""
         from disagg.cli import load_commands as commands
         from disagg.loadtests.generator.load_generator import GeneratorOptions
         from disagg.loadtests.scenario import Overrides
@@ -104,7 +105,7 @@ class Shared:
 
 
 def with_shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer is to see it: its own options, then those of `Shared`, its first parameter."""
+    """Make the command for Typer: its own options, then those of `Shared`, its first parameter."""
 
     @functools.wraps(command)
     def run(**given: Any) -> None:

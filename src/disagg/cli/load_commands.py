@@ -42,7 +42,8 @@ EXIT_MISSED = 1
 EXIT_INVALID = 2
 EXIT_INTERRUPTED = 130
 PATH_BYTES = 24
-"""Of randomness in the path of Locust's page. It goes to Locust in the environment, which other users cannot read."""
+"""Bytes of randomness in the path of Locust's page. It goes to Locust in the environment, which other users cannot
+read."""
 
 TTFT_SCALES = (0.25, 0.5, 1.0, 2.0)
 TPOT_SCALES = (0.75, 1.0, 1.5, 2.0, 4.0)
@@ -54,11 +55,11 @@ class Common:
     """Options of all load commands."""
 
     scenario: str
-    """File or name."""
+    """File or name of the scenario."""
     overrides: Overrides = field(default_factory=Overrides)
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    """Limits instead of the scenario's."""
+    """Limits in place of the scenario's, `ttft_ms` and `tpot_ms`, in milliseconds."""
     min_attainment: float = DEFAULT_MIN_ATTAINMENT
     generator: GeneratorOptions = field(default_factory=GeneratorOptions)
     html: Path | None = None
@@ -78,12 +79,12 @@ class Common:
 
     @property
     def name(self) -> str:
-        """Of the scenario, for reports."""
+        """Name of the scenario, for reports."""
         return scenario_path(self.scenario).stem
 
 
 def run(options: Common, address: str, record: Path | None, console: Console) -> int:
-    """One run against a running cluster; the exit status is 0 if enough requests met their limits."""
+    """Make one run against a running cluster. The exit status is 0 if enough requests met their limits."""
     scenario, slo = options.load()
     with temp_folder("disagg-load-") if record is None else nullcontext() as folder:
         path = folder / "run.jsonl" if folder is not None else record
@@ -103,7 +104,7 @@ def run(options: Common, address: str, record: Path | None, console: Console) ->
 
 
 def web(options: Common, address: str, record: Path | None, port: int, console: Console) -> int:
-    """Locust's page, with the options filled in, under a random path; until Ctrl-C."""
+    """Serve Locust's page under a random path, with the options filled in, until Ctrl-C."""
     _, slo = options.load()
     check_credentials(address)
     given = options.overrides
@@ -142,7 +143,7 @@ def web(options: Common, address: str, record: Path | None, port: int, console: 
 def sweep(
     options: Common, where: Shape | str, search: SearchConfig, directory: Path, attempts: int, console: Console
 ) -> int:
-    """The largest served rate of a shape or, given its address, of a running cluster."""
+    """Find the largest served rate of a shape or, given its address, of a running cluster."""
     scenario, slo = options.load()
     measurer = _measurer(options, directory, attempts, console)
     measure = (
@@ -223,12 +224,12 @@ def shapes_of(names: Sequence[str], config: Path | None, model: str | None) -> l
 
 
 def shape_of(name: str, config: Path | None, model: str | None) -> Shape:
-    """One of them; raises `ConfigError`."""
+    """One shape on that configuration; raises `ConfigError`."""
     return parse_shape(name, build_config(config, model=model))
 
 
 def search_of(start_rate: float, max_rate: float, tolerance: float, min_attainment: float) -> SearchConfig:
-    """How to sweep; raises `ConfigError`."""
+    """Options of the search; raises `ConfigError`."""
     try:
         return SearchConfig(
             start_rate_per_s=start_rate,
@@ -242,7 +243,7 @@ def search_of(start_rate: float, max_rate: float, tolerance: float, min_attainme
 
 
 def slos_of(texts: Sequence[str]) -> list[Slo]:
-    """Each `TTFT_MS:TPOT_MS`, `-` for no limit; raises `ConfigError`."""
+    """Limits from texts `TTFT_MS:TPOT_MS`, with `-` for no limit; raises `ConfigError`."""
     return [_slo_of(text) for text in texts]
 
 
@@ -256,7 +257,7 @@ def _slo_of(text: str) -> Slo:
 
 
 def cores_of(text: str, address: str | None) -> tuple[int, ...]:
-    """`auto` (the gateway's core, if that is on this machine), `none`, or `0,1`; raises `ConfigError`."""
+    """Cores from `auto` (the gateway's core, if that is on this machine), `none`, or `0,1`; raises `ConfigError`."""
     if text == "auto":
         return gateway_cores() if address is None or is_local(address) else ()
     if text == "none":

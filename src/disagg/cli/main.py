@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from disagg.proto.errors import DisaggError
 
 SERVE, OPERATE, MEASURE, MODELS = "Serve", "Operate", "Measure", "Models"
-"""Groups of the help."""
+"""Groups of commands in the help."""
 
 app = typer.Typer(
     name="disagg",
@@ -52,14 +52,14 @@ register_usage(app, OPERATE)
 
 
 class LauncherName(StrEnum):
-    """What starts the processes."""
+    """Launcher that starts the processes."""
 
     ray = "ray"
     processes = "processes"
 
 
 class EngineName(StrEnum):
-    """How workers are simulated."""
+    """Kind of the simulated engine."""
 
     exact = "exact"
     fast = "fast"
@@ -487,7 +487,7 @@ def _report(error: Exception) -> int:
 
 
 def next_step(error: DisaggError) -> str:
-    """What to do about an answer of the gateway; empty where its message has it, or nothing can be done."""
+    """The next step after an error of the gateway; empty where its message names it, or nothing can be done."""
     from disagg.proto import errors
 
     match error:

@@ -26,25 +26,26 @@ from disagg.proto.errors import RequestCancelledError, UnavailableError
 RETRY_S = 1.0
 BAR_CELLS = 24
 MAX_PAIRS = 12
-"""Pairs that are listed, those with the most bytes first."""
+"""Largest number of pairs that are listed, those with the most bytes first."""
 STAGES = ("queued", "prefill", "transfer", "decode")
 _STYLES = {"ready": "green", "lost": "red", "failed": "red"}
-"""Of phases; others are yellow."""
+"""Colours of phases; others are yellow."""
 _MARKS = {False: ("█", "▒", "░", "·"), True: ("#", "+", "-", ".")}
 """Cells of a bar (active, reserved, cached, free), by whether only ASCII can be shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A state before the one that is shown: counters between the two make rates."""
+    """An earlier state: rates are the differences of its counters to those of the present one."""
 
     state: ClusterState
     elapsed_s: float
-    """From then to now."""
+    """Seconds between the two states."""
 
 
 def run_top(address: str, console: Console, *, once: bool, interval_s: float) -> int:
-    """Draw until Ctrl-C; one picture and the end with `once`, or where standard output is no terminal. The exit status.
+    """Draw until Ctrl-C; only one picture with `once`, or where standard output is no terminal. Returns the exit
+    status.
 
     Raises:
         LaunchError: if there is no gateway when it begins.
@@ -95,7 +96,7 @@ def picture(
     problem: str = "",
     ascii_only: bool = False,
 ) -> Group:
-    """Everything on one screen. `problem` is a line above the rest, which may then be out of date."""
+    """Draw everything on one screen. `problem` is a line above the rest, which may then be out of date."""
     parts: list[RenderableType] = [Text(problem, style="bold red"), Text()] if problem else []
     parts += [_headline(state, address), Text(), _workers(state, ascii_only)]
     if state.load_left_out:
@@ -137,7 +138,7 @@ def _workers(state: ClusterState, ascii_only: bool) -> Table:
 
 
 def kv_bar(worker: WorkerState, *, cells: int = BAR_CELLS, ascii_only: bool = False) -> Text:
-    """The KV blocks of a worker, as so many cells; whatever is there at all shows."""
+    """The KV blocks of a worker as a bar of `cells` cells, rounded up, so that a single used block shows."""
     bar = Text()
     total = worker.kv_blocks_total
     if not total:

@@ -61,20 +61,20 @@ class Slice:
 
     @property
     def end_us(self) -> float:
-        """Where it ends."""
+        """Time at which it ends, in microseconds."""
         return self.start_us + self.duration_us
 
 
 @dataclass(slots=True)
 class Group:
-    """Tracks under one name, no more than are needed for no two slices to overlap on one."""
+    """Tracks under one name: as many as needed so that no two slices overlap on one."""
 
     name: str
     pid: int
     slices: list[Slice] = field(default_factory=list)
 
     def events(self, first_tid: int = 1) -> list[dict[str, Any]]:
-        """Its slices as trace events, by track."""
+        """Trace events of its slices, by track."""
         made: list[dict[str, Any]] = []
         free_at: list[float] = []
         for piece in sorted(self.slices, key=lambda piece: (piece.start_us, -piece.duration_us)):
@@ -117,7 +117,8 @@ def trace_of(requests: Sequence[Explanation]) -> dict[str, Any]:
 
 
 def _slices(request: Explanation, begin_s: float) -> list[tuple[str, Slice]]:
-    """Worker (or the gateway) and slice, for each span. One that lasts ends with the latest time in the record."""
+    """Worker (or the gateway) and slice for each span. A span that has not ended ends with the latest time in the
+    record."""
     arrived_us = (request.arrived_at - begin_s) * 1e6
     last_ms = max((max(span.start_ms, span.end_ms) for span in request.spans), default=0.0)
     details = {name: value for name, value in explanation_json(request).items() if not isinstance(value, (list, dict))}
@@ -137,7 +138,7 @@ def _slices(request: Explanation, begin_s: float) -> list[tuple[str, Slice]]:
 
 
 def _by_worker(slices: Iterable[Sequence[tuple[str, Slice]]]) -> list[tuple[str, list[Slice]]]:
-    """The gateway first, then the workers by name."""
+    """Slices of the gateway first, then of the workers by name."""
     found: dict[str, list[Slice]] = {}
     for pieces in slices:
         for worker, piece in pieces:

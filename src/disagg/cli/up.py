@@ -36,7 +36,8 @@ EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 WATCH_INTERVAL_S = 0.5
 MAX_CLEAN_STOP_SIGNALS = 3
-"""Signals that wait for a clean stop. One more ends this process at once: its children then end by themselves."""
+"""Number of signals that wait for a clean stop. One more ends this process at once: its children then end by
+themselves."""
 
 
 def build_config(
@@ -149,7 +150,7 @@ def _with_display(
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Ctrl-C, a service manager's stop, and the terminal's end, where that is not ignored (`nohup`)."""
+    """The signals of Ctrl-C, a service manager's stop, and the terminal's end unless that is ignored (`nohup`)."""
     signals = [signal.SIGINT, signal.SIGTERM]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
@@ -168,7 +169,7 @@ def _watch(cluster: Cluster, stop: StopFlag, console: Console) -> int:
 
 
 def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> None:
-    """What is running where, and lines to try it."""
+    """Print what is running where, and lines to try it."""
     workers = table("worker", "roles", "pid", "address", "KV blocks")
     for info in cluster.workers:
         blocks = f"{info.num_blocks} x {info.block_size} tokens"
@@ -191,7 +192,7 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
 
 
 def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[str]:
-    """Configured TPOT targets that no worker can meet, as it was calibrated."""
+    """Notes on configured TPOT targets that no worker can meet, according to its calibration."""
     notes = []
     for model, alone in models_of(config).items():
         steps = {
@@ -204,7 +205,7 @@ def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[
 
 
 def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway: GatewaySection) -> list[str]:
-    """Lines of shell that use a cluster, and look at it. Without an HTTP address there is none of curl."""
+    """Shell lines that use and show a cluster; without an HTTP address there is no line for curl."""
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
     model = models[0]
     chosen = f" --model {shlex.quote(model)}" if len(models) > 1 else ""
@@ -215,7 +216,7 @@ def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway
 
 
 def _exports(gateway: GatewaySection) -> list[str]:
-    """What the other lines take from the environment."""
+    """Shell lines that set the environment for the other lines."""
     names = ["DISAGG_API_KEY"] if gateway.api_keys is not None else []
     if gateway.tls is not None:
         names.append("DISAGG_CA_CERT")
@@ -224,7 +225,7 @@ def _exports(gateway: GatewaySection) -> list[str]:
 
 
 def curl_line(http_address: str, model: str, gateway: GatewaySection) -> str:
-    """A streamed chat over HTTP."""
+    """Shell line for a streamed chat over HTTP."""
     words = ["curl -N", f"{'https' if gateway.tls else 'http'}://{http_address}/v1/chat/completions"]
     if gateway.tls is not None:
         words.append('--cacert "$DISAGG_CA_CERT"')
@@ -238,7 +239,7 @@ def curl_line(http_address: str, model: str, gateway: GatewaySection) -> str:
 
 
 def client_line(address: str, model: str = "") -> str:
-    """The Python client."""
+    """Shell line that calls the Python client."""
     chosen = f"model={model!r}, " if model else ""
     call = f"generate('The capital of France is', {chosen}max_tokens=16)"
     return f"""python -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""

@@ -63,19 +63,19 @@ class Client(ClientBase):
         targets: Targets | None = None,
         **options: Unpack[Options],
     ) -> Generator[Delta, None, None]:
-        """The answer as it is made. When the gateway dies, it goes on at the same address, from where it broke: by
-        another gateway that listens there, or by the same one after its restart; see `resume_s`.
+        """Stream the answer as it is made. When the gateway dies, the stream continues where it broke at the same
+        address: through another gateway that listens there, or through the same one after its restart; see `resume_s`.
 
         Args:
             prompt: text, token ids or chat messages.
-            model: a name of `models`; may be left out where there is one.
+            model: a name of `models`; may be left out if there is only one.
             timeout_s: the request's deadline, in every phase.
-            targets: of its latencies.
+            targets: targets of its latencies.
             options: see `Options`.
 
         Raises:
             TypeError, ValueError: if an option or the prompt is not of the right kind.
-            DisaggError: while iterating, whatever the server answered.
+            DisaggError: while iterating, the error that the server answered.
         """
         call = self._calls.stream(prompt, options, model, timeout_s, targets)
         return self._answer(call)
@@ -89,7 +89,7 @@ class Client(ClientBase):
         targets: Targets | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer; one, not `n`. Arguments and errors as for `stream`."""
+        """Generate the whole answer; one, not `n`. Arguments and errors as for `stream`."""
         attempts = Attempts(self._resume_s, self._start_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -121,7 +121,7 @@ class Client(ClientBase):
 
     def scale(self, sizes: Mapping[str, int]) -> None:
         """Make pools larger or smaller from now on, `{"prefill": 3, "decode": 2}`: all of them, or none. Returns when
-        that is noted; `cluster_state` shows how far it is. Raises `InvalidRequestError` naming the pool."""
+        that is noted; `cluster_state` shows the progress. Raises `InvalidRequestError` naming the pool."""
         self._run(self._calls.scale(sizes))
 
     def apply(
@@ -134,10 +134,10 @@ class Client(ClientBase):
         ready_timeout_s: float | None = None,
     ) -> Applied:
         """Give the cluster another configuration, worker by worker where workers have to be replaced. It returns when
-        that is noted; `cluster_state` shows how far it is.
+        that is noted; `cluster_state` shows the progress.
 
         Args:
-            config: all of it, as the YAML file has it.
+            config: the whole configuration, as in the YAML file.
             dry_run: only return what would be done.
             surge: start another worker before one is replaced; without, each pool has one worker less meanwhile.
             restart: replace all workers, also where nothing differs.
@@ -152,40 +152,41 @@ class Client(ClientBase):
         )
 
     def drain(self, worker_id: str, deadline_s: float | None = None) -> None:
-        """Replace a worker by a new process, after its sequences have moved to others or ended; `deadline_s` seconds
-        later whatever it has left, which is then computed again elsewhere. Returns when that is noted."""
+        """Replace a worker by a new process, after its sequences have moved to others or ended. What it still has
+        `deadline_s` seconds later is computed again elsewhere. Returns when that is noted."""
         self._run(self._calls.drain(worker_id, deadline_s))
 
     def explain(self, request_id: str) -> Explanation:
-        """Where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway has no such id (any
-        more)."""
+        """Explain where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway does not know
+        the id (any more)."""
         return self._run(self._calls.explain(request_id))
 
     def requests(self, limit: int = 20) -> list[Explanation]:
-        """The same of the latest requests, newest first."""
+        """Explanations of the latest requests, newest first."""
         return self._run(self._calls.requests(limit))
 
     def load(self, limit: int = 600) -> RecentLoad:
-        """The latest requests, newest first, and the workers as placement has them: what a replay needs."""
+        """The latest requests, newest first, and the workers as placement sees them: what a replay needs."""
         return self._run(self._calls.load(limit))
 
     def shape(self) -> Shape:
-        """Where answers decode, since when, and what was compared lately."""
+        """Where answers decode, since when, and the latest comparisons."""
         return self._run(self._calls.shape())
 
     def usage(self, days: int = 7, key: str = "", limit: int = 10_000) -> UsageByDay:
-        """What keys used by day and model in the last `days` days (UTC), the present one included: an admin's key reads
-        that of all or of one (`key`, a tenant's name), another its own. At most `limit` entries, the latest days first.
-        Raises `UnavailableError` where the gateway keeps none."""
+        """Use of keys by day and model in the last `days` days (UTC), the present one included: an admin's key reads
+        that of all keys or of one (`key`, a tenant's name), another key its own. At most `limit` entries, the latest
+        days first. Raises `UnavailableError` where the gateway keeps no record of use."""
         return self._run(self._calls.usage(days, key, limit))
 
     def set_decodes(self, decodes: str, comparison: ShapeComparison | None = None) -> None:
-        """Place answers so from now on, `spread` or `gather`, in a cluster of mode elastic; what runs stays where it
-        is. The gateway keeps the comparison for `shape`."""
+        """Set the placement of new answers, `spread` or `gather`, in a cluster of mode elastic; running ones stay where
+        they are. The gateway keeps the comparison for `shape`."""
         self._run(self._calls.set_decodes(decodes, comparison))
 
     def watch(self, interval_s: float = 1.0) -> Generator[ClusterState, None, None]:
-        """The state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is closed."""
+        """Yield the state of the cluster, at once and then every `interval_s` seconds (at least 0.1), until it is
+        closed."""
         return self._stream(self._calls.watch(interval_s), state_of)
 
     def probe(self, prefill_worker: str, decode_worker: str) -> Probe:
@@ -194,7 +195,7 @@ class Client(ClientBase):
         return self._run(self._calls.probe(prefill_worker, decode_worker))
 
     def _run(self, flow: Flow[T]) -> T:
-        """Make the calls of a flow; its result."""
+        """Make the calls of a flow, and return its result."""
         try:
             call = next(flow)
             while True:

@@ -1,4 +1,4 @@
-"""What both clients share, without I/O: which call a method makes, with which request, and what is made of the answer.
+"""The part that both clients share, without I/O: which call a method makes, with which request, and its result.
 
     flow = calls.generate(...)      a generator: yields each `Call`, is sent its response, returns the result
     Client       _run(flow)         makes the calls and blocks
@@ -42,29 +42,29 @@ from disagg.v1 import inference_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
 APPLY_TIMEOUT_S = 30.0
-"""The controller looks at the model's folder before it answers."""
+"""Time limit of `apply`, in seconds: the controller checks the model's folder before it answers."""
 LOAD_TIMEOUT_S = 30.0
-"""For the calls of a twin, which must not wait for ever."""
+"""Time limit of the calls of a twin, in seconds, so that it does not wait for ever."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that is to be made."""
+    """A gRPC call to be made."""
 
     method: Callable[..., Any]
-    """Of a stub, blocking or asyncio."""
+    """The method of a blocking or asyncio stub."""
     request: ProtoMessage
     timeout_s: float | None
     metadata: Metadata
 
     def continued(self, request: ProtoMessage, deadline: float | None, now: float) -> Call:
-        """The next attempt of the same call."""
+        """The next attempt of the same call, with the time that is left."""
         left_s = None if deadline is None else max(0.0, deadline - now)
         return replace(self, request=request, timeout_s=left_s)
 
     def begin(self) -> Any:
-        """What gRPC returns: a response, an awaitable of one, or a stream of them."""
+        """Start the call; returns what gRPC returns: a response, an awaitable of one, or a stream of them."""
         return self.method(self.request, timeout=self.timeout_s, metadata=self.metadata)
 
 
@@ -75,7 +75,7 @@ class Calls:
     """The calls of one client.
 
     Args:
-        channel: of gRPC, blocking or asyncio.
+        channel: gRPC channel, blocking or asyncio.
         credentials: sent with each call.
     """
 
@@ -84,12 +84,12 @@ class Calls:
         self._admin = pb_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._credentials = credentials.metadata
         self._default_model: str | None = None
-        """The only one of `models`, once it was needed."""
+        """The only model of the gateway, cached once it was needed."""
 
     def stream(
         self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
     ) -> Flow[Call]:
-        """The call whose responses are the deltas. Raises at once what `make_request` raises."""
+        """Make the call whose responses are the deltas. Raises at once what `make_request` raises."""
         return self._stream(make_request(prompt, options), model, timeout_s, targets)
 
     def _stream(
@@ -101,7 +101,7 @@ class Calls:
     def generate(
         self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
     ) -> Flow[Answer]:
-        """A whole answer."""
+        """Generate a whole answer."""
         request = make_request(prompt, options)
         request.model = yield from self._model(model, timeout_s)
         once = pb.GenerateOnceRequest(request=request)
@@ -109,33 +109,33 @@ class Calls:
         return answer_of(response)
 
     def models(self) -> Flow[list[Model]]:
-        """The models of the gateway."""
+        """List the models of the gateway."""
         response = yield self._call(self._inference.ListModels, pb.ListModelsRequest())
         return list(response.models)
 
     def tokenize(self, prompt: str | Sequence[Message], model: str | None) -> Flow[list[int]]:
-        """The token ids of a text or a chat."""
+        """Tokenize a text or a chat."""
         request = tokenize_request(prompt, (yield from self._model(model)))
         response = yield self._call(self._inference.Tokenize, request)
         return list(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], model: str | None) -> Flow[str]:
-        """The text of token ids."""
+        """Convert token ids to text."""
         request = pb.DetokenizeRequest(model=(yield from self._model(model)), token_ids=token_ids)
         response = yield self._call(self._inference.Detokenize, request)
         return str(response.text)
 
     def cluster_state(self) -> Flow[ClusterState]:
-        """The pools, and the workers with their load."""
+        """Get the pools, and the workers with their load."""
         response: ClusterState = yield self._call(self._admin.GetClusterState, pb.GetClusterStateRequest())
         return response
 
     def scale(self, sizes: Mapping[str, int]) -> Flow[None]:
-        """New sizes of pools."""
+        """Set new sizes of pools."""
         yield self._call(self._admin.SetPoolSizes, sizes_request(sizes))
 
     def drain(self, worker_id: str, deadline_s: float | None) -> Flow[None]:
-        """A worker that is to be replaced."""
+        """Replace a worker after it was drained."""
         request = pb.DrainWorkerRequest(worker_id=worker_id, deadline_s=deadline_s)
         yield self._call(self._admin.DrainWorker, request)
 
@@ -148,7 +148,7 @@ class Calls:
         restart: bool,
         ready_timeout_s: float | None,
     ) -> Flow[Applied]:
-        """Another configuration."""
+        """Apply another configuration to the cluster."""
         request = pb.ApplyConfigRequest(
             config_json=json.dumps(config).encode(),
             dry_run=dry_run,
@@ -160,46 +160,46 @@ class Calls:
         return response
 
     def explain(self, request_id: str) -> Flow[Explanation]:
-        """The record of one request."""
+        """Get the record of one request."""
         response: Explanation = yield self._call(
             self._admin.ExplainRequest, pb.ExplainRequestRequest(request_id=request_id)
         )
         return response
 
     def requests(self, limit: int) -> Flow[list[Explanation]]:
-        """The records of the latest requests."""
+        """Get the records of the latest requests."""
         response = yield self._call(self._admin.ListRequests, pb.ListRequestsRequest(limit=limit))
         return list(response.requests)
 
     def load(self, limit: int) -> Flow[RecentLoad]:
-        """The recent load."""
+        """Get the recent load of the gateway."""
         response: RecentLoad = yield self._call(self._admin.GetLoad, pb.GetLoadRequest(limit=limit), LOAD_TIMEOUT_S)
         return response
 
     def shape(self) -> Flow[Shape]:
-        """Where answers decode."""
+        """Get where answers decode, and the latest comparisons."""
         response: Shape = yield self._call(self._admin.GetShape, pb.GetShapeRequest())
         return response
 
     def usage(self, days: int, key: str, limit: int) -> Flow[UsageByDay]:
-        """What keys used."""
+        """Get the use of keys by day and model."""
         request = pb.GetUsageRequest(days=days, key=key, limit=limit)
         response: UsageByDay = yield self._call(self._admin.GetUsage, request, LOAD_TIMEOUT_S)
         return response
 
     def set_decodes(self, decodes: str, comparison: ShapeComparison | None) -> Flow[None]:
-        """Where answers shall decode."""
+        """Set where new answers decode."""
         request = pb.SetDecodesRequest(decodes=decodes, comparison=comparison)
         yield self._call(self._admin.SetDecodes, request, LOAD_TIMEOUT_S)
 
     def watch(self, interval_s: float) -> Flow[Call]:
-        """The call whose responses are states."""
+        """Make the call whose responses are states of the cluster."""
         yield from ()  # no call comes before it
         request = pb.WatchClusterStateRequest(interval_ms=round(interval_s * 1000))
         return self._call(self._admin.WatchClusterState, request)
 
     def probe(self, prefill_worker: str, decode_worker: str) -> Flow[Probe]:
-        """One short prompt through a pair of workers."""
+        """Send one short prompt through a pair of workers."""
         request = pb.ProbePairRequest(prefill_worker=prefill_worker, decode_worker=decode_worker)
         response: Probe = yield self._call(self._admin.ProbePair, request)
         return response
@@ -221,7 +221,7 @@ class Calls:
 
 
 class ClientBase(ABC):
-    """A client's connection to a gateway, and its calls."""
+    """The connection of a client to a gateway, and its calls."""
 
     def __init__(
         self,
@@ -267,4 +267,4 @@ class ClientBase(ABC):
 
     @abstractmethod
     def _open_channel(self, address: str, tls: grpc.ChannelCredentials | None) -> Any:
-        """Of gRPC, blocking or asyncio; in clear text without `tls`."""
+        """Open a gRPC channel, blocking or asyncio; in clear text without `tls`."""

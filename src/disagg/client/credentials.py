@@ -22,14 +22,14 @@ from disagg.connections.addresses import split_address
 from disagg.proto.errors import ConfigError
 
 SYSTEM_ROOTS = "system"
-"""As `ca_cert`: the public CAs that gRPC comes with."""
+"""Value of `ca_cert` for the public CAs that gRPC comes with."""
 
 _KEY = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What `Client` and `AsyncClient` are given. `None` takes the environment's, an empty text none.
+    """Credentials of `Client` and `AsyncClient`. `None` takes the value of the environment, an empty text none.
 
     Raises:
         ConfigError: for a key that cannot be sent, or half of a client certificate.
@@ -40,7 +40,7 @@ class Credentials:
     client_cert: str | None = None
     client_key: str | None = None
     allow_plaintext_key: bool = False
-    """Send the key in clear text to other machines, too."""
+    """Whether to send the key in clear text to other machines, too."""
 
     def __post_init__(self) -> None:
         for name in ("api_key", "ca_cert", "client_cert", "client_key"):
@@ -62,11 +62,11 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call brings."""
+        """Metadata of each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel(self, address: str) -> grpc.ChannelCredentials | None:
-        """For a connection to host:port; None for one in clear text.
+        """Credentials of a connection to host:port; None for one in clear text.
 
         Raises:
             ConfigError: if a file cannot be read, or the key would go to another machine in clear text.
@@ -84,7 +84,7 @@ class Credentials:
 
 
 def is_local(address: str) -> bool:
-    """Whether host:port is on this machine, as far as the name shows."""
+    """Whether host:port is on this machine, as far as its name shows."""
     if address.startswith("unix:"):
         return True
     host, _ = split_address(address)

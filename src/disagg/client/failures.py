@@ -31,7 +31,7 @@ _REQUEST_ID = "x-disagg-request-id"
 
 
 def error_of(error: grpc.RpcError) -> DisaggError:
-    """The error behind a failed call, by its status and the details that came with it."""
+    """Convert a failed call to an error, by its status and the details that came with it."""
     call = cast(grpc.Call, error)
     code, message = call.code().name, call.details() or call.code().name
     found = _details(call)
@@ -59,7 +59,7 @@ def error_of(error: grpc.RpcError) -> DisaggError:
 
 
 def was_taken(error: grpc.RpcError) -> bool:
-    """Whether a gateway had begun the call that failed: it sends the request's id first."""
+    """Whether a gateway had accepted the call that failed: it sends the request's id first."""
     sent = cast(grpc.Call, error).initial_metadata() or ()
     return any(key == _REQUEST_ID for key, _ in sent)
 

@@ -1,4 +1,4 @@
-"""A stream that goes on when its gateway dies: which request continues it, and when. Pure.
+"""Resuming a stream when its gateway dies: which request continues it, and when. Pure.
 
     begin ──message──> took ──connection breaks──> broke ──pause──> request(), to any gateway ──message──> took ...
                                                      └─ nothing came for `limit_s`, or another error: given up
@@ -16,15 +16,15 @@ from disagg.proto.errors import NO_WORKER_YET, UNAVAILABLE_RETRY_S, DisaggError,
 from disagg.v1 import inference_pb2 as pb
 
 RESUME_S: Final = 10.0
-"""How long a client tries to go on, by default."""
+"""Seconds for which a client tries to resume, by default."""
 START_S: Final = 120.0
-"""How long a client waits for the first worker of an empty pool, by default."""
+"""Seconds for which a client waits for the first worker of an empty pool, by default."""
 MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 0.5
 _LOST_CODES: Final = frozenset({"unreachable", "shutting_down", "gateway_stopping"})
-"""Of `UnavailableError`: the gateway is gone, or going."""
+"""Codes of an `UnavailableError` that mean that the gateway is gone or stopping."""
 _FINAL_CODES: Final = frozenset({"stream_lost", "not_resumed"})
-"""Of `UnavailableError`: another attempt would not help."""
+"""Codes of an `UnavailableError` after which another attempt would not help."""
 
 
 class Attempts:
@@ -39,23 +39,23 @@ class Attempts:
         self._limit_s = limit_s
         self._start_s = start_s
         self._has_begun = False
-        """Whether something of the answer came."""
+        """Whether a part of the answer was received."""
         self._refused_at: float | None = None
         self._was_taken = False
-        """Whether a gateway took the call, at any attempt. If none did, there may be none."""
+        """Whether a gateway accepted the call, at any attempt. If none did, there may be no gateway."""
         self._lost_at: float | None = None
         self._pause_s = MIN_PAUSE_S
 
     def progressed(self) -> None:
-        """Something of the answer came."""
+        """Note that a part of the answer was received."""
         self._was_taken, self._lost_at, self._pause_s = True, None, MIN_PAUSE_S
         self._has_begun = True
 
     def pause_s(self, error: DisaggError, was_taken: bool, now: float) -> float | None:
-        """The call failed: seconds until the next attempt; None where there is none.
+        """Seconds until the next attempt after the call failed; None for no further attempt.
 
         Args:
-            error: by which it failed.
+            error: the error of the call.
             was_taken: whether a gateway had taken it.
             now: the time.
         """
@@ -86,7 +86,7 @@ class Resumption:
     """The state of one stream.
 
     Args:
-        request: of its first attempt. It is given a seed where it has none, so that it can be continued.
+        request: request of the first attempt. It gets a seed if it has none, so that it can be continued.
         limit_s: see `Attempts`; with several answers, which cannot be continued, it counts as 0.
         start_s: see `Attempts`.
     """
@@ -101,21 +101,21 @@ class Resumption:
         self._token_ids: list[int] = []
         self._model_version = ""
         self._had_tail = False
-        """Whether the text after the last token came."""
+        """Whether the text after the last token was received."""
         self._is_continued = False
         self._repeats_tail = False
-        """Whether that text comes again."""
+        """Whether that text will be received again."""
         self._has_gap = False
-        """Whether tokens are missing, which a guardrail replaced: without them nothing continues the answer."""
+        """Whether tokens are missing because a guardrail replaced them: the answer cannot be continued without them."""
         self._num_unfinished = max(1, request.n)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the ends of all answers came: what becomes of the connection afterwards does not matter."""
+        """Whether the ends of all answers were received: after that the state of the connection does not matter."""
         return self._num_unfinished == 0
 
     def request(self) -> pb.GenerateRequest:
-        """Of the next attempt."""
+        """Request of the next attempt."""
         if not self._token_ids:
             return self._request
         continued = pb.GenerateRequest()
@@ -127,7 +127,8 @@ class Resumption:
         return continued
 
     def took(self, response: pb.GenerateResponse) -> bool:
-        """A message came; whether it is new. Raises `UnavailableError` if it does not continue what came before."""
+        """Handle a message, and return whether it is new. Raises `UnavailableError` if it does not continue the earlier
+        ones."""
         self._attempts.progressed()
         if response.HasField("finished"):
             self._num_unfinished -= 1

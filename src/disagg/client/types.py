@@ -1,4 +1,4 @@
-"""What a client is given and gives: prompts, options, deltas, answers."""
+"""Types of the client's arguments and results: prompts, options, deltas, answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ CHANNEL_OPTIONS = (
 
 
 class Options(TypedDict, total=False):
-    """How to generate; what is left out takes the server's default. Ranges: see `proto/disagg/v1/inference.proto`."""
+    """Options of generation; those that are left out take the server's default. Ranges: see
+    `proto/disagg/v1/inference.proto`."""
 
     temperature: float
     top_p: float
@@ -58,41 +59,43 @@ class Options(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
-    """Token id to what is added to its logit."""
+    """Number that is added to the logit, by token id."""
     logprobs: int
-    """How many of the likeliest tokens come with each token; 0: only its own probability."""
+    """Number of most probable tokens that are reported with each token; 0: only its own probability."""
     max_tokens: int
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     stop: str | Sequence[str]
     n: int
-    """Answers to this prompt. A stream brings them mixed, see `Delta.answer_index`; `generate` gives one only."""
+    """Number of answers to this prompt. Their deltas are mixed in a stream, see `Delta.answer_index`; `generate` gives
+    one only."""
     cache_salt: str
-    """Cached prefixes are shared with requests of the same salt only."""
+    """Salt of the prefix cache: cached prefixes are shared with requests of the same salt only."""
     truncate_prompt_tokens: int
-    """Keep so many tokens of the prompt, the last ones; -1: as many as leave room for the answer."""
+    """Number of prompt tokens to keep, the last ones; -1: as many as leave room for the answer."""
     split_reasoning: bool
-    """Of a chat, give the text between think tags as `reasoning`, where the model has such tags."""
+    """Whether the text between think tags of a chat's answer becomes `reasoning`, if the model has such tags."""
     json_object: bool
-    """The answer is any JSON object. Of this and the next four at most one, which the answer follows."""
+    """Whether the answer must be a JSON object, of any content. At most one of this and the next four options may be
+    given; the answer follows it."""
     json_schema: Mapping[str, Any] | str
-    """A JSON schema, as an object or its text."""
+    """JSON schema that the answer follows, as an object or its text."""
     regex: str
     choice: Sequence[str]
     grammar: str
-    """In llguidance's variant of Lark."""
+    """Grammar that the answer follows, in llguidance's variant of Lark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """A request's latency targets, in milliseconds; None takes what the cluster is configured for. One whose first
-    token is predicted too late is refused with `OverloadedError`, which has the time after which to retry."""
+    """A request's latency targets, in milliseconds; None takes the configured ones. A request whose first token is
+    predicted too late is refused with `OverloadedError`, which has the time after which to retry."""
 
     ttft_ms: float | None = None
-    """Of the time to the first token."""
+    """Target of the time to the first token."""
     tpot_ms: float | None = None
-    """Of the mean time from one token to the next."""
+    """Target of the mean time from one token to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,55 +107,55 @@ class Usage:
     """Prompt tokens that no worker had to compute."""
     completion_tokens: int
     reasoning_tokens: int = 0
-    """Of these the ones up to the end of the reasoning, where that was separated."""
+    """Completion tokens up to the end of the reasoning, where that was separated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How an answer ended."""
+    """End of an answer."""
 
     reason: FinishReason
     usage: Usage
     request_id: str
-    """For `explain`."""
+    """Id of the request, for `explain`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was: natural logarithms of the model's own probabilities."""
+    """Log-probability of a token: the natural logarithm of the model's own probability."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their logarithms, likeliest first; as many as were requested."""
+    """The most probable tokens with their log-probabilities, most probable first; as many as were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer: the text and token ids that are new."""
+    """A part of an answer: the new text and token ids."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     finished: Finished | None = None
-    """Set on the last delta of an answer, which has neither text nor ids."""
+    """End of the answer, on its last delta only, which has neither text nor ids."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids`, where they were requested."""
+    """Log-probabilities, one for each of `token_ids`, if they were requested."""
     answer_index: int = 0
-    """Which answer this is a part of."""
+    """Index of the answer that this is a part of."""
     reasoning: str = ""
-    """What is new of the text between think tags, where it was asked for; comes before `text`."""
+    """New part of the text between think tags, if it was requested; comes before `text`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer, with the counts of its tokens."""
 
     text: str
     token_ids: tuple[int, ...]
     reason: FinishReason
     usage: Usage
     request_id: str
-    """For `explain`."""
+    """Id of the request, for `explain`."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids`, where they were requested."""
+    """Log-probabilities, one for each of `token_ids`, if they were requested."""
     reasoning: str = ""
-    """The text between think tags, where it was asked for."""
+    """Text between think tags, if it was requested."""

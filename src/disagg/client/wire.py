@@ -1,4 +1,4 @@
-"""Between the client's types and protobuf; no connection is needed for that."""
+"""Conversion between the client's types and protobuf; needs no connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _REASONS: dict[int, FinishReason] = {
 
 
 def make_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """The request without its model. Raises `TypeError` or `ValueError` for what cannot be written as one."""
+    """Make the request, without its model. Raises `TypeError` or `ValueError` for arguments that cannot be written as
+    one."""
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         request.text = prompt
@@ -72,7 +73,7 @@ def _chat(messages: Sequence[Message]) -> pb.ChatMessages:
 
 
 def target_metadata(targets: Targets | None) -> tuple[tuple[str, str], ...]:
-    """The call's metadata that carries a request's targets."""
+    """Metadata of a call that carries a request's targets."""
     if targets is None:
         return ()
     named = (("x-slo-ttft-ms", targets.ttft_ms), ("x-slo-tpot-ms", targets.tpot_ms))
@@ -80,14 +81,14 @@ def target_metadata(targets: Targets | None) -> tuple[tuple[str, str], ...]:
 
 
 def tokenize_request(prompt: str | Sequence[Message], model: str) -> pb.TokenizeRequest:
-    """Of a text or a chat."""
+    """Make the request to tokenize a text or a chat."""
     if isinstance(prompt, str):
         return pb.TokenizeRequest(model=model, text=prompt)
     return pb.TokenizeRequest(model=model, chat=_chat(prompt))
 
 
 def sizes_request(sizes: Mapping[str, int]) -> pb.SetPoolSizesRequest:
-    """New sizes by pool. Raises `ValueError` for one that cannot be sent."""
+    """Make the request of new sizes by pool. Raises `ValueError` for one that cannot be sent."""
     request = pb.SetPoolSizesRequest()
     for pool, size in sizes.items():
         try:
@@ -98,8 +99,8 @@ def sizes_request(sizes: Mapping[str, int]) -> pb.SetPoolSizesRequest:
 
 
 def only_name(answer: pb.ListModelsResponse) -> str:
-    """The model that is used when none is named. Raises `UnavailableError` if there is none, and `InvalidRequestError`
-    if there are several."""
+    """Name of the model that is used when none is given. Raises `UnavailableError` if there is none, and
+    `InvalidRequestError` if there are several."""
     if not answer.models:
         raise UnavailableError("the gateway serves no model", "no_model")
     if len(answer.models) > 1:
@@ -109,7 +110,7 @@ def only_name(answer: pb.ListModelsResponse) -> str:
 
 
 def delta_of(response: pb.GenerateResponse) -> Delta:
-    """One message of a stream."""
+    """Convert one message of a stream."""
     if response.HasField("finished"):
         return Delta("", (), _finished(response.finished), (), response.finished.answer_index)
     delta = response.delta
@@ -118,12 +119,12 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
 
 
 def state_of(response: pb.WatchClusterStateResponse) -> ClusterState:
-    """One message of `watch`."""
+    """Convert one message of `watch`."""
     return response.state
 
 
 def answer_of(response: pb.GenerateOnceResponse) -> Answer:
-    """A whole answer."""
+    """Convert the whole answer of `GenerateOnce`."""
     end = _finished(response.finished)
     logprobs = _logprobs(response.logprobs)
     ids, reasoning = tuple(response.token_ids), response.reasoning

@@ -1,1 +1,1 @@
-"""`disagg doctor`: is this machine, is this cluster as it should be."""
+"""`disagg doctor`: checks of this machine and of a running cluster."""

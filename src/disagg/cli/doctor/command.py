@@ -21,13 +21,13 @@ _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
 def run_doctor(address: str | None, console: Console) -> int:
-    """Look at everything; the exit status.
+    """Check everything, and return the exit status.
 
     Args:
-        address: of the gateway to look at. None looks at the default one, where that there is none is no fault.
+        address: the gateway to check. None checks the default one, and it is no fault if none runs there.
 
     Raises:
-        ConfigError: if the address is none.
+        ConfigError: if the address is invalid.
     """
     where = check_address(address or DEFAULT_ADDRESS)
     console.print(Text("This machine", style="bold"))
@@ -42,7 +42,7 @@ def run_doctor(address: str | None, console: Console) -> int:
 
 
 def show(findings: Iterable[Finding], console: Console) -> int:
-    """Print each as it is found; how many failed."""
+    """Print each finding as it comes, and return how many failed."""
     num_failed = 0
     for finding in findings:
         num_failed += finding.level == "FAIL"
@@ -58,5 +58,5 @@ def show(findings: Iterable[Finding], console: Console) -> int:
 
 
 def verdict(num_failed: int) -> str:
-    """The last line."""
+    """Last line of the output, by the number of failures."""
     return "everything works" if not num_failed else f"{num_failed} of these failed"

@@ -2,7 +2,7 @@
 
     gRPC port ──> TLS ──> state ──> HTTP ──> keys ──> workers ──> each pair (P, D): see `pairs.py`
 
-What others depend on comes first, and ends it when it fails. The judging functions are pure.
+A check that others depend on comes before them, and ends the series when it fails. The judging functions are pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NO_HTTP = "gateway.http_port: null turned it off"
 
 
 def gateway_findings(address: str) -> Iterator[Finding]:
-    """All of the cluster behind a gateway, as they are found. Raises `ConfigError` for what is no address."""
+    """Check the cluster behind a gateway, and yield findings as they come. Raises `ConfigError` for an invalid
+    address."""
     with open_client(address) as client:
         tls = speaks_tls(address)
         yield transport_finding(address, tls)
@@ -48,7 +49,7 @@ def gateway_findings(address: str) -> Iterator[Finding]:
 
 
 def is_open(address: str) -> bool:
-    """Whether a server listens there."""
+    """Whether a server listens at the address."""
     try:
         with socket.create_connection(_host_port(address), CONNECT_TIMEOUT_S):
             return True
@@ -57,8 +58,8 @@ def is_open(address: str) -> bool:
 
 
 def speaks_tls(address: str) -> bool | None:
-    """Whether the server there begins with a TLS handshake; None where no server listens. Checks no certificate: that
-    is what the call that follows does."""
+    """Whether the server at the address begins with a TLS handshake; None where no server listens. Checks no
+    certificate: the call that follows does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -83,7 +84,7 @@ def _host_port(address: str) -> tuple[str, int]:
 
 
 def transport_finding(address: str, tls: bool | None) -> Finding:
-    """Of the connection to the gRPC port."""
+    """Finding about the connection to the gRPC port."""
     if tls is None:
         return Finding("FAIL", "port", f"no server listens at {address}", "disagg up")
     if tls:
@@ -95,7 +96,8 @@ def transport_finding(address: str, tls: bool | None) -> Finding:
 
 
 def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding:
-    """A gateway that does not return its state. `lacks_ca`: it has TLS, and our environment names no CA."""
+    """Finding about a gateway that does not return its state. `lacks_ca`: it has TLS, and our environment names no
+    CA."""
     if isinstance(error, AuthenticationError):
         return Finding("FAIL", "gRPC", f"{address} requires an API key", "export DISAGG_API_KEY=...")
     if isinstance(error, UnavailableError) and error.code == UNREACHABLE:
@@ -123,7 +125,7 @@ def _http(http_address: str, address: str, tls: bool | None) -> Iterator[Finding
 
 
 def keys_finding(address: str) -> Finding:
-    """Call the gateway without a key."""
+    """Finding about API keys, from a call to the gateway without one."""
     with Client(address, api_key="") as anonymous:
         try:
             anonymous.models()
@@ -135,7 +137,7 @@ def keys_finding(address: str) -> Finding:
 
 
 def reachable_from_here(http_address: str, address: str) -> str:
-    """The HTTP server's address as a client of `address` sees it: a gateway on all interfaces reports 0.0.0.0."""
+    """Address of the HTTP server for a client of `address`: a gateway on all interfaces reports 0.0.0.0."""
     host, port = _host_port(http_address)
     if host in ("0.0.0.0", "::"):
         host = _host_port(address)[0]
@@ -143,7 +145,7 @@ def reachable_from_here(http_address: str, address: str) -> str:
 
 
 def _get(where: str, path: str, tls: bool) -> int:
-    """The status of the answer."""
+    """HTTP status of the answer to a GET."""
     host, port = _host_port(where)
     credentials = Credentials()
     connection: http.client.HTTPConnection
@@ -159,7 +161,7 @@ def _get(where: str, path: str, tls: bool) -> int:
 
 
 def _tls_context(credentials: Credentials) -> ssl.SSLContext:
-    """Verifies the gateway with the credentials' CA and presents their certificate, if any."""
+    """TLS context that verifies the gateway with the credentials' CA and presents their certificate, if any."""
     own_ca = credentials.ca_cert if credentials.ca_cert != SYSTEM_ROOTS else None
     context = ssl.create_default_context(cafile=own_ca or None)
     if credentials.client_cert:
@@ -168,7 +170,7 @@ def _tls_context(credentials: Credentials) -> ssl.SSLContext:
 
 
 def health_finding(where: str, status: int) -> Finding:
-    """Of `GET /health`."""
+    """Finding about the answer to `GET /health`."""
     if status == http.client.OK:
         return Finding("ok", "HTTP", f"answers at {where}, and is healthy")
     if status == http.client.UNAUTHORIZED:
@@ -180,7 +182,7 @@ def health_finding(where: str, status: int) -> Finding:
 
 
 def worker_findings(state: ClusterState) -> Iterator[Finding]:
-    """Of the pools, the phases and the models."""
+    """Findings about the pools, the phases and the models."""
     if not state.pools:
         yield Finding("warn", "controller", "does not answer; the gateway serves on with its present workers")
     unready = [worker for worker in state.workers if worker.phase not in ("ready", "")]

@@ -22,7 +22,7 @@ _MAX_BYTES = 1024
 
 
 def run_health(url: str, path: str, environ: Mapping[str, str], console: Console) -> int:
-    """Print what the probe at `url` + `path` answers; the exit status.
+    """Print the answer of the probe at `url` + `path`, and return the exit status.
 
     Args:
         url: http or https, host and port.

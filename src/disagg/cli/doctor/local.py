@@ -1,4 +1,4 @@
-"""What `disagg doctor` looks at on this machine. Each check reads the machine and gives what it read to a pure function
+"""The checks of `disagg doctor` of this machine. Each check reads the machine and gives what it read to a pure function
 that judges it."""
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from disagg.cluster.system.cores import available_cores, num_cuda_devices
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 3 << 30
-"""Of the default cluster with the default model: two KV caches of 1 GiB, and two processes with weights."""
+"""Least memory for the default cluster with the default model: two KV caches of 1 GiB, and two processes with
+weights."""
 MIN_OPEN_FILES = 4096
-"""Every client's connection is one, and some dozens are our own."""
+"""Least number of open files: each client's connection is one, and some dozens are our own."""
 MIN_CORES = 2
 DESCRIBE_TIMEOUT_S = 540.0
-"""The first time, the kernels are compiled; on a GPU each provider of attention may take `PROBE_S` besides."""
+"""Time limit in seconds. The first time, the kernels are compiled; on a GPU each attention provider may take `PROBE_S`
+besides."""
 NIXL_CHECK_S = 90.0
 BF16_BYTES = 2
 DTYPE_BYTES = {"bfloat16": BF16_BYTES, "float32": 4}
@@ -33,7 +35,7 @@ RAY_TOKEN_FILE = "~/.ray/auth_token"
 
 
 def local_findings() -> Iterator[Finding]:
-    """All of this machine, one after the other, as they are found."""
+    """Check this machine, one item after the other, and yield findings as they come."""
     yield python_finding(sys.version_info[:3])
     yield from _engine()
     checks: tuple[Callable[[], Finding], ...] = (
@@ -52,7 +54,7 @@ def local_findings() -> Iterator[Finding]:
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
-    """Of the interpreter."""
+    """Finding about the version of Python."""
     text = ".".join(map(str, version))
     if version < MIN_PYTHON:
         return Finding("FAIL", "Python", f"{text} is too old", "make PYTHON=python3.12 install")
@@ -60,7 +62,7 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
 
 
 def engine_finding(described: dict[str, object]) -> Finding:
-    """Of torch and the kernels, as `disagg.kernels.describe` reports them."""
+    """Finding about torch and the kernels, as `disagg.kernels.describe` reports them."""
     kernels = str(described["cpu_kernels"])
     text = f"torch {described['torch']}, {described['num_cuda_devices']} CUDA devices, CPU kernels: {kernels}"
     if not kernels.startswith("torch reference"):
@@ -73,7 +75,8 @@ def engine_finding(described: dict[str, object]) -> Finding:
 
 
 def speed_finding(described: Mapping[str, Any], model: ModelEntry | None) -> Finding:
-    """Of what the CPU reads and multiplies, and how long a token of a model takes by that; `described` as above."""
+    """Finding about the speed of the CPU, and the time per token of a model that follows from it; `described` as
+    above."""
     dtype, alone = described["cpu_dtype"], described["speed"][0]
     rates = "; ".join(
         f"{_threads(of['threads'])}: reads {of['read_gb_s']:.1f} GB/s, multiplies {of['gflop_s']:.0f} GFLOP/s"
@@ -93,7 +96,7 @@ def _threads(count: int) -> str:
 
 
 def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Finding | None:
-    """Of the machine's NVIDIA devices, if it has any, `described` as above."""
+    """Finding about the machine's NVIDIA devices, if it has any; `described` as above."""
     seen, torch = described["num_cuda_devices"], f"torch {described['torch']}"
     if not num_devices and not seen:
         return None
@@ -112,8 +115,8 @@ def gpu_finding(num_devices: int | None, described: Mapping[str, Any]) -> Findin
 
 
 def attention_finding(described: Mapping[str, Any]) -> Finding:
-    """Of the providers of attention on the first GPU, or what is known of them without one: which one `auto` is, and
-    why others cannot be used."""
+    """Finding about the attention providers on the first GPU, or what is known of them without one: which one `auto`
+    is, and why others cannot be used."""
     refusals: dict[str, str | None] = described["attention"]
     auto, *others = refusals
     text = "; ".join(f"{name}: {refusals[name] or 'can be named in kernels.attention'}" for name in others)
@@ -126,7 +129,7 @@ def attention_finding(described: Mapping[str, Any]) -> Finding:
 
 
 def transports_finding(checked: Mapping[str, Any]) -> Finding:
-    """Of NIXL, as `nixl_check` reports it, and of what `transfer.transport: auto` takes."""
+    """Finding about NIXL, as `nixl_check` reports it, and about the choice of `transfer.transport: auto`."""
     auto = (
         "auto on CPU is shm with network.bind: loopback (the fastest within a host) and gloo with node; on GPUs it is "
         "NIXL where bytes come through when a pair is formed, else those"
@@ -141,7 +144,7 @@ def transports_finding(checked: Mapping[str, Any]) -> Finding:
 
 
 def cores_finding(num_cores: int) -> Finding:
-    """Of the cores that this process may use."""
+    """Finding about the cores that this process may use."""
     if num_cores < MIN_CORES:
         text = f"{num_cores}: prefill and decode share it, which is fine for trying out, not for timing"
         return Finding("warn", "cores", text)
@@ -149,7 +152,7 @@ def cores_finding(num_cores: int) -> Finding:
 
 
 def memory_finding(num_bytes: int) -> Finding:
-    """Of what is available."""
+    """Finding about the available memory."""
     text = f"{num_bytes / (1 << 30):.1f} GiB are free"
     if num_bytes < MIN_MEMORY_BYTES:
         need = f"the default cluster takes up to {MIN_MEMORY_BYTES >> 30} GiB"
@@ -158,7 +161,7 @@ def memory_finding(num_bytes: int) -> Finding:
 
 
 def files_finding(soft_limit: int) -> Finding:
-    """Of the files that one process may have open."""
+    """Finding about the number of files that one process may open."""
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= MIN_OPEN_FILES:
         shown = "no limit" if soft_limit == resource.RLIM_INFINITY else f"at most {soft_limit}"
         return Finding("ok", "open files", shown)
@@ -167,7 +170,7 @@ def files_finding(soft_limit: int) -> Finding:
 
 
 def ray_finding(version: str, has_token: bool, file_mode: int | None, auth_mode: str) -> Finding:
-    """Of Ray and its token. `file_mode`: permission bits of the token's file, None without one."""
+    """Finding about Ray and its token. `file_mode`: permission bits of the token's file, None without one."""
     if file_mode is not None and file_mode & 0o077:
         text = f"{version}; others can read the token in {RAY_TOKEN_FILE} (mode {file_mode:o})"
         return Finding("warn", "Ray", text, f"chmod 600 {RAY_TOKEN_FILE}")
@@ -180,7 +183,7 @@ def ray_finding(version: str, has_token: bool, file_mode: int | None, auth_mode:
 
 
 def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
-    """Of the model cache."""
+    """Finding about the model cache."""
     names = ", ".join(entry.name for entry in models)
     if DEFAULT_MODEL in {entry.name for entry in models}:
         return Finding("ok", "models", f"{names} in {cache}")
@@ -192,7 +195,7 @@ def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
 
 
 def _engine() -> Iterator[Finding]:
-    """In a process of its own: see `disagg.kernels.describe`."""
+    """Findings about the engine, from a process of its own: see `disagg.kernels.describe`."""
     command = [sys.executable, "-m", "disagg.kernels.describe"]
     install = "install disagg anew: make install"
     try:
@@ -214,7 +217,7 @@ def _engine() -> Iterator[Finding]:
 
 
 def _transports() -> Finding:
-    """In a process of its own: see `nixl_check`."""
+    """Finding about transports, from a process of its own: see `nixl_check`."""
     command = [sys.executable, "-m", "disagg.engine.kv_transfer.transports.nixl_check"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NIXL_CHECK_S, check=False)

@@ -1,4 +1,4 @@
-"""What `disagg doctor` finds about pairs of workers: that KV moves on each, how fast, and which ones lag behind.
+"""The checks of `disagg doctor` of pairs of workers: whether KV moves on each, how fast, and which ones are slower.
 
     each pair (P, D) ──> some probes ──> bytes against what the prompts have; the best rate ──> all pairs compared
 
@@ -20,16 +20,16 @@ from disagg.proto.errors import DisaggError, PermissionDeniedError
 from disagg.proto.ids import model_of
 
 NUM_PROBES = 3
-"""Of each pair: the first one finds sockets and memory cold."""
+"""Number of probes of each pair: the first one finds sockets and memory cold."""
 FAR_BELOW = 1 / 3
-"""Of the median of all pairs; a pair below that is reported."""
+"""Fraction of the median rate of all pairs; a slower pair is reported."""
 
 Pair = tuple[str, str]
-"""Prefill and decode worker."""
+"""Ids of a prefill and a decode worker."""
 
 
 def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
-    """Of each pair as it is probed; then of those that are slow."""
+    """Findings about each pair as it is probed; then about those that are slow."""
     pairs = pairs_of(state.workers)
     if not pairs:
         is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
@@ -54,7 +54,7 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
 
 
 def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
-    """Every prefill worker with every decode worker of its model, of those that can be used."""
+    """All pairs of a usable prefill worker with a usable decode worker of the same model."""
     ready = [worker for worker in workers if worker.phase in ("ready", "")]
     prefills = [worker.worker_id for worker in ready if list(worker.roles) == ["prefill"]]
     decodes = [worker.worker_id for worker in ready if list(worker.roles) == ["decode"]]
@@ -62,7 +62,8 @@ def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
 
 
 def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:
-    """Of the bytes that a pair's probes moved: all of each prompt's, and how fast at best."""
+    """Finding about the bytes that a pair's probes moved: whether they are those of the whole prompts, and the best
+    rate."""
     name = f"{prefill} -> {decode}"
     for probe in probes:
         if probe.kv_bytes != probe.expected_bytes:
@@ -76,8 +77,8 @@ def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:
 
 
 def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
-    """Pairs far below what the pairs do in the median, which two pairs alone do not show: there the faster one is the
-    measure."""
+    """Findings about pairs far below the median of all pairs. With only two pairs the faster one takes the place of the
+    median."""
     if len(rates) < 2:
         return []
     usual = max(rates.values()) if len(rates) == 2 else statistics.median(rates.values())
@@ -94,10 +95,10 @@ def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
 
 
 def rate(probe: Probe) -> float:
-    """MB/s; 0 where the time was too short to be seen."""
+    """Rate in MB/s; 0 where the time was too short to measure."""
     return probe.kv_bytes / probe.exposed_ms / 1e3 if probe.exposed_ms > 0 else 0.0
 
 
 def format_rate(mb_s: float) -> str:
-    """With two digits after the point below 10."""
+    """Format a rate, with two decimals below 10."""
     return f"{mb_s:.0f} MB/s" if mb_s >= 10 else f"{mb_s:.2f} MB/s"

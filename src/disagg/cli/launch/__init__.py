@@ -1,1 +1,1 @@
-"""What is shown while a cluster starts, and what is decided then."""
+"""Display of a cluster's start, and choices that are made then."""

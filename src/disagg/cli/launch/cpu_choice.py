@@ -1,4 +1,5 @@
-"""How the workers of a cluster compute on CPUs: found once, before they start, and told in one line."""
+"""Choice of the dtype in which a cluster computes on CPUs: made once, before the workers start, and printed as one
+line."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def choose_cpu_dtype(config: ClusterConfig, console: Console) -> Dtype:
 
 
 def cpu_line(found: CpuDtype, dtypes: str, *, is_chosen: bool) -> str:
-    """Such as `CPUs compute in bfloat16, by C++ for avx512`."""
+    """Text such as `CPUs compute in bfloat16, by C++ for avx512`."""
     line = f"CPUs compute in {dtypes}, by {found.kernels}"
     if not found.slow_because:
         return line

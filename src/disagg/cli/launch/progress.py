@@ -1,4 +1,4 @@
-"""What is shown while something takes long: a line when a process is ready, and one that names what goes on wherever
+"""Display of what takes long: a line when a process is ready, and one that names the present activity wherever
 `SILENCE_S` would pass without any."""
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from rich.status import Status
 SILENCE_S: Final = 2.5
 LOOK_S: Final = 0.25
 STATES: Final = ("starting", "ready", "stopped")
-"""Of `Progress` in `cluster/control/cluster.py`; any other text is what a process does while it starts."""
+"""States of `Progress` in `cluster/control/cluster.py`; any other text is what a process does while it starts."""
 
 
 class StillBusy:
-    """Prints what goes on where nothing else is printed. As a context manager it looks by itself, on a thread.
+    """Prints the present activity if nothing else was printed for a while. As a context manager it does so by itself,
+    on a thread.
 
     Args:
-        console: where the caller prints, too.
+        console: console on which the caller prints, too.
         clock: gives seconds.
     """
 
@@ -35,21 +36,21 @@ class StillBusy:
         self._thread: threading.Thread | None = None
 
     def printed(self) -> None:
-        """A line was printed."""
+        """Note that a line was printed."""
         self._printed_s = self._clock()
 
     def doing(self, text: str) -> None:
-        """This goes on now; nothing where it is empty."""
+        """Set the present activity; empty for none."""
         self._text = text
 
     def begin(self, text: str) -> None:
-        """Print what goes on from now on."""
+        """Print an activity that begins now, and set it as the present one."""
         self._console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
         self.printed()
         self.doing(text)
 
     def look(self) -> None:
-        """Print the line, if it is due."""
+        """Print the present activity, if a line is due."""
         now, text = self._clock(), self._text
         if text and now - self._printed_s >= SILENCE_S:
             line = f"  [dim]...[/dim]    {escape(text)} [dim]({now - self._began_s:.1f} s)[/dim]"
@@ -79,12 +80,12 @@ class LaunchDisplay:
         self._clock = clock
         self._started = clock()
         self._doing: dict[str, str] = {}
-        """Of each process that is starting."""
+        """Activity of each process that is starting, by name."""
         self._status: Status | None = None
         self.busy = StillBusy(console, clock)
 
     def __call__(self, name: str, state: str) -> None:
-        """A `Progress` of `cluster/control/cluster.py`."""
+        """Implements `Progress` of `cluster/control/cluster.py`."""
         if state not in STATES:
             self._doing[name] = state
         elif state == "starting":
@@ -98,7 +99,7 @@ class LaunchDisplay:
         self._show(self._text())
 
     def _text(self) -> str:
-        """Such as `prefill-0, decode-0: loads the weights; gateway: starts`."""
+        """Text such as `prefill-0, decode-0: loads the weights; gateway: starts`."""
         by_doing: dict[str, list[str]] = {}
         for name, doing in self._doing.items():
             by_doing.setdefault(doing, []).append(name)

@@ -1,1 +1,1 @@
-"""Commands of operators: what a running cluster is, and what they change about it."""
+"""Commands of operators, which show a running cluster and change it."""

@@ -1,4 +1,4 @@
-"""`disagg apply`: give a running cluster another configuration, and show how far it is."""
+"""`disagg apply`: give a running cluster another configuration, and show its progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ApplyOptions:
     restart: bool = False
     ready_timeout_s: float = 300.0
     wait_s: float | None = None
-    """None returns when it is noted."""
+    """Seconds to wait for the end; None returns as soon as the request is noted."""
 
 
 def run_apply(address: str, file: Path, console: Console, options: ApplyOptions) -> None:
@@ -71,7 +71,7 @@ def run_apply(address: str, file: Path, console: Console, options: ApplyOptions)
 
 
 def show_changes(applied: Applied, console: Console) -> None:
-    """What becomes of each field."""
+    """Print what becomes of each field."""
     if not applied.changes and not applied.pools:
         console.print("nothing differs", highlight=False)
         return
@@ -88,10 +88,10 @@ def show_changes(applied: Applied, console: Console) -> None:
 def wait_applied(
     look: Callable[[], ClusterState], before: ClusterState, generation: int, console: Console, wait_s: float
 ) -> None:
-    """Until that generation is applied; a line for each change on the way.
+    """Wait until that generation is applied, and print a line for each change.
 
     Raises:
-        LaunchError: if the one before is restored, or it is not done after `wait_s` seconds.
+        LaunchError: if the previous generation is restored, or it is not done after `wait_s` seconds.
     """
     began = time.monotonic()
     workers, told = workers_in(before), ""

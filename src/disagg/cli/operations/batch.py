@@ -22,12 +22,13 @@ from disagg.proto.errors import ConfigError
 _POLL_S: Final = 0.5
 _TIMEOUT_S: Final = 60.0
 _RETRY_FOR_S: Final = 120.0
-"""While no gateway answers: it may be restarted meanwhile, and the batch goes on."""
+"""Seconds for which requests are retried while no gateway answers: it may be restarting, and the batch continues after
+that."""
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
 class _Api:
-    """The HTTP API at an address; one connection for each call."""
+    """Client of the HTTP API at an address, with one connection for each call."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -35,14 +36,15 @@ class _Api:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
-        """The answer. Raises `ConfigError` for one that is an error, `OSError` without one."""
+        """Make a call and return its answer. Raises `ConfigError` for an error of the gateway, `OSError` without an
+        answer."""
         with self.open(method, path, body, content_type) as response:
             return json.loads(response.read())
 
     def open(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
     ) -> http.client.HTTPResponse:
-        """The same, to be read by the caller."""
+        """Make a call and return the response for the caller to read; errors as in `call`."""
         host, _, port = self._address.rpartition(":")
         connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S)
         headers = {**self._headers, **({} if body is None else {"content-type": content_type})}
@@ -63,7 +65,7 @@ class _Api:
 
 
 class _Form:
-    """A file as a form, read as it is sent."""
+    """A file as an HTTP form, read while it is sent."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -85,10 +87,10 @@ class _Form:
 
 
 def run_batch(address: str, file: Path, output: Path, console: Console) -> int:
-    """The exit status: 0 where each line has an answer.
+    """Run a batch, and return the exit status: 0 if each line has an answer.
 
     Raises:
-        ConfigError: for a file that cannot be read or is empty, and whatever the gateway refused.
+        ConfigError: for a file that cannot be read or is empty, or if the gateway refuses it.
         LaunchError: if there is no gateway at the address.
     """
     try:

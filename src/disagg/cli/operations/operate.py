@@ -1,4 +1,4 @@
-"""`disagg status`, `scale` and `drain`: what an operator sees of a running cluster and changes about it, by way of its
+"""`disagg status`, `scale` and `drain`: what operators see of a running cluster and change about it, through its
 gateway."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def wait_settled(
     wait_s: float,
     models: Collection[str] = ("",),
 ) -> None:
-    """Until every pool is as large as it should be and every worker is ready; a line for each change on the way.
+    """Wait until every pool is as large as it should be and every worker is ready; print a line for each change.
     `models`: see `is_settled`."""
     deadline = time.monotonic() + wait_s
     earlier = workers_in(before, models)
@@ -112,8 +112,8 @@ def wait_settled(
 
 
 def is_settled(state: ClusterState, models: Collection[str] = ("",)) -> bool:
-    """Whether the observed state is the desired one. `models`: keys of those that count, among several, whatever is
-    being applied to others; all with the empty key."""
+    """Whether the observed state is the desired one. `models`: keys of the models that count, among several; with the
+    empty key, all of them."""
     return (
         len(state.pools) > 0
         and not ("" in models and state.HasField("rollout"))
@@ -123,7 +123,7 @@ def is_settled(state: ClusterState, models: Collection[str] = ("",)) -> bool:
 
 
 def workers_in(state: ClusterState, models: Collection[str] = ("",)) -> Workers:
-    """The workers of a state; `models` as of `is_settled`."""
+    """The workers of a state; `models` as in `is_settled`."""
     return {
         worker.worker_id: (worker.phase, worker.incarnation)
         for worker in state.workers
@@ -132,12 +132,12 @@ def workers_in(state: ClusterState, models: Collection[str] = ("",)) -> Workers:
 
 
 def _is_of(name: str, models: Collection[str]) -> bool:
-    """Whether a pool or a worker is of one of these models."""
+    """Whether a pool or a worker belongs to one of these models."""
     return "" in models or model_of(name) in models
 
 
 def changes(before: Workers, after: Workers, details: dict[str, str]) -> list[str]:
-    """A line for each worker that is in another phase, or another process. `details`: why, by worker."""
+    """A line for each worker whose phase or process has changed. `details`: reasons by worker."""
     lines = []
     for name, (phase, incarnation) in after.items():
         earlier_phase, earlier_incarnation = before.get(name, ("", ""))
@@ -148,7 +148,7 @@ def changes(before: Workers, after: Workers, details: dict[str, str]) -> list[st
 
 
 def show_state(state: ClusterState, console: Console) -> None:
-    """Two small tables."""
+    """Print the pools, the workers, and what else the state has."""
     pools = table("pool", "ready", "desired")
     for pool in state.pools:
         pools.add_row(pool.name, str(pool.ready), str(pool.desired))
@@ -195,7 +195,7 @@ def _kv_blocks(worker: WorkerState, load_left_out: bool) -> str:
 
 
 def rollout_line(state: ClusterState) -> str:
-    """How far another configuration is: since when, which, how many workers of how many, what happens, what is next."""
+    """Progress of a rollout: since when, which generation, how many workers of how many, what happens, what is next."""
     rollout = state.rollout
     what = "back to generation" if rollout.is_back else "generation"
     parts = [
@@ -209,7 +209,7 @@ def rollout_line(state: ClusterState) -> str:
 
 
 def show_gateways(state: ClusterState, console: Console) -> None:
-    """Several gateways at one address, and where each is reached alone: for its metrics, and to explain its
+    """Print several gateways at one address, and where each is reached alone: for its metrics, and to explain its
     requests."""
     gateways = table("gateway", "phase", "pid", "own address", "own HTTP address")
     for gateway in state.gateways:
@@ -223,7 +223,7 @@ def show_gateways(state: ClusterState, console: Console) -> None:
 
 
 def show_starts(state: ClusterState, console: Console) -> None:
-    """How long the last start of each process took, in seconds, phase by phase."""
+    """Print how long the last start of each process took, in seconds, phase by phase."""
     starts = [(worker.worker_id, worker.start_phases) for worker in state.workers]
     starts.append(("gateway", state.gateway_start_phases))
     for name, phases in starts:
@@ -234,7 +234,7 @@ def show_starts(state: ClusterState, console: Console) -> None:
 
 
 def show_autoscaler(found: AutoscalerState, console: Console, *, load_left_out: bool = False) -> None:
-    """Why pools are as large as they are, and what would change that."""
+    """Print why pools are as large as they are, and what would change that."""
     mode = ", dry run: nothing is resized" if found.dry_run else ""
     console.print(f"\nautoscaler: policy {escape(found.policy)}{mode}", highlight=False)
     if load_left_out:
@@ -258,7 +258,7 @@ def show_autoscaler(found: AutoscalerState, console: Console, *, load_left_out: 
 
 
 def open_client(address: str) -> Client:
-    """A client for an address from the command line. Raises `ConfigError`."""
+    """Make a client for an address from the command line. Raises `ConfigError`."""
     return Client(check_address(address))
 
 

@@ -1,4 +1,4 @@
-"""`disagg usage`: what keys used by day and model, with the sum of each key."""
+"""`disagg usage`: the use of keys by day and model, with the sum of each key."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from disagg.cluster.system.terminal import table
 
 _COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
 NO_KEY = "(no key)"
-"""Stands for the callers of a gateway without keys."""
+"""Name for the callers of a gateway without keys."""
 
 
 def run_usage(address: str, days: int, key: str, console: Console, *, as_json: bool) -> None:
-    """Print it.
+    """Print the use of keys.
 
     Raises:
         LaunchError: if there is no gateway.
         PermissionDeniedError: for another key's use without the key of an admin.
-        UnavailableError: where the gateway keeps none.
+        UnavailableError: where the gateway keeps no record of use.
     """
     with open_client(address) as client, reaching(address):
         found = client.usage(days, key)
@@ -43,7 +43,7 @@ def run_usage(address: str, days: int, key: str, console: Console, *, as_json: b
 
 
 def by_day(found: UsageByDay) -> Table:
-    """One line for each day, key and model."""
+    """Table with one line for each day, key and model."""
     made = table("day (UTC)", "key", "model", "requests>", "failed>", "prompt>", "cached>", "output>")
     for entry in found.entries:
         counts = (f"{getattr(entry, name):,}" for name in _COUNTS)
@@ -52,7 +52,7 @@ def by_day(found: UsageByDay) -> Table:
 
 
 def by_key(found: UsageByDay) -> Table:
-    """The sums of each key over days and models, the most output tokens first."""
+    """Table with the sums of each key over days and models, the most output tokens first."""
     sums: dict[str, list[int]] = {}
     for entry in found.entries:
         counts = sums.setdefault(entry.key, [0] * len(_COUNTS))
@@ -65,7 +65,7 @@ def by_key(found: UsageByDay) -> Table:
 
 
 def usage_json(found: UsageByDay) -> dict[str, Any]:
-    """Of every entry all fields."""
+    """All fields of every entry, as JSON."""
     names = ("date", "key", "model", *_COUNTS)
     return {
         "first_date": found.first_date,

@@ -1,4 +1,4 @@
-"""The options of `disagg usage`. What it does is in usage.py."""
+"""The options of `disagg usage`, which usage.py implements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disagg.cluster.system.terminal import AddressOption, console, examples
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    """Add the command."""
+    """Add the command to `app`, in this panel of its help."""
     app.command(
         "usage", rich_help_panel=panel, epilog=examples("disagg usage", "disagg usage --days 30 --key team-a --json")
     )(_usage)

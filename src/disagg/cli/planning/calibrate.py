@@ -33,7 +33,7 @@ from disagg.simulator.durations.recorded import Trace, calibrate, trace
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 WARM_UPS = 1
-"""Runs of each step before the first that counts."""
+"""Runs of each step before the first one that counts."""
 
 Clock = Callable[[], float]
 
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 def worker_config(
     model: str, *, dtype: str, quantization: str, device: str, threads: int, kv_cache: str, token_budget: int
 ) -> WorkerConfig:
-    """One worker that computes prompts and decodes. Raises `ConfigError`."""
+    """Configuration of one worker that computes prompts and decodes. Raises `ConfigError`."""
     try:
         kv_cache_bytes = parse_size(kv_cache)
     except ValueError as error:
@@ -67,10 +67,11 @@ def worker_config(
 def measure(
     runner: ModelRunner, config: WorkerConfig, clock: Clock, limit_s: float, say: Callable[[str], None]
 ) -> tuple[StepSample, ...]:
-    """The steps of the grid, each the lower quartile of several runs: what disturbs a run only makes it longer.
+    """Measure the steps of the grid. Each time is the lower quartile of several runs, because a disturbance only makes
+    a run longer.
 
-    Rounds go over the whole grid, so that what disturbs the machine for a while disturbs a few runs of every step and
-    not all runs of a few. The first round sets how many there is time for.
+    Each round runs the whole grid, so that a disturbance of some duration affects a few runs of every step and not all
+    runs of a few. The first round sets how many there is time for.
 
     Raises:
         ConfigError: not even one round is possible within `limit_s`; says how many steps were.
@@ -112,7 +113,7 @@ def _round(
     end: float,
     warm_ups: int,
 ) -> int:
-    """One run of each plan, until `end`; how many there were."""
+    """Run each plan once, until `end`, and return how many were run."""
     for at, plan in enumerate(plans):
         for _ in range(warm_ups):
             runner.run(plan)
@@ -125,7 +126,7 @@ def _round(
 
 
 def print_fits(console: Console, samples: Sequence[StepSample]) -> None:
-    """Both fits: how far off they are for these steps, and for steps that were held out."""
+    """Print the errors of both fits, for these steps and for steps that were held out."""
     shown = table("fit", "mean>", "median>", "p90>", "worst>", "held out: mean>", "median>", "p90>", "worst>")
     for name, make in FITS.items():
         seen, unseen = error_of(make(samples), samples), held_out_error(make, samples)
@@ -143,7 +144,7 @@ def print_fits(console: Console, samples: Sequence[StepSample]) -> None:
 def run_calibrate(
     config: WorkerConfig, name: str, out: Path, limit_s: float, console: Console, clock: Clock = time.monotonic
 ) -> None:
-    """Measure, write the file, print how well fits predict. Raises `ConfigError`."""
+    """Measure, write the file, and print how well the fits predict. Raises `ConfigError`."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out: there is no folder {out.parent}")
 
@@ -209,7 +210,7 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
 
 
 def _read_trace(file: Path) -> tuple[Trace, float]:
-    """One recording, and when it began in seconds since the epoch."""
+    """Read one recording, and when it began in seconds since the epoch."""
     try:
         with file.open("rb") as opened:
             reader = RecordingReader(opened)
@@ -222,7 +223,7 @@ def _read_trace(file: Path) -> tuple[Trace, float]:
 
 
 def machine_name() -> str:
-    """The processor as the operating system names it."""
+    """Name of the processor, as the operating system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -232,7 +233,7 @@ def machine_name() -> str:
 
 
 def read_recording(file: Path, flag: str = "--step-times") -> StepRecording:
-    """A file of `disagg calibrate`. Raises `ConfigError` that names the flag, the file and the field."""
+    """Read a file of `disagg calibrate`. Raises `ConfigError` that names the flag, the file and the field."""
     try:
         content = file.read_bytes()
     except OSError as error:

@@ -77,7 +77,7 @@ def _gemms(table: dict[str, list[Any]]) -> dict[str, list[GemmTime]]:
 
 
 def _attention(table: dict[str, list[Any]], kv_dtype: str) -> list[AttentionTime]:
-    """Rows without a window. Of a prompt all tokens are new (`step` 0); of a decode step `step` tokens came before."""
+    """Rows without a window. In a prompt all tokens are new (`step` 0); in a decode step `step` tokens came before."""
     return [
         AttentionTime(batch, isl + step, heads, kv_heads, head_dim, ms * _MS)
         for batch, heads, kv_heads, head_dim, dtype, window, ms, isl, step in _rows(table, *_HEADS, "isl", "step")
@@ -86,13 +86,13 @@ def _attention(table: dict[str, list[Any]], kv_dtype: str) -> list[AttentionTime
 
 
 def _custom(table: dict[str, list[Any]]) -> list[AllReduceTime]:
-    """Those that run inside a CUDA graph, as those of a decode step do."""
+    """Rows of all-reduces inside a CUDA graph, as in a decode step."""
     rows = _rows(table, *COLUMNS[_CUSTOM])
     return [AllReduceTime(gpus, size, ms * _MS) for gpus, size, backend, ms in rows if backend.endswith("graph")]
 
 
 def _nccl(table: dict[str, list[Any]]) -> list[AllReduceTime]:
-    """Message sizes are in bytes."""
+    """Rows of NCCL all-reduces; message sizes are in bytes."""
     return [
         AllReduceTime(gpus, size, ms * _MS)
         for op, dtype, gpus, size, ms in _rows(table, *COLUMNS[_NCCL])

@@ -36,10 +36,10 @@ from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
 from disagg.step_times.interface import LinkTimes, StepTimes
 
 LINK_LATENCY_S = 1e-4
-"""Of a message between workers; an assumption."""
+"""Assumed latency of a message between workers, in seconds."""
 GPU_BUDGETS: tuple[int, ...] = (512, 2048, 8192)
 CPU_BUDGETS: tuple[int, ...] = (128, 256, 512)
-"""Tokens of a step that are tried."""
+"""Token budgets of a step that are tried."""
 EXIT_MET, EXIT_MISSED = 0, 1
 
 
@@ -78,8 +78,8 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions, console: Console) -> int:
-    """Print the plan; the exit status: 0, or 1 where no pools meet the limits. Raises `ConfigError` that names the
-    flag."""
+    """Print the plan, and return the exit status: 0, or 1 where no pools meet the limits. Raises `ConfigError` that
+    names the flag."""
     _check_numbers(options)
     if options.html is not None:
         check_installed()
@@ -114,7 +114,7 @@ def _write(file: Path, text: str, flag: str) -> None:
 
 
 def say(console: Console, line: str) -> None:
-    """One line as it is."""
+    """Print one line as it is."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -133,7 +133,7 @@ def _check_numbers(options: PlanOptions) -> None:
 
 
 def shape_named(name: str) -> ModelShape:
-    """A well-known model, a `config.json`, a checkpoint folder, or an imported model. Raises `ConfigError`."""
+    """Shape of a well-known model, a `config.json`, a checkpoint folder, or an imported model. Raises `ConfigError`."""
     if (known := known_shape(name)) is not None:
         return known
     path = Path(name).expanduser()
@@ -151,7 +151,7 @@ def shape_named(name: str) -> ModelShape:
 
 
 def numbers_of(text: str, flag: str) -> tuple[int, ...]:
-    """`1,2,4`; raises `ConfigError` that names the flag."""
+    """Numbers from `1,2,4`; raises `ConfigError` that names the flag."""
     try:
         numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -162,7 +162,7 @@ def numbers_of(text: str, flag: str) -> tuple[int, ...]:
 
 
 def site_of(options: PlanOptions) -> tuple[Site, str]:
-    """What is available, and where its step times come from. Raises `ConfigError` that names the flag."""
+    """The available devices, and the source of their step times. Raises `ConfigError` that names the flag."""
     device = find_device(options.device)
     model = shape_named(options.model)
     precision = Precision(
@@ -236,7 +236,7 @@ def _times(
 def _check_recording(
     recording: StepRecording, options: PlanOptions, model: ModelShape, precision: Precision, tps: Sequence[int]
 ) -> None:
-    """What was measured is what is planned with."""
+    """Check that the recording was measured with the planned model, dtype and ranks. Raises `ConfigError`."""
     name = f"--step-times: {options.step_times}"
     expected = model.kv_bytes_per_token(recording.dtype) if recording.dtype in ("bfloat16", "float16", "float32") else 0
     if recording.kv_bytes_per_token not in (0, expected):
@@ -251,7 +251,7 @@ def _check_recording(
 
 
 def load_of(options: PlanOptions, model: ModelShape) -> tuple[Load, Outline | None]:
-    """What is asked, and the very requests of a scenario. Raises `ConfigError` that names the flag."""
+    """The load that is planned for, and the very requests of a scenario. Raises `ConfigError` that names the flag."""
     limits = Slo(
         ttft_s=None if options.ttft_ms is None else options.ttft_ms / 1e3,
         tpot_s=None if options.tpot_ms is None else options.tpot_ms / 1e3,
@@ -302,7 +302,7 @@ def _judge(options: PlanOptions, planner: Planner, requests: Outline | None, con
 
 
 def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: bool) -> list[str]:
-    """What the model needs and can do, each as `subject: text`."""
+    """Needs of the model and performance of a worker, each as `subject: text`."""
     site = planner.site
     batch = "never with this context" if facts.critical_batch is None else f"from a batch of {facts.critical_batch} on"
     hidden = f"from {facts.hidden_from_tokens} tokens on" if facts.hidden_from_tokens else "at no length"
@@ -323,7 +323,7 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
 
 
 def print_facts(console: Console, lines: Sequence[str], facts: Facts, load: Load) -> None:
-    """What the model needs and can do."""
+    """Print the needs of the model and the performance of a worker."""
     for line in lines:
         say(console, line)
     for shown in (width_table(facts, load), sweep_table(facts)):
@@ -332,7 +332,7 @@ def print_facts(console: Console, lines: Sequence[str], facts: Facts, load: Load
 
 
 def print_answer(console: Console, answer: Answer, load: Load, *, simulated: bool) -> None:
-    """The pools."""
+    """Print the table of pools, and the verdict."""
     say(console, "")
     print_table(console, pools_table(answer, load, simulated=simulated))
     say(console, verdict(answer, load))

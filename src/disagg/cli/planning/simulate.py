@@ -35,9 +35,10 @@ from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest
 EXIT_MET, EXIT_MISSED = 0, 1
 AS_PLANNED = Overrides()
 MAX_BYTES = 64 << 20
-"""Of a file of step times."""
+"""Largest size of a file of step times, in bytes."""
 _KEEPS_UP = 1.1
-"""Of the arrivals' time: answers that take longer than that and the longest of them mean that a queue has grown."""
+"""Factor on the time of the arrivals. If the last answer ends later than this plus the median latency, a queue has
+grown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class SimulateOptions:
 
 
 def run_simulate(options: SimulateOptions, console: Console) -> int:
-    """Simulate and report; the exit status: 0 where enough requests met their limits, else 1. Raises `ConfigError`."""
+    """Simulate and report; returns the exit status: 0 where enough requests met their limits, else 1. Raises
+    `ConfigError`."""
     if options.html is not None:
         check_installed()
     config = load_config(options.cluster)
@@ -139,7 +141,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
 
 
 def planned_load(options: SimulateOptions, spec: ClusterSpec) -> tuple[PlannedLoad, Slo]:
-    """What users ask, and the limits that all of it is scored against (of phases: each its own). Raises
+    """The requests of users, and the limits that all of them are scored against (with phases: each its own). Raises
     `ConfigError`."""
     path = scenario_path(options.scenario)
     try:
@@ -157,7 +159,7 @@ def planned_load(options: SimulateOptions, spec: ClusterSpec) -> tuple[PlannedLo
 
 
 def _phases_of(path: Path) -> object | None:
-    """The value of the key `phases` of a file, where it has one. Its other mistakes are `load_scenario`'s."""
+    """Value of the key `phases` of a file, or None. Other mistakes in the file are left to `load_scenario`."""
     try:
         raw: Any = msgspec.yaml.decode(path.read_bytes())
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
@@ -166,7 +168,7 @@ def _phases_of(path: Path) -> object | None:
 
 
 def read_times(path: Path) -> Timing:
-    """A file of step times; raises `ConfigError`."""
+    """Read a file of step times; raises `ConfigError`."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"--times: {path} has more than {MAX_BYTES} bytes")
@@ -200,13 +202,13 @@ def _report(options: SimulateOptions, load: PlannedLoad, slo: Slo, result: Resul
 
 
 def own_attainment(load: PlannedLoad, result: Result) -> float:
-    """The share of requests that met the limits that they brought."""
+    """Share of requests that met their own limits."""
     good = sum(meets(record, request.targets) for record, request in zip(result.records, load.requests, strict=True))
     return good / len(load.requests)
 
 
 def _notes(load: PlannedLoad, result: Result, score: Score, *, is_phased: bool) -> list[str]:
-    """What the tables do not show."""
+    """Notes on what the tables do not show."""
     lines = [
         "placed: " + ", ".join(f"{count} {kind}" for kind, count in sorted(result.placements.items()) if count),
         f"simulated {result.end_s:.1f} s with {result.num_events} events; "

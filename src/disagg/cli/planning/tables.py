@@ -14,11 +14,11 @@ from disagg.simulator.plan.report import Facts, price_per_million_output, verdic
 from disagg.simulator.plan.sweep import SweepRow
 
 MAX_SHOWN = 6
-"""Candidates."""
+"""Number of candidates in the table."""
 
 
 def width_table(facts: Facts, load: Load) -> TextTable:
-    """A worker by its width."""
+    """Table of a worker by its width."""
     return TextTable(
         title=f"a worker by its width, with one request of {load.mean_prompt:.0f} + {load.mean_output:.0f} tokens",
         columns=("tp", "weights GB", "KV GB", "KV tokens", "sequences", "TTFT ms", "TPOT ms"),
@@ -39,7 +39,7 @@ def width_table(facts: Facts, load: Load) -> TextTable:
 
 
 def sweep_table(facts: Facts) -> TextTable:
-    """One worker by its batch."""
+    """Table of one worker by its batch."""
     columns = ("batch", "TPOT ms", "decode tokens/s", "requests/s", "output tokens/s", "price/M tokens", "kJ/M tokens")
     return TextTable(
         title=f"one worker of tp {facts.sweep_tp} that decodes a batch and computes its prompts",
@@ -61,7 +61,7 @@ def sweep_table(facts: Facts) -> TextTable:
 
 
 def pools_table(answer: Answer, load: Load, *, simulated: bool) -> TextTable:
-    """The best candidates."""
+    """Table of the best candidates."""
     judge = "simulated" if simulated else "estimated"
     shown = (answer.best, *answer.judged[: MAX_SHOWN - 1])
     return TextTable(
@@ -88,7 +88,7 @@ def _row(judged: Judged, load: Load, *, is_best: bool) -> tuple[str, ...]:
 
 
 def plan_page(title: str, lines: list[str], facts: Facts, answer: Answer | None, load: Load, *, simulated: bool) -> str:
-    """Everything as one HTML page. Raises `ConfigError` where charts cannot be drawn."""
+    """All tables and charts as one HTML page. Raises `ConfigError` where charts cannot be drawn."""
 
     def parts() -> Iterator[str]:
         rows = [(line.partition(": ")[0], line.partition(": ")[2]) for line in lines]

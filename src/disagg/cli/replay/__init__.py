@@ -1,1 +1,1 @@
-"""`disagg replay`: recordings of a router's events."""
+"""`disagg replay`: replays recordings of a router's events."""

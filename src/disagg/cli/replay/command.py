@@ -35,37 +35,37 @@ _ENDS: Final[dict[EndReason | None, str]] = {
     None: "cut off: the gateway was killed, or still records",
 }
 SHOWN_COMMANDS: Final = 8
-"""Of an event that the replay decided otherwise."""
+"""Largest number of commands shown for an event that the replay decided otherwise."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay found."""
+    """Result of a replay."""
 
     header: Header
     num_entries: int = 0
-    """That were replayed."""
+    """Number of entries that were replayed."""
     num_commands: int = 0
     events: Counter[str] = field(default_factory=Counter)
-    """By type."""
+    """Number of events by type."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Of requests that ended."""
+    """Number of ended requests by outcome."""
     num_requests: int = 0
     span_s: float = 0.0
     ended: EndReason | None = None
     difference: tuple[Entry, Replayed] | None = None
-    """The first entry that gave something else."""
+    """The first entry whose replay differs."""
     damage: str = ""
-    """Why the file cannot be read further."""
+    """Reason why the file cannot be read further; empty if it can."""
 
     @property
     def exit_status(self) -> int:
-        """Of the command."""
+        """Exit status of the command."""
         return 2 if self.damage else int(self.difference is not None)
 
 
 def run_replay(file: Path, request_id: str | None, console: Console, *, as_json: bool) -> int:
-    """Replay a recording, print what was found, and of one request what happened to it; the exit status.
+    """Replay a recording, print the result, and on demand the story of one request. Returns the exit status.
 
     Raises:
         ConfigError: if the file cannot be read, is no recording, or has no such request.
@@ -93,7 +93,7 @@ def run_replay(file: Path, request_id: str | None, console: Console, *, as_json:
 
 
 def replay(reader: RecordingReader, story: Story | None) -> Outcome:
-    """Up to the end of the recording or the first difference."""
+    """Replay up to the end of the recording or the first difference."""
     outcome, replayer = Outcome(reader.header), Replay(reader.header)
     try:
         for entry in reader.entries():
@@ -128,12 +128,12 @@ def _count(outcome: Outcome, entry: Entry, replayed: Replayed) -> None:
 
 
 def _time_of(header: Header, entry: Entry) -> float:
-    """Seconds since the recording began."""
+    """Time of an entry in seconds since the recording began."""
     return getattr(entry, "now", header.clock) - header.clock
 
 
 def summary(file: Path, outcome: Outcome) -> Table:
-    """For a terminal."""
+    """Table of the result, for a terminal."""
     header = outcome.header
     began = datetime.fromtimestamp(header.epoch_s, UTC)
     by = f"{header.gateway_id}, disagg {header.disagg}, Python {header.python}"
@@ -158,7 +158,7 @@ def summary(file: Path, outcome: Outcome) -> Table:
 
 
 def verdict(outcome: Outcome) -> str:
-    """In one line."""
+    """Verdict as one line of text."""
     if outcome.difference is None:
         return f"identical: {outcome.num_commands} commands"
     entry, _ = outcome.difference
@@ -167,7 +167,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def difference_lines(outcome: Outcome) -> list[str]:
-    """What the replay decided instead; empty where all is the same."""
+    """Lines about what the replay decided instead; empty without a difference."""
     if outcome.difference is None:
         return []
     entry, replayed = outcome.difference
@@ -181,7 +181,7 @@ def difference_lines(outcome: Outcome) -> list[str]:
 
 
 def summary_dict(outcome: Outcome) -> dict[str, Any]:
-    """For programs."""
+    """Result as plain values, for programs."""
     header = outcome.header
     return {
         "gateway_id": header.gateway_id,
@@ -207,7 +207,7 @@ def _counts(counts: Counter[str]) -> str:
 
 @contextmanager
 def _silent_router() -> Iterator[None]:
-    """The core's warnings are about a cluster that is long gone."""
+    """Silence the core's warnings, which are about a cluster that no longer exists."""
     router = logging.getLogger("disagg.router")
     before = router.level
     router.setLevel(logging.CRITICAL)

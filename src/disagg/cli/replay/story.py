@@ -41,20 +41,20 @@ from disagg.router.requests.router_core import RouterCore
 
 @dataclass(slots=True)
 class Moment:
-    """One event, or several that brought tokens and nothing else."""
+    """One event, or several successive ones that brought only tokens."""
 
     now: float
-    """On the router's clock."""
+    """Time on the router's clock."""
     event: str
-    """Its type."""
+    """Type of the event."""
     text: str
     decisions: list[str]
     placement: Explanation | None = None
-    """With all options that were compared, where the request was placed."""
+    """Placement with all options that were compared, if the request was placed here."""
     last: float = 0.0
-    """Of several events, the time of the last one."""
+    """Time of the last event, if the moment stands for several."""
     tokens_of: str = ""
-    """The worker, where there were only tokens."""
+    """Id of the worker, if the events brought only tokens."""
     num_tokens: int = 0
     num_events: int = 1
 
@@ -68,10 +68,10 @@ class Story:
     moments: list[Moment] = field(default_factory=list)
     arrival: float | None = None
     whole: Explanation | None = None
-    """As `disagg explain` shows it, at the end of the recording or of the request."""
+    """Explanation as `disagg explain` shows it, at the end of the recording or of the request."""
 
     def add(self, entry: Entry, replayed: Replayed, core: RouterCore) -> None:
-        """The next entry, which `core` has just taken."""
+        """Add the next entry, which `core` has just handled."""
         if not isinstance(entry, Handled):
             return
         commands = [command for command in replayed.commands if _is_about(command, self.request_id)]
@@ -93,7 +93,7 @@ class Story:
             self.moments.append(moment)
 
     def finish(self, core: RouterCore) -> None:
-        """The recording is over."""
+        """Note that the recording has ended."""
         trace = core.trace(self.request_id)
         if trace is not None:
             self.whole = explanation(trace, self.clock_to_epoch_s)
@@ -151,12 +151,13 @@ def _fields(story: Story, moment: Moment) -> Iterator[tuple[str, Any]]:
 
 
 def _ms(story: Story, now: float) -> float:
-    """Since its arrival."""
+    """Milliseconds since the request's arrival."""
     return (now - _zero(story)) * 1000
 
 
 def _zero(story: Story) -> float:
-    """Its arrival; where it was only cancelled, or is unknown to the core, the first event about it."""
+    """Time of the request's arrival; if it was only cancelled, or is unknown to the core, that of the first event about
+    it."""
     return story.moments[0].now if story.arrival is None else story.arrival
 
 
@@ -193,7 +194,7 @@ def _concerns(event: Event, request_id: RequestId) -> bool:
 
 
 def _tokens_and_more(update: StepUpdate, request_id: RequestId) -> tuple[int, bool]:
-    """Tokens of the request, and whether there is anything else about it."""
+    """Number of tokens of the request, and whether there is anything else about it."""
     num_tokens = sum(len(each.token_ids) for each in update.tokens if each.request_id == request_id)
     ids = (
         *(each.request_id for each in update.prefilled),

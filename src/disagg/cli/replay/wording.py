@@ -14,7 +14,7 @@ from disagg.router.requests.events import Command, Event
 
 
 def entry_text(entry: Entry, request_id: RequestId | None = None) -> str:
-    """What happened; of a worker's results only those for this request, if one is given."""
+    """Text of an entry; of a worker's results only those for this request, if one is given."""
     match entry:
         case Handled(event=event):
             return event_text(event, request_id)
@@ -28,7 +28,7 @@ def entry_text(entry: Entry, request_id: RequestId | None = None) -> str:
 
 
 def event_text(event: Event, request_id: RequestId | None = None) -> str:
-    """What happened, as of `entry_text`."""
+    """Text of an event, as in `entry_text`."""
     match event:
         case events.Submit(request=request):
             prompt, most = _count(request.num_prompt_tokens, "token"), request.sampling.max_tokens
@@ -71,7 +71,7 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
 
 
 def command_text(command: Command) -> str:
-    """What the core decided."""
+    """Text of a command of the core."""
     match command:
         case events.Dispatch(worker_id=worker_id, message=message):
             peer = message.decode_peer
@@ -99,7 +99,7 @@ def command_text(command: Command) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Its code and message."""
+    """Code and message of an error."""
     return f"{error.code}: {error}" if isinstance(error, DisaggError) else f"{type(error).__name__}: {error}"
 
 

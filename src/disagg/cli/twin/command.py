@@ -1,7 +1,7 @@
 """`disagg twin`: look at a cluster every few seconds, compare settings when that is due, set the better one.
 
-It waits for every other process (niceness 19), and has bounds: of memory, and of processor time for each look. Beyond
-them it is killed by the kernel, which harms nothing: the cluster keeps its present setting.
+It runs with niceness 19, behind every other process, and has limits on memory and on the processor time of each look.
+Beyond them it is killed by the kernel, which harms nothing: the cluster keeps its present setting.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from disagg.simulator.twin.load import Load
 from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, LEAST, MOST, Twin
 
 LOOK_S = 10.0
-"""Between two looks."""
+"""Seconds between two looks."""
 MOST_PAUSE_S = 60.0
-"""Between two tries to reach a gateway."""
+"""Longest pause between two tries to reach a gateway, in seconds."""
 NICENESS = 19
 MEMORY_BYTES = 1 << 30
-"""Of data; beyond it there is a `MemoryError`."""
+"""Limit on data memory in bytes; beyond it there is a `MemoryError`."""
 LOOK_CPU_S = 120
-"""Processor time of one look; beyond it the kernel ends the process."""
+"""Limit on the processor time of one look, in seconds; beyond it the kernel ends the process."""
 
 
 def run_twin(address: str, console: Console, api_key: str | None = None) -> None:
-    """Until SIGINT or SIGTERM. `api_key`: of an admin; that of the environment without.
+    """Run the twin until SIGINT or SIGTERM. `api_key` is an admin's; without it, that of the environment is used.
 
     Raises:
         ConfigError: if the cluster has no such setting.
@@ -53,7 +53,7 @@ def run_twin(address: str, console: Console, api_key: str | None = None) -> None
 
 
 def be_modest() -> None:
-    """Lowest priority, and bounded memory."""
+    """Set the lowest priority, and bound the memory."""
     os.nice(NICENESS - os.nice(0))
     for limit, value in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(limit)
@@ -62,8 +62,8 @@ def be_modest() -> None:
 
 
 def look_again_and_again(client: Client, wait: Callable[[float], bool], console: Console, address: str) -> None:
-    """Until `wait`, which gets the seconds to the next look, returns True. A gateway that does not answer is tried
-    again, less and less often. Raises as `run_twin`."""
+    """Look at the cluster until `wait`, which gets the seconds to the next look, returns True. A gateway that does not
+    answer is tried again, less and less often. Raises as `run_twin`."""
     twin, seen_s, pause_s = Twin(), -float("inf"), LOOK_S
     answers: bool | None = None
     while True:
@@ -91,7 +91,7 @@ def look_again_and_again(client: Client, wait: Callable[[float], bool], console:
 
 
 def _first_line(response: RecentLoad, address: str) -> str:
-    """For people. Raises `ConfigError` where the cluster has no such setting."""
+    """First line of the output, for people. Raises `ConfigError` where the cluster has no such setting."""
     if not response.decodes:
         raise ConfigError("this cluster has no setting for a twin: it is for mode elastic, policy elastic")
     return (
@@ -110,7 +110,8 @@ def _compare(twin: Twin, load: Load) -> Comparison | None:
 
 
 def _send(client: Client, comparison: Comparison) -> bool:
-    """Whether the gateway took it: not where the setting was changed meanwhile, which the next look finds."""
+    """Send a change. Returns whether the gateway accepted it: not if the setting was changed meanwhile, which the next
+    look finds."""
     try:
         client.set_decodes(comparison.chosen, message_of(comparison))
     except InvalidRequestError as error:
@@ -125,7 +126,7 @@ def _show(console: Console, line: str) -> None:
 
 
 def line_of(comparison: Comparison) -> str:
-    """A change, for people."""
+    """Text about a change, for people."""
     predicted = ", ".join(
         f"{each.decodes} {' / '.join(f'{share:.1%}' for _, share in each.by_rate)}" for each in comparison.attained
     )
@@ -138,7 +139,7 @@ def line_of(comparison: Comparison) -> str:
 
 
 def _bound_look() -> None:
-    """The processor time that the process may have used at the end of this look."""
+    """Bound the processor time of the process to what it may have used at the end of this look."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + LOOK_CPU_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

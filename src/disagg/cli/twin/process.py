@@ -11,7 +11,7 @@ from disagg.cluster.system.cores import pin_process
 
 
 def main() -> int:
-    """The child."""
+    """Entry point of the child process."""
     from disagg.cli.twin.command import run_twin
     from disagg.cluster.system.terminal import console
 

@@ -21,11 +21,11 @@ from disagg.router.config import num_split
 from disagg.simulator.twin.twin import LEAST
 
 SILENT_S = 300.0
-"""Without a look for so long there is no twin: one look takes at most some minutes."""
+"""Seconds without a look after which there is no twin: one look takes at most some minutes."""
 
 
 def run_explain_shape(address: str, console: Console, *, as_json: bool) -> None:
-    """Raises `LaunchError` if there is no gateway."""
+    """Print the report. Raises `LaunchError` if there is no gateway."""
     with open_client(address) as client, reaching(address):
         shape = client.shape()
     if as_json:
@@ -43,7 +43,7 @@ def to_dict(shape: Shape) -> dict[str, Any]:
 
 
 def report(shape: Shape, now: float) -> Group:
-    """For people; `now` in seconds since the epoch."""
+    """Report for people; `now` in seconds since the epoch."""
     if not shape.decodes:
         return Group(Text(f"policy {shape.policy}: it has no setting of where answers decode"))
     parts: list[RenderableType] = [_facts(shape, now)]

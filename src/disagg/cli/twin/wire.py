@@ -1,4 +1,4 @@
-"""Between the protobufs of `AdminService` and what the twin takes and gives. Pure."""
+"""Conversion between the protobufs of `AdminService` and the twin's own types. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from disagg.simulator.twin.load import Arrival, Capacity, Load, check_marks
 
 
 def load_from(response: RecentLoad) -> Load:
-    """What a gateway told. Workers without measured steps are left out. Raises `ValueError` naming a field that cannot
-    be."""
+    """Load from a gateway's answer. Workers without measured steps are left out. Raises `ValueError` naming an invalid
+    field."""
     arrivals = [_arrival(request) for request in response.requests]
     return Load(
         now_s=response.now_s,
@@ -26,7 +26,7 @@ def load_from(response: RecentLoad) -> Load:
 
 
 def message_of(comparison: Comparison) -> ShapeComparison:
-    """For the gateway."""
+    """The protobuf of a comparison."""
     return ShapeComparison(
         cause=comparison.cause,
         requests=comparison.num_requests,
