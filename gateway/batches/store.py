@@ -1,7 +1,7 @@
 """Files and batches in one SQLite database and a folder of contents.
 
     begin_upload ──> add_file ──> create ──> claim (one owner, by a lease) ──> begin ──> answer* ──> finish
-                               └─ its lease ran out: another owner claims it, and goes on with the lines left
+                               └─ its lease ran out: another owner claims it and runs the lines left
 
     validating ──> in_progress ──> finalizing ──> completed
         └─> failed     ├─> cancelling ──> cancelled

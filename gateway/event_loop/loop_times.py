@@ -40,7 +40,7 @@ class LoopTimes:
         self._longest[1] = max(self._longest[1], seconds)
 
     def turn_s(self, now: float) -> float:
-        """For how long the present turn has lasted; 0 while the loop waits."""
+        """Duration of the present turn in seconds; 0 while the loop waits."""
         began = self.began
         return 0.0 if began is None else max(0.0, now - began)
 

@@ -8,7 +8,7 @@ the rest).
 
 A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
 without a rest would be in each of them, and the messages of the workers would come faster than they are read. All work
-of a tenant rests together: after a piece of one message none of another message of the tenant goes on.
+of a tenant rests together: after a piece of one message no other message of the tenant continues.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     GatewaySettings ──> routers, models ──> SettingsFollowed
     ExpectedWorkers ──> routers, whose requests wait for those that are coming
 
-While the controller is away the gateway goes on serving with its present workers. Each stream begins with all of the
+While the controller is away the gateway continues to serve with its present workers. Each stream begins with all of the
 membership, which replaces the earlier one, so that missed changes do not matter.
 """
 

@@ -1,7 +1,7 @@
 """What a gateway has of each model that it serves, and how a model comes and goes while it runs.
 
 add       its tokenizer and its router are there: requests may name it
-withdraw  requests that name it are refused; what it has got goes on, and operators see it
+withdraw  requests that name it are refused; its running requests continue, and operators see it
 remove    nothing of it is left
 """
 

@@ -1,4 +1,4 @@
-"""From a client's input to checked requests for the router. Pure: a function of the arguments.
+"""Checks a client's input and makes requests for the router. Pure: a function of the arguments.
 
     check_targets   the call's metadata or headers                  -> Targets
     check_request   everything that can be seen before tokenizing  -> CheckedRequest

@@ -1,4 +1,4 @@
-"""From the body of `/v1/messages` to what the generator takes. Pure."""
+"""Converts the body of `/v1/messages` to the input of the generator. Pure."""
 
 from __future__ import annotations
 
