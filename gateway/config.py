@@ -15,64 +15,65 @@ from disagg.proto.errors import ConfigError
 from disagg.router.config import MetricsOptions, TracingOptions
 
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
-"""Room in a gRPC message for everything but the prompt."""
+"""Bytes of a gRPC message for everything but the prompt."""
 _MAX_BYTES_PER_ID = 8
-"""In JSON, with comma and space; five in a packed list of protobuf."""
+"""Maximum bytes of a token id in JSON, with comma and space; in a packed list of protobuf it has five."""
 _MAX_OTHER_VALUES = 65_536
-"""In a body beside the ids of the longest prompt; 64 prompts of 1,024 ids have as many."""
+"""Values of a body beside the ids of the longest prompt; 64 prompts of 1,024 ids have as many."""
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what clients can store."""
 
     max_files: Count = 100
-    """Files of a tenant, those of answers among them; one more is refused, and so is one more batch."""
+    """Maximum number of files of a tenant, files of answers included. At the limit, further files and batches are
+    refused."""
     max_total_bytes: Bytes = 4 << 30
-    """Contents of all files of all tenants, and answers of batches that run. One tenant may have half of it, and as
-    much as is left free after it where others have some. An upload that exceeds this is refused when it begins. A batch
-    is refused without room for as many bytes as its input has, which are reserved for its answers; more are once its
-    lines were read. One whose answers need still more waits until there is room."""
+    """Maximum bytes of the files of all tenants and of the answers of batches that run. A tenant may store as much as
+    it leaves free: half of it if no other tenant has any. An upload that exceeds this is refused when it begins. A
+    batch is refused if as many bytes as its input has cannot be reserved for its answers; more are reserved once its
+    lines are read. A batch whose answers need still more waits until there is room."""
     file_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 30
-    """How many days after it was made a file is deleted, unless an open batch reads it."""
+    """Age in days at which a file is deleted, unless an open batch reads it."""
     max_batches: Count = 100
-    """Batches of a tenant that have not ended; and of those that have, the latest that are remembered."""
+    """Maximum number of a tenant's batches that have not ended, and number of its ended batches that are remembered."""
     lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 15.0
-    """How long a batch stays with its gateway after a sign of life; then another gateway of the folder goes on with
-    it."""
+    """Seconds for which a batch belongs to its gateway after each renewal of the lease; after that another gateway of
+    the folder may take it over."""
 
 
 class BatchOptions(StoreLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`gateway.batches`: `/v1/files` and `/v1/batches`."""
 
     folder: Name
-    """Of the database and of the files' contents, on a local disk; gateways of one machine share it. A path in the YAML
-    is relative to its folder."""
+    """Folder of the database and the files' contents, on a local disk; gateways of one machine share it. A path in the
+    YAML is relative to the YAML's folder."""
     max_file_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 34)] = 200 << 20
-    """Of one uploaded file."""
+    """Maximum bytes of one uploaded file."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)] = 256
-    """Answers to lines that each gateway runs at a time, of all models."""
+    """Maximum number of answers to lines that each gateway runs at a time, at all models together."""
     reserved_share: Fraction = 0.1
     """The share of a model's decode places that lines leave free for interactive requests."""
     max_step_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
-    """Lines start only while a decode step with one more is predicted to take at most so long. `null` is 0.6 of
+    """Lines start only while a decode step with one more is predicted to take at most this long. `null` is 0.6 of
     `slo.tpot_ms`, and no bound without that target."""
 
 
 class UsageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gateway.usage`: what each key used by day and model is kept in SQLite."""
+    """`gateway.usage`: keeps the usage of each key by day and model in SQLite."""
 
     folder: Name
-    """Of the file `usage.sqlite`, on a local disk; gateways of one machine share it. A path in the YAML is relative to
-    its folder."""
+    """Folder of the file `usage.sqlite`, on a local disk; gateways of one machine share it. A path in the YAML is
+    relative to the YAML's folder."""
     retention_days: Annotated[int, msgspec.Meta(ge=1, le=3660)] = 400
-    """How many days are kept, the present one included."""
+    """Number of days that are kept, today included."""
     wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
-    """For how long the end of an answer waits at most until its use is in the file, so that a client never has an end
-    that a killed gateway has not counted. 0 waits for none: then what ended in the last moment may be lost."""
+    """Maximum time that the end of an answer waits until its usage is in the file, so that a killed gateway has counted
+    every answer that a client saw end. With 0 nothing waits, and the latest usage may be lost."""
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`gateway`, but for its ports and its queue: who may call, and how much clients may hold."""
+    """`gateway`, without its ports and its queue: who may call, and how much clients may use."""
 
     host: Name = "127.0.0.1"
     """The address to bind. Anything but loopback needs `tls`, and `api_keys` or `tls.client_ca`; or `insecure: true`.
@@ -94,17 +95,17 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     `auto`: where callers need a key or a certificate, and on loopback without `allowed_hosts`, which a proxy for others
     needs. `true` is refused where every caller would be let in."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 2.0
-    """Seconds that running answers may take to end when the gateway stops; what still runs then is cut off. New
-    requests are refused meanwhile."""
+    """Seconds that running answers may take to end when the gateway stops; the rest are then cut off. New requests are
+    refused meanwhile."""
     max_connections: Count = 4096
-    """HTTP connections at a time. A further one takes the place of the one that has been without a request for
+    """Maximum number of HTTP connections. A further one replaces the one that has been without a request for
     longest."""
     max_grpc_connections: Count = 16_384
     """gRPC connections at a time; a further one is closed at once. gRPC closes no silent one for it, so they are more
     than those of HTTP. The process needs as many open files beside those of HTTP: `ulimit -n`."""
     max_unfinished_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 64 << 20
-    """Of HTTP bodies that have not arrived whole. Over it, the tenant that holds the most loses the body that has made
-    no progress for longest: it is refused as overload. One body of the largest size always fits."""
+    """Maximum bytes of HTTP bodies that have not arrived completely. Above it, the tenant with the most bytes loses the
+    body that has made no progress for longest: it is refused as overload. One body of the largest size always fits."""
     tool_parser: Literal["auto", "hermes", "json"] = "auto"
     """How calls of tools are read in answers. `hermes`: between `<tool_call>` tags (Hermes, Qwen). `json`: answers that
     are nothing but calls (Llama 3, Mistral). `auto`: as the chat template tells."""
@@ -142,18 +143,18 @@ def serves_page(options: GatewayOptions) -> bool:
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that a gateway serves, as far as the gateway needs it."""
+    """A model that a gateway serves, with what the gateway needs to know of it."""
 
     key: str = ""
-    """What the names of its workers begin with; empty where there is one model."""
+    """Prefix of the names of its workers; empty if there is only one model."""
     name: Annotated[str, msgspec.Meta(min_length=1)]
     """The name that requests use."""
     path: str
     """Folder with tokenizer.json and config.json, as `disagg model import` wrote it; `fake` for the model
     without weights."""
     prefix_root: str
-    """What prefix hashes start from. Equal for all gateways of a cluster, whenever they started and whatever version of
-    the model the workers have then: a worker has KV of its own version only."""
+    """Start value of the prefix hashes. Equal for all gateways of a cluster, whenever they started and whichever
+    version of the model the workers have: a worker has KV of its own version only."""
     max_model_len: Count | None = None
     """Longest prompt plus answer in tokens; the checkpoint's own limit when unset."""
 
@@ -165,25 +166,25 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """One gateway process. Raises `ConfigError` where a value cannot work."""
 
     models: Annotated[tuple[ModelSource, ...], msgspec.Meta(min_length=1)]
-    """With names and keys that differ. The first one is shown where there is room for one."""
+    """The models, with distinct names and keys. The first one is shown where there is space for only one."""
     name: str = "gateway"
-    """Of this process, for its metrics."""
+    """Name of this process in its metrics."""
     ttft_target_s: float | None = None
-    """Of requests that bring none, see `RouterConfig.ttft_slo_s`; None where there is none. The strictest of the
-    models: batches leave room for it."""
+    """TTFT target in seconds of requests without one, see `RouterConfig.ttft_slo_s`; None for no target. The strictest
+    of all models', since batches leave room for it."""
     tpot_target_s: float | None = None
-    """The same, see `RouterConfig.tpot_slo_s`."""
+    """TPOT target in seconds of requests without one, see `RouterConfig.tpot_slo_s`; as `ttft_target_s` otherwise."""
     shares_ports: bool = False
     """Whether other gateways listen at the same ports. Then this one has ports of its own, too."""
     own_http_port: Port = 0
-    """Of HTTP, where it shares the others; 0 takes any free one."""
+    """HTTP port of this gateway alone, if it shares the other ports; 0 takes any free one."""
     shows_workers: bool = True
-    """Whether `/metrics` has what all gateways know: the workers' own counts, and the autoscaler's. Of several gateways
-    one shows it, so that sums over all are right."""
+    """Whether `/metrics` has the metrics that all gateways know: those of workers and of the autoscaler. Only one of
+    several gateways shows them, so that sums over all gateways are right."""
     port: Port = 0
-    """Of gRPC; 0 takes any free port."""
+    """gRPC port; 0 takes any free one."""
     http_port: Port | None = None
-    """Of HTTP; 0 takes any free port, `None` serves no HTTP."""
+    """HTTP port; 0 takes any free one, `None` serves no HTTP."""
     max_prompt_bytes: Bytes = 1 << 20
     """Longest text prompt, or roles and contents of a chat together, in bytes of UTF-8; checked before tokenizing."""
     inline_prompt_bytes: NonNegativeInt = 1 << 10
@@ -192,17 +193,17 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fi
     num_tokenizer_threads: Count = 3
     """Threads that tokenize larger prompts. One tenant has all but one of them at a time."""
     max_tokenizing_bytes: Bytes = 64 << 20
-    """Of larger prompts that are tokenized or wait for it; further ones are refused."""
+    """Maximum bytes of larger prompts that are tokenized or wait for it; further ones are refused."""
     max_tenant_tokenizing_bytes: Bytes = 16 << 20
-    """The same of one tenant's prompts."""
+    """Maximum bytes of one tenant's larger prompts that are tokenized or wait for it."""
     special_tokens_in_chat: bool = False
-    """Read special tokens that are spelled out in the contents of a chat, such as `<|im_end|>`, as what they control.
-    Without, they are ordinary text there. Prompts that are no chats are always read with them."""
+    """Whether special tokens that are spelled out in the contents of a chat, such as `<|im_end|>`, act as special
+    tokens. If not, they are ordinary text there. Prompts that are no chats are always read with them."""
     max_undecoded_bytes: Bytes = 64 << 20
-    """Of whole messages that wait to be decoded, one at a time; one tenant may have half of them. More is refused as
-    overload."""
+    """Maximum bytes of whole messages that wait to be decoded, one at a time; one tenant may have half of them. Further
+    ones are refused as overload."""
     max_concurrent_streams: Count = 1024
-    """Calls at a time on one client connection."""
+    """Maximum number of concurrent calls on one client connection."""
     vllm_aliases: bool = MetricsOptions().vllm_aliases
     """Whether `/metrics` shows the names of vLLM beside our own."""
     write_timeout_s: Seconds = 60.0

@@ -26,12 +26,12 @@ _MAX_NOTES: Final = 16
 
 
 class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/batches`."""
+    """The JSON body of `POST /v1/batches`."""
 
     input_file_id: Annotated[str, msgspec.Meta(max_length=256)]
     endpoint: Annotated[str, msgspec.Meta(max_length=256)]
     completion_window: Annotated[str, msgspec.Meta(max_length=256)]
-    """Must be `24h`: what has no answer then has none."""
+    """Must be `24h`: lines without an answer by then get none."""
     metadata: (
         Annotated[
             dict[
@@ -61,7 +61,7 @@ class Batches:
         self._limits = limits
 
     async def create(self, exchange: Exchange, request_id: str) -> None:
-        """`POST /v1/batches`."""
+        """Handle `POST /v1/batches`: add a batch to the store and wake the runner."""
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _BODY, _as_it_is))
         if body.endpoint not in ENDPOINTS:
             raise InvalidRequestError("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
@@ -91,12 +91,12 @@ class Batches:
         await exchange.respond_json(page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, _MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
-        """`GET /v1/batches/{batch}`."""
+        """Handle `GET /v1/batches/{batch}`: show one batch of the caller's tenant."""
         tenant, batch_id = CALLER.get().tenant, exchange.path_params["batch"]
         await self._send_found(exchange, await self._batches.call(lambda store: store.batch(tenant, batch_id)))
 
     async def cancel(self, exchange: Exchange, request_id: str) -> None:
-        """`POST /v1/batches/{batch}/cancel`: lines that run are given up, and what was answered is kept."""
+        """Handle `POST /v1/batches/{batch}/cancel`: running lines are given up, and answers so far are kept."""
         tenant, batch_id = CALLER.get().tenant, exchange.path_params["batch"]
         await self._send_found(exchange, await self._batches.call(lambda store: store.cancel(tenant, batch_id)))
 

@@ -18,43 +18,44 @@ CREATE TABLE IF NOT EXISTS begun(
     PRIMARY KEY(batch, line)) WITHOUT ROWID;
 """
 MAX_ENDS: Final = 2
-"""A line with which so many gateways ended is not run again."""
+"""Number of gateways that may end while a line runs; after that it is not run again."""
 
 
 class BegunLines:
-    """The part of a store that knows them; used as the store is, within its transactions where it has one."""
+    """The table of begun lines in a store's database. Its methods run within the store's transaction, if there is
+    one."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
     def begin(self, batch_id: str, lines: Collection[int]) -> None:
-        """These run from now on."""
+        """Note that these lines run from now on."""
         self._db.executemany(
             "INSERT INTO begun(batch, line, runs) VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET runs = 1",
             [(batch_id, line) for line in lines],
         )
 
     def rest(self, batch_id: str, lines: Collection[int]) -> None:
-        """These do not run now, and have no answer."""
+        """Note that these lines have no answer and do not run at present."""
         rows = [(batch_id, line) for line in lines]
         self._db.executemany("UPDATE begun SET runs = 0 WHERE batch = ? AND line = ?", rows)
 
     def rest_all(self, batch_id: str) -> None:
-        """None runs now: its gateway gave the batch back."""
+        """Note that no line of the batch runs any more, because its gateway gave it back."""
         self._db.execute("UPDATE begun SET runs = 0 WHERE batch = ?", (batch_id,))
 
     def gateway_ended(self, batch_id: str) -> None:
-        """A gateway whose process is gone had the batch, and what ran there ran until then."""
+        """Count the end of the gateway that had the batch, for the batch and for each line that ran there."""
         self._db.execute("UPDATE batches SET num_ends = num_ends + 1 WHERE id = ?", (batch_id,))
         self._db.execute("UPDATE begun SET ends = ends + 1, runs = 0 WHERE batch = ? AND runs", (batch_id,))
 
     def forget(self, batch_id: str, lines: Collection[int] | None = None) -> None:
-        """These have answers; all of a batch without."""
+        """Delete the notes of these lines, which have answers, or of all lines of the batch if None."""
         if lines is None:
             self._db.execute("DELETE FROM begun WHERE batch = ?", (batch_id,))
             return
         self._db.executemany("DELETE FROM begun WHERE batch = ? AND line = ?", [(batch_id, line) for line in lines])
 
     def num_ends(self, batch_id: str) -> dict[int, int]:
-        """With how many gateways each line ended, of those with which one did."""
+        """Number of gateways that ended while a line ran, by line number; lines with none are left out."""
         return dict(self._db.execute("SELECT line, ends FROM begun WHERE batch = ? AND ends", (batch_id,)).fetchall())

@@ -67,7 +67,7 @@ class Files:
         await exchange.respond_json(page_of(exchange, [self._shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
-        """`GET /v1/files/{file}`."""
+        """Handle `GET /v1/files/{file}`: show one file of the caller's tenant."""
         await exchange.respond_json(self._shown(await self._find(exchange)))
 
     async def content(self, exchange: Exchange, request_id: str) -> None:
@@ -84,7 +84,7 @@ class Files:
             source.close()
 
     async def delete(self, exchange: Exchange, request_id: str) -> None:
-        """`DELETE /v1/files/{file}`."""
+        """Handle `DELETE /v1/files/{file}`. A file that an open batch reads is refused."""
         tenant, file_id = CALLER.get().tenant, exchange.path_params["file"]
         if not await self._batches.call(lambda store: store.delete_file(tenant, file_id)):
             raise NotFoundError("there is no such file")
@@ -111,6 +111,6 @@ class Files:
 
 
 def _num_coming(exchange: Exchange, most: int) -> int:
-    """How many bytes the file has at most: the form that it is in says how many it has, or nobody does."""
+    """The most bytes that the file can have: the length of its form if the client sent one, else the limit."""
     length = exchange.headers.get("content-length", "")
     return min(int(length), most) if length.isdecimal() and len(length) <= _MAX_LENGTH_CHARS else most

@@ -31,8 +31,8 @@ def owner_of(name: str, life: str) -> str:
 
 
 def is_alive(owner: str) -> bool:
-    """Whether the process of an owner is known to run. That of an earlier version, which does not name its start, does
-    where there is another process with its id."""
+    """Whether the owner's process is known to run. The owner name of an earlier version has no start time; then any
+    other process with its id counts."""
     _, pid, _, start = [*owner.split("/"), "", "", ""][:4]
     if not pid.isdecimal():
         return False
@@ -57,7 +57,7 @@ def _start(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process. Where it cannot be known, as if there were."""
+    """Whether there is a process with this id. True where it cannot be known."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -68,8 +68,8 @@ def _exists(pid: int) -> bool:
 
 
 class TakeOver:
-    """When leases that ran out may be taken over. After this process stood still, not for the length of a lease: the
-    others stood still as well, if it was the machine, and renew theirs first.
+    """Decides when expired leases may be taken over. If this process stood still, it waits for the length of a lease
+    first: the whole machine may have stood still, and the other owners then have to renew their leases.
 
     Args:
         clock: of this process.
@@ -82,7 +82,8 @@ class TakeOver:
         self._from = clock.now()
 
     def is_allowed(self) -> bool:
-        """Whether it is, if the leases are compared with a time that was read before this call."""
+        """Whether expired leases may be taken over now. Compare the leases with a time that was read before this
+        call."""
         now = self._clock.now()
         if self._clock.seconds != self._still_s:
             self._still_s, self._from = self._clock.seconds, now + self._lease_s

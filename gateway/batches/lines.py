@@ -15,21 +15,21 @@ MAX_LINE_BYTES: Final = 1 << 20
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_ANSWERS: Final = 128
-"""To a line that can be run: prompts times `n`, or times `best_of`."""
+"""Maximum number of answers to a line: its prompts times the larger of `n` and `best_of`."""
 MAX_ID_BYTES: Final = 512
-"""Of a `custom_id`."""
+"""Maximum bytes of a `custom_id` in UTF-8."""
 NO_MODEL: Final = (1 << 16) - 1
-"""In place of a position: the model of a line that names none, or one that was never served."""
+"""Stands for the position of a model where a line names none, or one that was never served."""
 _DIGEST_BYTES: Final = 16
 _EMPTY_ANSWER_BYTES: Final = 640
-"""Of the line of an answer without its text."""
+"""Estimated bytes of an output line without the answer's text."""
 _TOKEN_BYTES: Final = 6
 _GUESSED_TOKENS: Final = 256
-"""Of an answer that may be of any length."""
+"""Estimated tokens of an answer whose length is not limited."""
 _MAX_EXPECTED_TOKENS: Final = 99_999
-"""An answer for which more are asked is expected to be as one that may be of any length."""
+"""A larger token limit is ignored: the answer is estimated like one without a limit."""
 _MAX_NAME_BYTES: Final = 4096
-"""Of a model's name in JSON, where it may be one of the served ones."""
+"""Maximum bytes of a model's name in JSON; a longer name is no served model's."""
 
 
 class InputError(Exception):
@@ -40,38 +40,38 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the input."""
 
     custom_id: str
-    """The client's name of it, once in a batch; at most `MAX_ID_BYTES`."""
+    """The client's name for the line, unique in the batch; at most `MAX_ID_BYTES`."""
     method: str
     url: str
     body: msgspec.Raw
-    """For the endpoint, which checks it when the line is run."""
+    """The request body, which the endpoint checks when the line is run."""
 
 
 class Index(NamedTuple):
-    """What is known of all lines before they run, each list by line."""
+    """What is known of all lines before they run; each array is indexed by line."""
 
     offsets: array[int]
     models: array[int]
-    """Position of its model among those that `index` was given; else `NO_MODEL`."""
+    """Position of the line's model in the list that `index` was given, or `NO_MODEL`."""
     num_answers: array[int]
-    """How many it asks for: each takes a place. 1 where the line cannot be run."""
+    """Number of answers that the line asks for, each of which takes a decode place. 1 where the line cannot be run."""
     num_bytes: array[int]
     expected_bytes: int = 0
-    """Of all answers, roughly: as long as they may be by `max_tokens`, where a line has it."""
+    """Estimated bytes of all answers, from the token limits of the lines that have one."""
 
 
 class Shape(NamedTuple):
-    """What a body says of where it runs and what it asks for."""
+    """The model and the number and size of answers that a body asks for."""
 
     model: str
-    """Empty for none."""
+    """Name of the model; empty if the body has none."""
     num_answers: int
     expected_bytes: int
-    """Of all answers, see `Index`."""
+    """Estimated bytes of all answers to the line, see `Index`."""
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """Of a body, those that say where it runs and what it asks for."""
+    """The fields of a body that tell its model and the number and length of its answers."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     n: msgspec.Raw = msgspec.Raw(b"null")
@@ -89,8 +89,8 @@ _NAME: Final = msgspec.json.Decoder(str)
 
 
 def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable[[], bool] = lambda: False) -> Index:
-    """What is known of each line, after all were checked. One line at a time is in memory, and of each before it what
-    is returned and a digest. Blocks on the disk.
+    """Check all lines and return what is known of each. Only one line at a time is in memory, with the returned arrays
+    and a digest of each earlier `custom_id`. Blocks on the disk.
 
     Args:
         path: of the input.
@@ -132,7 +132,7 @@ def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable
 
 
 def shape_of(body: msgspec.Raw) -> Shape:
-    """The shape of a body. Whatever is wrong with it is found when it is run."""
+    """The shape of a body. An invalid body is not reported here, but when its line is run."""
     try:
         fields = _FIELDS.decode(body)
         model = bytes(fields.model)
@@ -149,13 +149,13 @@ def shape_of(body: msgspec.Raw) -> Shape:
 
 
 def _count(raw: msgspec.Raw, most: int) -> int:
-    """A number from 1 on; 1 for anything else, and for one with more digits than `most`."""
+    """The number in `raw` if it is at least 1; 1 for anything else and for a number with more digits than `most`."""
     text = bytes(raw)
     return max(1, int(text)) if text.isdigit() and len(text) <= len(str(most)) else 1
 
 
 def _num_prompts(raw: bytes) -> int:
-    """A list of texts or of lists is several prompts; a text, or a list of token ids, is one."""
+    """Number of prompts: a list of texts or of lists has several; a text or a list of token ids is one."""
     first = raw[1:].lstrip()[:1] if raw[:1] == b"[" else b""
     if first == b"[":
         return raw.count(b"[") - 1

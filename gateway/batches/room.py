@@ -10,32 +10,32 @@ from typing import Final, NamedTuple
 from disagg.router.api import ClusterView, WorkerView
 
 TPOT_SHARE: Final = 0.6
-"""Of the configured TPOT target, for the longest step with lines: the rest is for requests that come, and for what
-steps take longer than predicted."""
+"""Share of the configured TPOT target that a decode step with lines may be predicted to take. The rest is left for new
+interactive requests and for errors of the prediction."""
 TTFT_SHARE: Final = 0.1
-"""Of the configured TTFT target, for prompts of lines that an interactive prompt may find before it."""
+"""Share of the configured TTFT target that prompts of lines, not computed yet, may be predicted to take each worker."""
 _GUESSED_TOKENS: Final = 256.0
-"""Of a prompt or a sequence, where none is known."""
+"""Assumed tokens of a prompt or of a sequence's context, where none is known."""
 
 
 NO_TENANTS: Final[Mapping[str, tuple[int, int]]] = {}
 
 
 class Room(NamedTuple):
-    """What may start now at one model."""
+    """The number of answers and lines that may start now at one model."""
 
     num_answers: int
-    """Each takes a decode place."""
+    """Maximum number of answers, each of which takes a decode place."""
     num_prompts: int
-    """Lines: the answers to one have its prompt in common."""
+    """Maximum number of lines: all answers to a line share its prompt."""
     tenants: Mapping[str, tuple[int, int]] = NO_TENANTS
-    """Requests of each, lines among them, that wait for a worker, and that run. While one waits, no line of its tenant
-    starts."""
+    """Requests of each tenant, lines included, as (waiting for a worker, running). No line of a tenant starts while one
+    of its requests waits."""
     is_paced: bool = False
-    """There is more room soon: once prompts of lines that have started are computed."""
+    """Whether there will be more room soon, when prompts of started lines are computed."""
 
     def num_for(self, tenant: str, most_running: int | None, num_lines: int) -> int:
-        """How many answers of a tenant may start.
+        """The number of answers of one tenant that may start.
 
         Args:
             tenant: whose.
@@ -51,25 +51,25 @@ class Room(NamedTuple):
 
 
 class StepBounds(NamedTuple):
-    """How much of a worker's time lines may take; None for no bound."""
+    """Bounds on the time of a worker that lines may take, in milliseconds; None for no bound."""
 
     decode_ms: float | None = None
-    """How long a decode step may be predicted to take with one more line."""
+    """Maximum predicted duration of a decode step with one more line."""
     prefill_ms: float | None = None
-    """How long the prompts of lines that are not computed yet may be predicted to take each worker."""
+    """Maximum predicted time for which each worker computes prompts of lines that are not computed yet."""
 
 
 NO_BOUNDS: Final = StepBounds()
 
 
 def bounds_for(ttft_s: float | None, tpot_s: float | None, max_step_ms: float | None) -> StepBounds:
-    """By the configured targets; `max_step_ms` is instead of what follows from the TPOT target."""
+    """The bounds that follow from the configured targets; `max_step_ms` replaces the one from the TPOT target."""
     decode_ms = 1000 * TPOT_SHARE * tpot_s if max_step_ms is None and tpot_s is not None else max_step_ms
     return StepBounds(decode_ms, None if ttft_s is None else 1000 * TTFT_SHARE * ttft_s)
 
 
 def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: int, most: int) -> int:
-    """How many more answers to lines may start now.
+    """The number of further answers to lines that may start now.
 
     Args:
         num_free: decode places that nothing uses.
@@ -92,7 +92,7 @@ def room_in(
     wakes_workers: bool = False,
     bounds: StepBounds = NO_BOUNDS,
 ) -> Room:
-    """What may start now. Without a decode worker it is one line, where a request makes a worker start.
+    """The room at one model. Without a decode worker it is one line, if a request makes a worker start.
 
     Args:
         view: the model's workers and requests now. What this router has placed may be missing in a worker's report,
@@ -123,9 +123,9 @@ def room_in(
 
 
 def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequence[int]]) -> list[int]:
-    """How many of its next lines each batch may start. The next line is one of the batch that has the fewest answers
-    running. If the room is too small for its answers, no line starts until others have ended; it runs alone if it never
-    is large enough.
+    """The number of its next lines that each batch may start. The next line belongs to the batch with the fewest
+    running answers. If the room is too small for all answers to that line, no line starts until others have ended. If
+    nothing else runs, the line starts anyway.
 
     Args:
         room: see there.
@@ -150,8 +150,8 @@ def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequenc
 
 
 def _num_by_prompts(view: ClusterView, prefill_ms: float) -> int:
-    """How many more prompts of lines may be under way: at least one, where no worker has one. Those that are queued
-    then wait for something else, such as a limit of their tenant."""
+    """The number of further prompts of lines that may be queued or computed; at least one while no worker computes any.
+    Lines that are queued then wait for something else, such as a limit of their tenant."""
     workers = [worker for worker in view.workers if "prefill" in worker.info.roles and worker.takes_requests]
     known = [worker.steps.prefill_token_ms for worker in workers if worker.steps is not None]
     num_under_way = view.background.num_queued + view.background.num_prefill
@@ -170,8 +170,8 @@ def _num_sequences(worker: WorkerView) -> int:
 
 
 def _places_by_step(worker: WorkerView, max_step_ms: float) -> int:
-    """With how many sequences a decode step of the worker is predicted to take so long. At least one: else a batch
-    would not run on a worker whose shortest step is longer, where it can spoil nothing."""
+    """The number of sequences with which a decode step of the worker is predicted to take at most `max_step_ms`. At
+    least one, so that a batch also runs on a worker whose shortest step is longer."""
     times, num = worker.steps, worker.info.max_num_seqs
     if times is None:
         return num

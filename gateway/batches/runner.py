@@ -37,53 +37,53 @@ from disagg.proto.clock.still_time import StillTime
 logger = logging.getLogger(__name__)
 
 MAX_OPEN: Final = 16
-"""Batches that run at a time, each of another tenant; further tenants wait for the end of one, or for one that has had
-no line running for `_IDLE_S`."""
+"""Maximum number of batches open at a time, one of each tenant. Further tenants wait until one ends or has had no line
+running for `_IDLE_S`."""
 _IDLE_S: Final = 10.0
 TURN_S: Final = 0.5
 _PACE_S: Final = 0.02
-"""Between two looks for room, while prompts of lines are computed."""
+"""Seconds between two checks for room while prompts of lines are computed."""
 _FIRST_ERROR_STATUS: Final = 400
 MAX_WAIT_S: Final = 30.0
-"""Of a line that comes again later."""
+"""Maximum seconds until a line without an answer is tried again."""
 _MAX_INDEXING: Final = 2
-"""Inputs that are indexed at a time: each takes a thread, and memory for its lines."""
+"""Maximum number of inputs that are indexed at a time: each takes a thread, and memory for its lines."""
 _MAX_RUNNING_BYTES: Final = 64 << 20
-"""Of the lines that run; one always may."""
+"""Maximum bytes of input of the lines that run; a single larger line may still run alone."""
 _LEAST_ANSWER_BYTES: Final = 1 << 10
-"""That an answer is expected to have, where none of its batch was larger."""
+"""Bytes that an answer is expected to have until its batch has a larger one."""
 NO_ROOM: Final = "it waits: there is no room for its further answers (gateway.batches.max_total_bytes); delete files"
 
 
 class LineResult(NamedTuple):
-    """What a line came to."""
+    """The final result of a line."""
 
     status: int
-    """Of HTTP."""
+    """HTTP status of the answer."""
     body: bytes
-    """JSON."""
+    """JSON of the answer or the error."""
     use: CallUse
-    """Of its last try: tries before it ended with the loss of a worker, or used nothing."""
+    """Usage of the last try. Earlier tries lost their worker or used nothing."""
 
 
 class Later(NamedTuple):
-    """A line that has no answer yet."""
+    """Result of a try that gave no answer: the line is tried again."""
 
     wait_s: float
-    """Until its next try, at most `MAX_WAIT_S`."""
+    """Seconds until the next try; at most `MAX_WAIT_S` are waited."""
     holds_others: bool
-    """Whether further lines of its batch at its model would find the same: the reason is not the line's own."""
+    """Whether further lines of the batch at this model wait as well, because the reason is not the line's own."""
 
 
 class AnswerLine(Protocol):
     """Runs lines for the tenant of their batch."""
 
     async def __call__(self, batch: Batch, line: lines.Line, tries: Tries) -> LineResult | Later:
-        """Try a line once, and note that. Raises nothing but cancellation."""
+        """Try a line once, and record the try in `tries`. Raises nothing but cancellation."""
         ...
 
     def most_running(self, batch: Batch) -> int | None:
-        """How many answers its tenant may have running at a time at one model; None for any number."""
+        """The number of answers that the batch's tenant may have running at one model; None for any number."""
         ...
 
 
@@ -93,14 +93,14 @@ class _Done(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A line that runs."""
+    """A line that runs, as part of an open batch."""
 
     number: int
     model: int
     num_answers: int
     num_bytes: int
     is_noted: asyncio.Event
-    """Set once the store knows that it runs."""
+    """Set once the line may run: the store has recorded it as begun where that is necessary."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,34 +110,34 @@ class _Open:
     batch: Batch
     path: Path
     indexing: asyncio.Task[lines.Index] | None
-    """Until `index` is known."""
+    """The task that indexes the input; None once it has ended."""
     is_dropped: threading.Event = field(default_factory=threading.Event)
-    """Ends the indexing, whose thread cannot be cancelled."""
+    """Set to end the indexing, whose thread cannot be cancelled."""
     index: lines.Index | None = None
     left: dict[int, deque[int]] = field(default_factory=dict)
-    """Lines without an answer that may start, by model."""
+    """Numbers of lines without an answer that may start, by model."""
     later: list[tuple[float, int, int]] = field(default_factory=list)
-    """A heap of those that come again: when, at which model, and which."""
+    """Heap of lines to be tried again: (time of the next try, model, line number)."""
     held: dict[int, float] = field(default_factory=dict)
-    """By model: until when no line starts."""
+    """Time until which no line of the batch starts at a model, by model."""
     tries: dict[int, Tries] = field(default_factory=dict)
-    """Of lines that come again."""
+    """Tries of lines that have no answer yet, by line number."""
     room: int = 0
-    """Bytes that its further answers may have."""
+    """Bytes that further answers of the batch may have."""
     largest: int = _LEAST_ANSWER_BYTES
-    """Bytes of its largest answer."""
+    """Bytes of the largest answer of the batch."""
     is_waiting: bool = False
-    """Whether its tenant was told that there is no room."""
+    """Whether the tenant was told that there is no room for answers."""
     running: dict[asyncio.Task[_Done | Later], _Running] = field(default_factory=dict)
     num_started: int = 0
-    """Lines of all batches that were started up to its latest one. Of batches with equally many answers running that
-    with the least has its turn, so that a line that runs alone has one."""
+    """The runner's count of started lines when this batch last started one. Among batches with equally many running
+    answers the one with the lowest count is next, so that a line that has to run alone gets its turn."""
     looked: float = -math.inf
-    """When its state was looked at last."""
+    """Time at which the batch's state was last read from the store."""
     busy: float = math.inf
-    """When something of it ran last."""
+    """Time at which a line or the indexing of the batch last ran."""
     num_ends: dict[int, int] = field(default_factory=dict)
-    """With how many gateways a line ended, of those with which one did."""
+    """Number of gateways that ended while a line ran, by line number; lines with none are left out."""
 
     @property
     def is_done(self) -> bool:
@@ -146,19 +146,20 @@ class _Open:
 
     @property
     def num_fitting(self) -> int:
-        """How many more lines may run by the room for answers: those that run are expected to be as large as any before
-        them. While there is room at all, one may."""
+        """The number of further lines for whose answers there is room, if each running line's answer is as large as the
+        batch's largest. At least one while there is any room and no line runs."""
         return max(self.room // self.largest - len(self.running), int(self.room > 0 and not self.running))
 
     def come_again(self, now: float) -> None:
-        """Lines whose time has come are its next ones. A clock that was set back makes them no later."""
+        """Move lines whose retry time has come to the front of `left`. A clock that was set back does not delay
+        them."""
         while self.later and not now < self.later[0][0] <= now + MAX_WAIT_S:
             _, model, number = heapq.heappop(self.later)
             self.left.setdefault(model, deque()).appendleft(number)
         self.held = {model: until for model, until in self.held.items() if now < until <= now + MAX_WAIT_S}
 
     def num_running(self, model: int | None = None) -> int:
-        """Answers that run at a model; None for all."""
+        """Number of answers that run at a model, or at all models if None."""
         return sum(each.num_answers for each in self.running.values() if model in (None, each.model))
 
 
@@ -202,19 +203,19 @@ class BatchRunner:
         self._turn_s = turn_s
         self._sleep = sleep
         self._open: dict[str, _Open] = {}
-        """By tenant."""
+        """The open batch of each tenant."""
         self._tries = KeptTries()
         self._served: set[str] = set()
-        """Tenants that had a turn since all others that have batches had one."""
+        """Tenants that had a turn since every other tenant with batches had one."""
         self._num_started = 0
         self._claimed = -math.inf
         self._is_paced = False
-        """Whether there is more room soon, though no line may have ended."""
+        """Whether there will be more room soon even if no line ends."""
         self._alone: tuple[_Open, int] | None = None
-        """A line with which a gateway ended: it runs, or waits until nothing else does, and nothing else starts."""
+        """A line that ran when a gateway ended. It runs, or waits until no other line runs; no other line starts."""
 
     async def run(self) -> bool:
-        """Run batches until there is none that nobody else owns; whether there was one."""
+        """Run batches until none is left that no other gateway owns. Returns whether there was any."""
         had_any = False
         self._claimed = -math.inf
         try:
@@ -234,7 +235,7 @@ class BatchRunner:
                 await self._drop(each)
 
     async def _claim(self) -> bool:
-        """Look for batches of tenants that have none open, at most once a turn; whether any is open."""
+        """Claim batches of tenants that have none open, at most once a turn. Returns whether any batch is open."""
         now = self._clock()
         if self._open and self._claimed <= now < self._claimed + self._turn_s:
             return True
@@ -262,8 +263,8 @@ class BatchRunner:
         return sum(each.indexing is not None for each in self._open.values())
 
     def _next_batch(self, now: float) -> Batch | None:
-        """The oldest one of a tenant that has none open. Those who had a turn come after the others, however many
-        older batches they have. Blocks on the disk."""
+        """Claim the oldest batch of a tenant that has none open. Tenants that had a turn come after the others, however
+        many older batches they have. Blocks on the disk."""
         takes_over = self._take_over.is_allowed()
         batch = self._store.claim(self._owner, now, self._served.union(self._open), takes_over=takes_over)
         if batch is None and self._served:
@@ -274,7 +275,7 @@ class BatchRunner:
         return batch
 
     async def _look(self, each: _Open) -> None:
-        """Renew the lease, and see what became of the batch meanwhile."""
+        """Renew the lease of a batch, and react to a change of its state in the store."""
         now = self._clock()
         if each.running or each.indexing is not None:
             each.busy = now
@@ -293,7 +294,8 @@ class BatchRunner:
             await self._begin(each, each.indexing)
 
     async def _make_room(self, each: _Open, room: int) -> None:
-        """Its further answers may have so many bytes."""
+        """Set the bytes that further answers may have, and tell the tenant when its batch begins or ceases to wait for
+        room."""
         each.room, batch = room, each.batch
         is_waiting = not room and any(each.left.values())
         if is_waiting == each.is_waiting:
@@ -307,7 +309,7 @@ class BatchRunner:
             logger.info("batch %s of tenant %r goes on: there is room", batch.id, batch.tenant)
 
     async def _begin(self, each: _Open, indexing: asyncio.Task[lines.Index]) -> None:
-        """Its input is indexed."""
+        """Start the lines of a batch whose input has been indexed, or fail the batch."""
         each.indexing, batch = None, each.batch
         self._claimed = -math.inf  # another input may be indexed
         try:
@@ -328,11 +330,12 @@ class BatchRunner:
                 each.left.setdefault(model, deque()).append(number)
 
     def _known_of(self, batch_id: str) -> tuple[set[int], dict[int, int]]:
-        """Its lines with an answer, and those with which gateways ended. Blocks on the disk."""
+        """The lines of a batch that have an answer, and the gateway ends of each line. Blocks on the disk."""
         return self._store.answered(batch_id), self._store.begun.num_ends(batch_id)
 
     def _start(self) -> None:
-        """First at the model with the fewest answers: the bound of all is for each in turn."""
+        """Start lines, first at the model with the fewest running answers, since the limit of running answers is shared
+        by all."""
         self._is_paced = False
         now = self._clock()
         for each in self._open.values():
@@ -355,7 +358,7 @@ class BatchRunner:
                     break
 
     def _next(self, each: _Open, model: int, room: Room) -> list[int]:
-        """How many answers each of its next lines has."""
+        """Number of answers of each of the batch's next lines."""
         if each.index is None or model in each.held:
             return []
         most = self._answer_line.most_running(each.batch)
@@ -369,7 +372,8 @@ class BatchRunner:
         return found
 
     def _run_line(self, each: _Open, model: int) -> bool:
-        """Start its next line; false where there is no room for its bytes."""
+        """Start the next line of a batch. Returns false if it may not start now or its input exceeds
+        `_MAX_RUNNING_BYTES`."""
         assert each.index is not None
         number = each.left[model][0]
         if not self._may_start(each, number):
@@ -387,7 +391,8 @@ class BatchRunner:
         return True
 
     def _may_start(self, each: _Open, number: int) -> bool:
-        """Whether a line runs now: one with which a gateway ended only alone, so that it is known by another end."""
+        """Whether a line may start now. A line that ran when a gateway ended runs only alone: if a gateway ends again,
+        that line is the reason."""
         if self._alone is not None:
             return False
         if 0 < each.num_ends.get(number, 0) < MAX_ENDS:
@@ -396,7 +401,7 @@ class BatchRunner:
         return True
 
     def _start_alone(self, each: _Open, number: int) -> None:
-        """Nothing runs, so the line that waits for that is the first to start, where its model has room."""
+        """Start the line that waited until nothing else ran, if its model has room."""
         assert each.index is not None
         self._alone, model = None, each.index.models[number]
         left = each.left.get(model)
@@ -404,7 +409,8 @@ class BatchRunner:
             self._start_at(model)
 
     async def _note_begun(self) -> None:
-        """Lines that were just started run once the store knows of them, where a gateway ended with their batch."""
+        """Let lines that were just started run, after recording them in the store if a gateway has ended with their
+        batch."""
         for each in list(self._open.values()):
             new = [line for line in each.running.values() if not line.is_noted.is_set()]
             if new and each.batch.num_ends:
@@ -413,7 +419,7 @@ class BatchRunner:
                 line.is_noted.set()
 
     async def _keep(self) -> None:
-        """Wait a turn, or until a line or an index is ready, then keep what was answered."""
+        """Wait until a line or an index is ready, at most one turn, then store the new answers."""
         tasks: set[asyncio.Task[Any]] = {task for each in self._open.values() for task in each.running}
         tasks |= {each.indexing for each in self._open.values() if each.indexing is not None}
         if tasks:
@@ -437,7 +443,7 @@ class BatchRunner:
                 await self._keep_answers(each, done)
 
     def _put_back(self, each: _Open, line: _Running, later: Later) -> None:
-        """A line that has no answer yet comes again, before those that have not run."""
+        """Schedule a line that has no answer yet for another try, before lines that have not run."""
         due = self._clock() + min(MAX_WAIT_S, later.wait_s)
         heapq.heappush(each.later, (due, line.model, line.number))
         if later.holds_others:
@@ -464,12 +470,12 @@ class BatchRunner:
         await self._drop(each)
 
     async def _give_back(self, each: _Open) -> None:
-        """Another batch has its turn; this one has a later one."""
+        """Give a batch back to the store, so that another tenant has its turn."""
         await self._drop(each)
         await asyncio.to_thread(self._store.give_back, each.batch.id, self._owner)
 
     async def _drop(self, each: _Open) -> None:
-        """Give up what runs of a batch; it is not open any more."""
+        """Cancel the running lines of a batch and close it."""
         self._open.pop(each.batch.tenant, None)
         self._tries.keep(each.batch.id, each.tries)
         each.is_dropped.set()

@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDLE_S: Final = 1.0
-"""Between two looks for a batch, where no call of this gateway made one."""
+"""Seconds between two checks for a batch, unless a call of this gateway creates one."""
 _AFTER_FAULT_S: Final = 5.0
 _MAX_TENANT_UPLOADS: Final = 4
-"""At a time. There is no bound for all tenants: their bytes are bounded from the beginning of each, and its connection
-is one of `max_connections`."""
+"""Maximum number of uploads of one tenant at a time. There is no limit for all tenants: bytes are reserved when an
+upload begins, and its connection is one of `max_connections`."""
 UPLOAD_TIMEOUT_S: Final = 600.0
-"""For one file, however steadily it comes: its bytes are its tenant's meanwhile."""
+"""Maximum duration of one upload, even if data keeps arriving: its bytes are reserved meanwhile."""
 _EXPIRE_EVERY_S: Final = 600.0
 _RETRY_S: Final = 2.0
 
 
 class BatchService:
-    """Owner of the folder's connections, the tasks and the places of uploads.
+    """The connections to the batch database, the background tasks and the upload slots of a gateway.
 
     Args:
         options: see there.
@@ -74,7 +74,7 @@ class BatchService:
         self._name, self._owner = name, owner_of(name, life)
         self._views = views
         self._names: list[str] = []
-        """Of models that are served, or were; positions are kept with lines that wait."""
+        """Names of models that are or were served. Positions never change, because waiting lines refer to them."""
         self._bounds = bounds_for(ttft_s, tpot_s, options.max_step_ms)
         self._wakes_workers = wakes_workers
         folder = Path(options.folder)
@@ -93,19 +93,19 @@ class BatchService:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
-        """Run batches from now on, at first those that a former life of this gateway left. `kept`: see
+        """Run batches from now on, first those that a former process of this gateway left. `kept`: see
         `BatchRunner`."""
         runner = BatchRunner(self._runners_store, self._owner, self.models, answer_line, self.room, time.time, kept)
         running = asyncio.create_task(self._run(runner), name="batches")
         self._tasks = [running, asyncio.create_task(self._expire(), name="batch-files")]
 
     def models(self) -> list[str]:
-        """Names of the models that are served, or were, each at its place for good."""
+        """Names of the models that are or were served. The position of a name never changes."""
         self._names += [name for name in self._views if name not in self._names]
         return self._names
 
     def room(self, model: int, num_running: int, num_all: int) -> Room:
-        """What may start at the model of that position of `models`, or of `lines.NO_MODEL`.
+        """The number of answers that may start at the model with this position in `models`, or for `lines.NO_MODEL`.
 
         Args:
             model: see there.
@@ -126,7 +126,8 @@ class BatchService:
         )
 
     async def stop_lines(self) -> None:
-        """End the lines that run, and let another gateway, or this one's next life, go on at once."""
+        """Cancel the running lines and release the batches, so that another gateway or the next process can claim them
+        at once."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -142,17 +143,17 @@ class BatchService:
         self._runners_store.close()
 
     async def call(self, work: Callable[[BatchStore], T]) -> T:
-        """What `work` does with the store, on its thread. Raises what it raises."""
+        """Run `work` with the store on the store's thread. Raises what it raises."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Tell the runner that there is a new batch."""
         self._woken.set()
 
     @asynccontextmanager
     async def uploading(self, tenant: str, upload_id: str, num_bytes: int) -> AsyncGenerator[Path, None]:
-        """Inside, a file of at most `num_bytes` arrives at the path that this gives, which is gone at the end unless
-        the store took it.
+        """Reserve space for a file of at most `num_bytes` and yield the path to write it to. At the end the path is
+        deleted unless the store has taken it over.
 
         Raises:
             OverloadedError: where too many of the tenant arrive.
@@ -177,7 +178,7 @@ class BatchService:
                 del self._uploading[tenant]
 
     async def _expire(self) -> None:
-        """Delete files that are too old, again and again."""
+        """Delete files that are too old, in an endless loop."""
         while True:
             with contextlib.suppress(OSError, sqlite3.Error):  # The runner says what is wrong with the folder.
                 if num_files := await self.call(lambda store: store.expire(time.time())):
@@ -204,14 +205,16 @@ class BatchService:
                 await asyncio.wait_for(self._woken.wait(), wait_s)
 
     def _release_former(self) -> None:
-        """Of gateways of this name whose process is gone; those of other clusters on this machine may have the name."""
+        """Release the batches of gateways with this name whose process has ended. Gateways of other clusters on this
+        machine may have the same name."""
         for owner in self._runners_store.owners():
             if owner.partition("/")[0] == self._name and not is_alive(owner):
                 self._runners_store.release(owner, has_ended=True)
 
 
 def _remove_stale(uploads: Path, arriving: Collection[str]) -> None:
-    """Remove what arrived in part when its gateway was killed. An earlier version does not note what arrives at it."""
+    """Remove partial uploads of gateways that were killed. A gateway of an earlier version does not record its uploads,
+    so a recently written file is left alone."""
     for path in uploads.iterdir():
         if path.name not in arriving and path.stat().st_mtime < time.time() - UPLOAD_TIMEOUT_S:
             path.unlink(missing_ok=True)

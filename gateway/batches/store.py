@@ -1,7 +1,7 @@
 """Files and batches in one SQLite database and a folder of contents.
 
     begin_upload ──> add_file ──> create ──> claim (one owner, by a lease) ──> begin ──> answer* ──> finish
-                               └─ its lease ran out: another owner claims it, and goes on with the lines left
+                               └─ its lease ran out: another owner claims it and runs the lines left
 
     validating ──> in_progress ──> finalizing ──> completed
         └─> failed     ├─> cancelling ──> cancelled
@@ -55,19 +55,20 @@ CREATE TABLE IF NOT EXISTS answers(
     ) WITHOUT ROWID;
 """
 _VERSION: Final = 4
-"""Of the database, in `PRAGMA user_version`; see `_migrate`."""
+"""Schema version of the database, in `PRAGMA user_version`; see `_migrate`."""
 _LATER_COLUMNS: Final = (
     ("answer_bytes", "INTEGER NOT NULL DEFAULT 0"),
     ("credential", "TEXT"),
     ("reserved", "INTEGER NOT NULL DEFAULT 0"),
     ("num_ends", "INTEGER NOT NULL DEFAULT 0"),
 )
-"""Of batches. A database of an earlier version lacks some, or all: version 1 has the first two, 2 the third, 3 all."""
+"""Columns of `batches` that were added later: a database of version 1 has the first two, version 2 the first three,
+version 3 all, and an older one none."""
 _DAY_S: Final = 86_400.0
 
 
 class File(NamedTuple):
-    """One stored file."""
+    """One stored file, of a client or of a batch's answers."""
 
     id: str
     tenant: str
@@ -90,36 +91,37 @@ class Batch(NamedTuple):
     expires: float
     ended: float | None
     total: int
-    """Lines; 0 until the input is validated."""
+    """Number of lines; 0 until the input is validated."""
     output_file: str | None
     error_file: str | None
     error: str | None
-    """Why it failed."""
+    """The reason why the batch failed or waits, as its tenant sees it."""
     num_completed: int
     num_failed: int
     metadata: str | None
     """The client's own notes, JSON."""
     credential: str | None = None
-    """Of the caller who ordered it, see `Caller.credential`; None where an earlier version kept none."""
+    """Credential of the caller who created the batch, see `Caller.credential`; None if an earlier version created
+    it."""
     num_ends: int = 0
-    """Gateways that ended while they had it."""
+    """Number of gateways that ended while they owned the batch."""
 
 
 class Held(NamedTuple):
-    """A batch, as its owner has it."""
+    """A batch with the state that only its owner needs."""
 
     batch: Batch
     room: int
-    """Bytes that its further answers may have."""
+    """Bytes that further answers of the batch may have."""
 
 
 class Answer(NamedTuple):
-    """What became of a line."""
+    """The answer to one line, or its error."""
 
     line: int
     ok: bool
     data: bytes
-    """One line of the output or the error file, without its end."""
+    """One line of the output or the error file, without the line break."""
 
 
 _BATCH: Final = """SELECT id, tenant, endpoint, input_file, status, created, expires, ended, total, output_file,
@@ -156,7 +158,7 @@ class BatchStore:
         return self._limits.lease_s
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the database connection of this store."""
         self._db.close()
 
     def path(self, file_id: str) -> Path:
@@ -164,8 +166,8 @@ class BatchStore:
         return self._contents / file_id
 
     def begin_upload(self, upload_id: str, tenant: str, num_bytes: int, now: float, until: float) -> None:
-        """A file of at most so many bytes begins to arrive; they are its tenant's until `until`, `end_upload` or
-        `add_file`. Raises `LimitError`."""
+        """Reserve `num_bytes` of the tenant's space for an upload, until `until`, `end_upload` or `add_file`. Raises
+        `LimitError`."""
         with transaction(self._db) as db:
             db.execute("DELETE FROM uploads WHERE until <= ?", (now,))
             self._check_files(tenant)
@@ -173,11 +175,11 @@ class BatchStore:
             db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", (upload_id, tenant, num_bytes, until))
 
     def end_upload(self, upload_id: str) -> None:
-        """It has arrived, or will not. Idempotent."""
+        """Release the space that was reserved for an upload. Idempotent."""
         self._db.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
 
     def uploads(self, now: float) -> set[str]:
-        """Those that arrive now, at any gateway of the folder."""
+        """Ids of the uploads under way at all gateways that share the folder."""
         return {name for (name,) in self._db.execute("SELECT id FROM uploads WHERE until > ?", (now,))}
 
     def add_file(self, file: File, uploaded: Path) -> None:
@@ -191,7 +193,7 @@ class BatchStore:
             db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", file)
 
     def expire(self, now: float) -> int:
-        """Delete files that are too old, unless an open batch reads them; how many there were."""
+        """Delete files that are too old, unless an open batch reads them. Returns their number."""
         with transaction(self._db) as db:
             old = db.execute(
                 "DELETE FROM files WHERE created < ? AND id NOT IN "
@@ -203,17 +205,18 @@ class BatchStore:
         return len(old)
 
     def file(self, tenant: str, file_id: str) -> File | None:
-        """A tenant's file."""
+        """The file of that id if the tenant has it, else None."""
         row = self._db.execute("SELECT * FROM files WHERE id = ? AND tenant = ?", (file_id, tenant)).fetchone()
         return None if row is None else File(*row)
 
     def files(self, tenant: str) -> list[File]:
-        """All of a tenant, the latest first."""
+        """All files of a tenant, the latest first."""
         rows = self._db.execute("SELECT * FROM files WHERE tenant = ? ORDER BY created DESC, id", (tenant,))
         return [File(*row) for row in rows]
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Whether there was one. Raises `InvalidRequestError` where a batch still reads it."""
+        """Delete a tenant's file. Returns false if there is none. Raises `InvalidRequestError` while an open batch
+        reads it."""
         with transaction(self._db) as db:
             used = f"SELECT 1 FROM batches WHERE input_file = ? AND status IN {RUNNABLE}"
             if self.file(tenant, file_id) is None:
@@ -235,8 +238,8 @@ class BatchStore:
         metadata: str | None = None,
         credential: str = "",
     ) -> Batch:
-        """Add a batch, `validating`, with room for its answers. Raises `InvalidRequestError` without such a file,
-        `LimitError` for too many, and where there is no room."""
+        """Add a batch in state `validating` and reserve space for its answers. Raises `InvalidRequestError` if the
+        input file does not exist, `LimitError` if there are too many batches or files, or too little space."""
         with transaction(self._db) as db:
             if (file := self.file(tenant, input_file)) is None:
                 raise InvalidRequestError("input_file_id", "there is no such file")
@@ -259,17 +262,18 @@ class BatchStore:
         return self._get(batch_id)
 
     def batch(self, tenant: str, batch_id: str) -> Batch | None:
-        """A tenant's batch."""
+        """The batch of that id if the tenant has it, else None."""
         row = self._db.execute(_BATCH + "WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
         return None if row is None else Batch(*row)
 
     def batches(self, tenant: str, limit: int) -> list[Batch]:
-        """At most so many of a tenant, the latest first."""
+        """The latest batches of a tenant, at most `limit`, the latest first."""
         rows = self._db.execute(_BATCH + "WHERE tenant = ? ORDER BY created DESC, id LIMIT ?", (tenant, limit))
         return [Batch(*row) for row in rows]
 
     def cancel(self, tenant: str, batch_id: str) -> Batch | None:
-        """Ask for the end of a batch; its owner writes what is answered so far. One that has ended stays as it is."""
+        """Ask for the end of a batch; its owner then writes the answers so far. A batch that has ended does not
+        change."""
         self._db.execute(
             "UPDATE batches SET status = 'cancelling' WHERE id = ? AND tenant = ? "
             "AND status IN ('validating', 'in_progress')",
@@ -278,7 +282,7 @@ class BatchStore:
         return self.batch(tenant, batch_id)
 
     def claim(self, owner: str, now: float, but_of: Collection[str] = (), *, takes_over: bool = True) -> Batch | None:
-        """The oldest batch with work left that nobody else owns; from now on it is `owner`'s for `lease_s`.
+        """Claim the oldest batch with work left that no other owner holds; it then belongs to `owner` for `lease_s`.
 
         Args:
             owner: see `leases.owner_of`.
@@ -303,7 +307,7 @@ class BatchStore:
             return self._get(batch_id)
 
     def renew(self, batch_id: str, owner: str, now: float) -> Held | None:
-        """Keep a batch; None once another owner has it."""
+        """Renew the lease of a batch. Returns None if another owner has it."""
         renewed = self._db.execute(
             "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?",
             (now + self._limits.lease_s, batch_id, owner),
@@ -311,19 +315,19 @@ class BatchStore:
         return Held(self._get(batch_id), self._room(batch_id)) if renewed.rowcount else None
 
     def note(self, batch_id: str, owner: str, why: str | None) -> None:
-        """Why a batch waits, for its tenant to see; None once it does not."""
+        """Set the reason why a batch waits, which its tenant sees; None when it does not wait any more."""
         self._db.execute("UPDATE batches SET error = ? WHERE id = ? AND owner = ?", (why, batch_id, owner))
 
     def owners(self) -> list[str]:
-        """Of batches with work left."""
+        """Owners that hold batches with work left."""
         found = self._db.execute(
             f"SELECT DISTINCT owner FROM batches WHERE status IN {RUNNABLE} AND owner IS NOT NULL AND lease_until > 0"
         )
         return [owner for (owner,) in found]
 
     def release(self, owner: str, has_ended: bool = False) -> None:
-        """Give up what an owner holds: on a graceful stop one's own batches, and at a start those of a process that
-        has ended. They can be claimed at once."""
+        """Give back all batches of an owner, so that they can be claimed at once: one's own on a graceful stop, and
+        those of an ended process at a start."""
         with transaction(self._db) as db:
             held = db.execute("SELECT id FROM batches WHERE owner = ? AND lease_until > 0", (owner,)).fetchall()
             for (batch_id,) in held:
@@ -332,7 +336,7 @@ class BatchStore:
                 self._give_back(batch_id, owner)
 
     def give_back(self, batch_id: str, owner: str) -> None:
-        """Let anybody claim a batch that one owns."""
+        """Give back one batch of an owner, so that anyone can claim it."""
         with transaction(self._db):
             self._give_back(batch_id, owner)
 
@@ -355,8 +359,8 @@ class BatchStore:
         return [path.name for path in orphans]
 
     def begin(self, batch_id: str, owner: str, total: int, expected_bytes: int = 0) -> None:
-        """The input is valid and has so many lines, whose answers may have so many bytes. These are reserved, as far as
-        half of what is left to the tenant goes. A batch that is being cancelled stays so."""
+        """Record that the input is valid and has `total` lines, whose answers may have `expected_bytes`. These bytes
+        are reserved, using at most half of what is left to the tenant. A batch that is being cancelled stays so."""
         with transaction(self._db) as db:
             db.execute(
                 "UPDATE batches SET total = ?, status = CASE status WHEN 'validating' THEN 'in_progress' ELSE status "
@@ -365,13 +369,13 @@ class BatchStore:
             )
 
     def answered(self, batch_id: str) -> set[int]:
-        """The lines that need not run."""
+        """Numbers of the batch's lines that have an answer."""
         return {line for (line,) in self._db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
     def answer(self, batch_id: str, owner: str, answers: Sequence[Answer]) -> int | None:
-        """Keep answers, in one transaction; lines that have one keep it. Returns how many bytes further answers may
-        have; None where `owner` has lost the batch or it has ended, and then nothing is kept. What was computed is kept
-        also where there was less room than it needs."""
+        """Store answers in one transaction; a line that has one keeps it. Returns the bytes that further answers may
+        have, or None, without storing any, if `owner` has lost the batch or it has ended. Computed answers are stored
+        even if they exceed the space."""
         with transaction(self._db) as db:
             owned = f"SELECT 1 FROM batches WHERE id = ? AND owner = ? AND status IN {RUNNABLE}"
             if not db.execute(owned, (batch_id, owner)).fetchone():
@@ -390,14 +394,14 @@ class BatchStore:
             return self._room(batch_id)
 
     def _room(self, batch_id: str) -> int:
-        """Bytes that further answers may have: what is reserved for them, and what is left to the tenant."""
+        """Bytes that further answers may have: the rest of the reservation plus what is left to the tenant."""
         found = self._db.execute("SELECT tenant, reserved - answer_bytes FROM batches WHERE id = ?", (batch_id,))
         row: tuple[str, int] = found.fetchone()
         tenant, num_reserved = row
         return max(0, num_reserved) + max(0, self._num_left(tenant))
 
     def _num_left(self, tenant: str) -> int:
-        """How many bytes more a tenant may have."""
+        """Further bytes that a tenant may store."""
         by_all, own, _, _ = stored_by(self._db, tenant)
         return (self._limits.max_total_bytes - by_all - own) // 2
 
@@ -414,14 +418,15 @@ class BatchStore:
             raise LimitError(tenant, "stored bytes", f"{why}; delete some files", None)
 
     def fail(self, batch_id: str, owner: str, reason: str, now: float) -> None:
-        """The input cannot be run."""
+        """End a batch whose input cannot be run."""
         self._db.execute(
             "UPDATE batches SET status = 'failed', error = ?, ended = ? WHERE id = ? AND owner = ?",
             (reason, now, batch_id, owner),
         )
 
     def finish(self, batch_id: str, owner: str, status: str, now: float, error: str | None = None) -> None:
-        """Write the files of answers, then end the batch as `status`. Nothing happens where `owner` has lost it."""
+        """Write the files of answers, then end the batch as `status`. The batch does not change if `owner` has lost
+        it."""
         made = [self._write(batch_id, ok, now) for ok in (True, False)]
         with transaction(self._db) as db:
             ended: Any = db.execute(
@@ -438,7 +443,7 @@ class BatchStore:
                 self.begun.forget(batch_id)
 
     def _write(self, batch_id: str, ok: bool, now: float) -> File | None:
-        """The file of the answers, or of the errors, by line; None for no line."""
+        """Write the file of answers, or of errors, in the order of lines. Returns None if there are none."""
         kind = "output" if ok else "error"
         file_id = f"file-{batch_id}-{kind}"
         written, partial = 0, self._contents / f"{file_id}.{os.getpid()}"
@@ -460,9 +465,9 @@ class BatchStore:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Bring a database of an earlier version, or a new one, to `_VERSION`; of two processes the second finds nothing to
-    do. A gateway of an earlier version that has it open already goes on; none opens it afterwards. Raises
-    `sqlite3.DatabaseError` for one of a later version."""
+    """Bring an older or a new database to `_VERSION`. If two processes do so, the second finds nothing to do. A gateway
+    of an earlier version that has the database open continues to work; none can open it afterwards. Raises
+    `sqlite3.DatabaseError` for a later version."""
     with transaction(db):
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:

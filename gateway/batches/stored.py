@@ -38,17 +38,17 @@ _ADD: Final = (
 
 
 class Stored(NamedTuple):
-    """What there is."""
+    """What one tenant and what all tenants together store."""
 
     by_all_bytes: int
     num_bytes: int
-    """Of the tenant, as what follows."""
+    """Bytes that the tenant stores. The next two counts are the tenant's as well."""
     num_files: int
     num_uploads: int
 
 
 def stored_by(db: sqlite3.Connection, tenant: str) -> Stored:
-    """What a tenant and all together store."""
+    """The sums of one tenant, with the bytes of all tenants."""
     row = db.execute(
         "SELECT a.bytes, coalesce(s.bytes, 0), coalesce(s.files, 0), coalesce(s.uploads, 0) "
         "FROM stored_by_all a LEFT JOIN stored s ON s.tenant = ?",
@@ -58,8 +58,8 @@ def stored_by(db: sqlite3.Connection, tenant: str) -> Stored:
 
 
 def migrate(db: sqlite3.Connection) -> None:
-    """Make the sums of what is there, and the triggers that keep them. Inside a transaction, once all columns are
-    there."""
+    """Create the tables of sums, fill them from the existing rows, and create the triggers that update them. Call it
+    inside a transaction, once all columns exist."""
     for statement in (*_TABLES, "DELETE FROM stored"):
         db.execute(statement)
     for table, columns, num_bytes, num_files, num_uploads in _SUMMED:

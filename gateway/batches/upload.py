@@ -19,11 +19,11 @@ _MAX_PARTS: Final = 8
 _MAX_FIELD_BYTES: Final = 256
 _MAX_NAME_CHARS: Final = 256
 _SLICE_BYTES: Final = 256 << 10
-"""That are parsed in one turn of the event loop, about a millisecond."""
+"""Bytes that are parsed in one turn of the event loop, which takes about a millisecond."""
 
 
 class FormWriter:
-    """Takes a form apart. Pure, but that it gives back what has to be written.
+    """Parser of a form. Pure: it returns the data that has to be written.
 
     Args:
         content_type: the request's header; names the boundary.
@@ -40,9 +40,9 @@ class FormWriter:
             raise ContentTypeError("content-type: must be multipart/form-data with a boundary")
         self.fields: dict[str, bytes] = {}
         self.file_name: str | None = None
-        """None until the file has begun."""
+        """Name of the file; None until the file has begun."""
         self.num_bytes = 0
-        """Of the file."""
+        """Bytes of the file that were parsed so far."""
         self._max_file_bytes = max_file_bytes
         self._num_parts = 0
         self._part = ""
@@ -66,7 +66,7 @@ class FormWriter:
             raise InvalidRequestError("body", str(error)) from None
 
     def feed(self, data: bytes) -> bytes:
-        """The next part of the body; what of it belongs to the file."""
+        """Parse the next part of the body. Returns the bytes of it that belong to the file."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -126,8 +126,8 @@ class FormWriter:
 
 
 async def receive_file(form: FormWriter, parts: AsyncIterator[bytes], path: Path) -> str:
-    """Write the file of the form to `path` as it comes; its name. Raises as `FormWriter` and `parts`, and then the file
-    is gone."""
+    """Write the file of the form to `path` while it arrives, and return its name. Raises what `FormWriter` and `parts`
+    raise, after deleting the file."""
     target = await asyncio.to_thread(create_private, path)
     try:
         async for part in parts:

@@ -45,10 +45,10 @@ class HeartbeatConnection(BlockingStream):
         self._gateway_id, self._name = gateway_id, name
         self._state = state
         self._was_sent = False
-        """Whether the controller took a heartbeat in the latest call: gRPC reads the next one when one was sent."""
+        """Whether the controller took a heartbeat in the latest call: gRPC reads the next one after it has sent one."""
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the heartbeat thread; returns at once."""
         self._start("heartbeat", self._run)
 
     def _run(self) -> None:
@@ -66,7 +66,7 @@ class HeartbeatConnection(BlockingStream):
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _heartbeats(self) -> Iterator[bytes]:
-        """Read by gRPC, one ahead, until the call ends."""
+        """Yield encoded heartbeats. gRPC reads them, one ahead, until the call ends."""
         while True:
             turn_s, doing = self._state()
             yield encode(

@@ -8,7 +8,7 @@ from __future__ import annotations
 LIMITS_S = (0.005, 0.05)
 """Turns above these are counted; above the last one they are logged."""
 WINDOW_S = 60.0
-"""The longest turn of a window is kept for one window more."""
+"""Length of a window in seconds. The longest turn of a window is kept for one window more."""
 
 
 class LoopTimes:
@@ -21,18 +21,18 @@ class LoopTimes:
         self.num_long = [0] * len(LIMITS_S)
         """Turns that were longer than each of `LIMITS_S`."""
         self.longest_s = 0.0
-        """Since the start."""
+        """Longest turn above the first of `LIMITS_S` since the last `forget`, in seconds."""
         self._window = 0
         self._longest = [0.0, 0.0]
-        """Of the window before the present one, and of the present one."""
+        """Longest turns of the window before the present one, and of the present one, in seconds."""
 
     def forget(self) -> None:
-        """Begin to count anew: what came before was the start of the process."""
+        """Reset the counts of long turns, so that they leave out the start of the process."""
         self.num_long = [0] * len(LIMITS_S)
         self.longest_s, self._longest = 0.0, [0.0, 0.0]
 
     def turn(self, seconds: float, now: float) -> None:
-        """A turn ended that took longer than the first of `LIMITS_S`."""
+        """Record a turn that took longer than the first of `LIMITS_S`."""
         for i, limit_s in enumerate(LIMITS_S):
             self.num_long[i] += seconds > limit_s
         self.longest_s = max(self.longest_s, seconds)
@@ -40,7 +40,7 @@ class LoopTimes:
         self._longest[1] = max(self._longest[1], seconds)
 
     def turn_s(self, now: float) -> float:
-        """For how long the present turn has lasted; 0 while the loop waits."""
+        """Duration of the present turn in seconds; 0 while the loop waits."""
         began = self.began
         return 0.0 if began is None else max(0.0, now - began)
 

@@ -26,15 +26,16 @@ from disagg.proto.clock.process_clock import process_clock
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 64
-"""Sockets that one turn serves: each may take some 20 us, and thousands of connections may end at once."""
+"""Maximum number of sockets that one turn serves: each may take some 20 us, and thousands of connections may end at
+once."""
 LOOK_S = 0.025
-"""Half of what is logged, so that it is seen while it lasts."""
+"""Seconds between two samples: half of the duration that is logged, so that such a turn is sampled while it lasts."""
 _PACKAGE = "/disagg/"
 
 
 class TimedSelector(selectors.DefaultSelector):
-    """The loop's selector; all that happens between two calls of `select` is a turn. Of many sockets that are ready it
-    returns some at a time, by turns; the others are ready in the next call too."""
+    """The loop's selector; a turn is the time between two calls of `select`. If more sockets are ready than
+    `MAX_EVENTS`, each call returns another part of them; the others are ready in the next call too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +71,11 @@ class Sight(NamedTuple):
     turn_s: float
     doing: str
     cpu_s: float
-    """Of the loop's thread, since the look before."""
+    """CPU seconds of the loop's thread, from the sample before this turn was first seen."""
 
 
 class LoopWatch:
-    """Owner of the thread. Begin and end it on the loop's thread.
+    """Owner of the sampling thread. Start and stop it on the loop's thread.
 
     Args:
         times: of the running loop.
@@ -92,17 +93,17 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._run, name="loop-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread that samples the loop."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no longer. Idempotent."""
+        """End the sampling thread. Idempotent."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def state(self) -> tuple[float, str]:
-        """For how long the present turn has lasted, and where it was seen; may be called on any thread."""
+        """The duration of the present turn and the place where it was sampled; may be called on any thread."""
         sight, turn = self._sight, self.times.num_turns
         return self.times.turn_s(self._now()), sight.doing if sight is not None and sight.turn == turn else ""
 
@@ -149,7 +150,7 @@ def name_task(request_id: str) -> None:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost of our functions, else the innermost of all."""
+    """The innermost function of this package, or the innermost of all if there is none."""
     innermost = frame
     while frame is not None and _PACKAGE not in frame.f_code.co_filename:
         frame = frame.f_back

@@ -58,7 +58,7 @@ class Offload:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the inputs that wait or are worked on."""
+        """Bytes of the inputs that wait or are worked on."""
         return self._turns.num_bytes
 
     def is_inline(self, num_bytes: int) -> bool:
@@ -73,7 +73,7 @@ class Offload:
         num_bytes: int,
         deadline: float | None = None,
     ) -> T:
-        """What `work` returns or raises.
+        """Run `work` in its tenant's turn; returns or raises what it does.
 
         Args:
             work: touches nothing of the event loop.
@@ -99,7 +99,7 @@ class Offload:
                 del self._waiting[entry]
 
     def close(self) -> None:
-        """Cancel what waits and wait for what runs. Call it when no more work comes. Idempotent."""
+        """Cancel waiting work and wait for running work. Call it when no more work comes. Idempotent."""
         for entry, (_, result) in self._waiting.items():
             self._turns.cancel(entry)
             result.cancel()
@@ -120,7 +120,7 @@ class Offload:
             self._executor.submit(self._work, asyncio.get_running_loop(), entry, work)
 
     def _work(self, loop: asyncio.AbstractEventLoop, entry: Work, work: Callable[[], Any]) -> None:
-        """On a thread."""
+        """Run `work` on a thread and pass its result to the event loop."""
         value, error = None, None
         try:
             value = work()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from disagg.proto.errors import OverloadedError
 
 QUANTUM_BYTES = 64 << 10
-"""What a tenant may take more in each round. Work up to this size runs at its tenant's first turn."""
+"""Bytes by which a tenant's credit grows in each round. Work up to this size runs at its tenant's first turn."""
 RETRY_AFTER_S = 1.0
 
 
@@ -26,20 +26,20 @@ class Work:
 
     tenant: str
     num_bytes: int
-    """Size of its input, which stands for the time that it takes."""
+    """Size of the input, as a measure of the time that the work takes."""
     deadline: float | None = None
-    """It is not started later; `None` for never too late."""
+    """Time after which the work is not started; `None` for no limit."""
 
 
 @dataclass(slots=True)
 class _TenantQueue:
-    """What one tenant holds."""
+    """The waiting work of one tenant, and what it uses of the limits."""
 
     waiting: dict[Work, None] = field(default_factory=dict)
-    """In order of arrival."""
+    """Waiting work in the order of arrival."""
     credit: int = 0
     num_bytes: int = 0
-    """Waiting and running."""
+    """Bytes of the inputs of waiting and running work."""
     num_running: int = 0
 
 
@@ -63,13 +63,13 @@ class OffloadTurns:
         self._max_tenant_bytes = max_tenant_bytes
         self._queues: dict[str, _TenantQueue] = {}
         self._ring: deque[str] = deque()
-        """Tenants with waiting work that may run; the first one's turn is next."""
+        """Tenants with waiting work that may run; the first one is next."""
         self.num_bytes = 0
-        """Of all work that waits or runs."""
+        """Bytes of the inputs of all work that waits or runs."""
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that have not been started."""
+        """Number of pieces of work that have not been started."""
         return sum(len(queue.waiting) for queue in self._queues.values())
 
     def offer(self, work: Work) -> None:
@@ -122,7 +122,7 @@ class OffloadTurns:
         return True
 
     def finished(self, work: Work) -> None:
-        """Work that `take` gave ended: its bytes are free again."""
+        """Free the bytes of work that `take` returned and that has ended."""
         queue = self._queues[work.tenant]
         if queue.num_running == self._max_tenant_running and queue.waiting:
             self._join_ring(work.tenant, queue)

@@ -16,7 +16,8 @@ class StalledError(Exception):
 
 
 class StallWatch:
-    """Of the task that enters it with `async with`; `with` is one step. Steps follow each other and do not overlap.
+    """Watches the steps of the task that enters it with `async with`; each `with` block is one step. Steps follow each
+    other and do not overlap.
 
     Args:
         timeout_s: for one step.
@@ -25,7 +26,7 @@ class StallWatch:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._since: float | None = None
-        """Start of the step that runs."""
+        """Time at which the running step began; None between steps."""
         self._stalled = False
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -44,13 +45,13 @@ class StallWatch:
             self._timer.cancel()
 
     def __enter__(self) -> None:
-        """A step begins."""
+        """Start the time of a step."""
         self._since = self._loop.time()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It ends. Raises `StalledError` where it took too long."""
+        """End the step. Raises `StalledError` if it took too long."""
         self._since = None
         # The task may have been cancelled from elsewhere too; then it stays cancelled.
         if self._stalled and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):

@@ -8,7 +8,7 @@ the rest).
 
 A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
 without a rest would be in each of them, and the messages of the workers would come faster than they are read. All work
-of a tenant rests together: after a piece of one message none of another message of the tenant goes on.
+of a tenant rests together: after a piece of one message no other message of the tenant continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disagg.gateway.event_loop.offload_turns import OffloadTurns, Work
 
 
 class Turns:
-    """Used on one event loop. Owner of the order.
+    """The order in which large messages are worked on. Used on one event loop.
 
     Args:
         order: the order of waiting work; empty.
@@ -38,12 +38,12 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that wait for their turn."""
+        """Number of tasks that wait for their turn."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def of(self, tenant: str, num_bytes: int) -> AsyncGenerator[None, None]:
-        """Wait for the turn and have it. Raises `OverloadedError` at once where too much waits."""
+        """Wait for the turn and hold it inside. Raises `OverloadedError` at once if too much work waits."""
         work = Work(tenant, num_bytes)
         self._order.offer(work)
         turn = self._waiting[work] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,8 @@ class Turns:
             self._end(work, MESSAGE_S + num_bytes * BYTE_S)
 
     def _end(self, work: Work, rest_s: float) -> None:
-        """Give the turn to another tenant now, and to this one after a rest, for which the bytes count as well."""
+        """Pass the turn to another tenant now. This tenant's next turn comes after `rest_s`; until then the bytes of
+        the work still count."""
         self._is_taken = False
         if rest_s > 0:
             asyncio.get_running_loop().call_later(rest_s, self._rested, work)
@@ -86,22 +87,24 @@ class Turns:
 T = TypeVar("T")
 
 SHORT_S: Final = 0.0005
-"""After less than this nothing rests."""
+"""Pieces of work that take less than this many seconds are not followed by a rest."""
 _RESTS: Final = 3
-"""As long as the piece took, each."""
+"""Length of a rest, as a multiple of the duration of the piece before it."""
 _MAX_REST_S: Final = 0.02
-"""A piece may have taken long because the processor was not there."""
+"""Maximum seconds of a rest: a piece may have taken long because its thread did not get the processor."""
 MESSAGE_S: Final = 0.002
 BYTE_S: Final = 60e-9
-"""How long a large message, and each of its bytes, keeps further large messages of its tenant waiting: receiving it and
-writing its answer take the loop's time too, outside of all pieces. The message itself goes on at once."""
+"""Seconds for which a large message (`MESSAGE_S`) and each of its bytes delay further large messages of its tenant:
+receiving it and writing its answer take time of the loop too, outside of all pieces. The message itself is not
+delayed."""
 _rest_until: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, float]] = WeakKeyDictionary()
-"""By tenant: the end of the rests of all its pieces so far."""
+"""End of the rests of all pieces of a tenant so far, by tenant."""
 
 
 async def in_pieces(work: Generator[None, None, T]) -> T:
-    """What `work` returns. Each piece, up to a `yield`, should take a millisecond at most; three quarters of the time
-    of the loop are left to other tenants, however many messages a tenant sends at a time."""
+    """Run `work` with rests between its pieces and return its result. Each piece, up to a `yield`, should take a
+    millisecond at most. Three quarters of the loop's time are left to other tenants, however many messages a tenant
+    sends at a time."""
     while True:
         began = time.monotonic()
         try:

@@ -32,16 +32,16 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Of all unfinished bodies."""
+        """Bytes of all unfinished bodies."""
         self._tenants: dict[str, dict[Body, None]] = {}
-        """The bodies of each tenant, the one without progress for longest first."""
+        """The unfinished bodies of each tenant, the one without progress for longest first."""
         self._sums: dict[str, int] = {}
 
     def __len__(self) -> int:
         return sum(len(bodies) for bodies in self._tenants.values())
 
     def start(self, tenant: str) -> Body:
-        """A body whose head has arrived."""
+        """Register a body whose head has arrived."""
         body = Body(tenant)
         self._tenants.setdefault(tenant, {})[body] = None
         self._sums.setdefault(tenant, 0)
@@ -66,7 +66,7 @@ class BodyBudget:
         return refused
 
     def finish(self, body: Body) -> None:
-        """It is complete, or given up. Idempotent."""
+        """Stop counting a body that is complete or given up. Idempotent."""
         bodies = self._tenants.get(body.tenant, {})
         if body not in bodies:
             return

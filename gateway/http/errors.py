@@ -31,7 +31,7 @@ _TYPES: Final = {
     429: "rate_limit_error",
     499: "cancelled",
 }
-"""`type` by status; otherwise `invalid_request_error` below 500, and `server_error`."""
+"""`type` by status. Others are `invalid_request_error` below 500, and `server_error` from there on."""
 _MAX_MESSAGE_CHARS: Final = 1000
 
 
@@ -78,7 +78,7 @@ class ContentTypeError(DisaggError):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """The `error` object of a response: message, type, field and code."""
 
     message: str
     type: str
@@ -87,20 +87,20 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The only form of an error."""
+    """The JSON body of every error response."""
 
     error: ErrorDetail
 
 
 def error_json(error: DisaggError) -> bytes:
-    """The body of an error, and its event in a stream."""
+    """The JSON of an error, for a response's body or a stream's event."""
     status = error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return msgspec.json.encode(ErrorBody(ErrorDetail(short_message(error), kind, _param(error), error.code)))
 
 
 def short_message(error: DisaggError) -> str:
-    """The message, cut where it is long."""
+    """The message of an error, cut after `_MAX_MESSAGE_CHARS`."""
     message = error.message
     return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "..."
 
@@ -111,7 +111,7 @@ def error_event(error: DisaggError) -> bytes:
 
 
 def error_headers(error: DisaggError) -> Headers:
-    """What goes with an error: whether and when to try again."""
+    """Headers of an error response: whether and when to try again, and those that the status requires."""
     if (retry_s := retry_after_s(error)) is not None:
         return [
             (b"retry-after-ms", b"%d" % max(1, math.ceil(retry_s * 1000))),

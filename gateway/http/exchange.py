@@ -36,7 +36,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON: Final = b"application/json"
 _MAX_LENGTH_DIGITS: Final = 18
 _SLICE_BYTES: Final = 64 << 10
-"""Complete answers are written in slices, so that a slow reader holds no more in the connection than with a stream."""
+"""Bytes of a slice of a complete answer. Because it is written in slices, a slow reader holds no more in the connection
+than with a stream."""
 
 
 class Exchange:
@@ -51,9 +52,9 @@ class Exchange:
         self.scope = scope
         self.headers = RequestHeaders(scope=scope)
         self.started = False
-        """The status is out."""
+        """Whether the response's status has been sent."""
         self.is_stream = False
-        """What has started is a stream of events: an error can be one of them."""
+        """Whether the response is a stream of events, so that an error can be one of them."""
         self.ended = False
         self._receive = receive
         self._send = send
@@ -61,23 +62,23 @@ class Exchange:
         self.trace_parent = ""
         """The W3C `traceparent` of our span; empty where the client sent none."""
         self.late_headers: Callable[[], Headers] = list
-        """Called when the response begins: headers of what is true then."""
+        """Called when the response begins; returns headers whose values are known only then."""
         self.parent_span = ""
         """Id of the client's span; empty where it sent none."""
         self.error_body: Callable[[DisaggError], bytes] = error_json
-        """An error before the response began, in the form of the API that is called."""
+        """Writes an error before the response began, in the form of the API that is called."""
         self.error_event: Callable[[DisaggError], bytes] = error_event
-        """An error as the end of a stream of events."""
+        """Writes an error as the last event of a stream."""
 
     @property
     def path_params(self) -> dict[str, str]:
-        """What the route found in the path."""
+        """Values of the route's path parameters, by name."""
         params: dict[str, str] = self.scope.get("path_params", {})
         return params
 
     @property
     def peer(self) -> str:
-        """Where the connection comes from."""
+        """Address of the client, as host:port."""
         host, port = self.scope.get("client") or ("", 0)
         return join_address(host, port)
 
@@ -88,13 +89,14 @@ class Exchange:
         return name_in((connection.transport.get_extra_info("peercert") or {}) if connection is not None else {})
 
     def mark_known(self) -> None:
-        """The caller passed authentication: its connection is the last to be closed in favour of a new one."""
+        """Note that the caller passed authentication: connections without such a caller are closed before this one when
+        a new one needs a place."""
         connection = self.scope.get("state", {}).get("connection")
         if connection is not None:
             connection.is_known = True
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """For the response, whatever it will be."""
+        """Add a header to the response, whether it is an answer or an error."""
         self._shared.append((name, value))
 
     async def read_body(self, max_bytes: int, timeout_s: float, unfinished: UnfinishedBodies) -> bytes:
@@ -128,7 +130,7 @@ class Exchange:
             raise SlowBodyError(f"the body did not arrive within {timeout_s:g} s") from None
 
     async def body_parts(self, timeout_s: float) -> AsyncGenerator[bytes, None]:
-        """The body as it comes, for one that is not kept in memory; whoever reads bounds it.
+        """Yield the parts of a body that is not kept in memory; the reader must limit its size.
 
         Raises:
             SlowBodyError: if nothing more of it arrives for `timeout_s`.
@@ -148,7 +150,7 @@ class Exchange:
 
     @asynccontextmanager
     async def until_disconnect(self) -> AsyncGenerator[None, None]:
-        """Cancels what runs inside when the client leaves.
+        """Cancel the work inside when the client disconnects.
 
         Raises:
             RequestCancelledError: then.
@@ -195,7 +197,7 @@ class Exchange:
             await self._write(body[begin:end], more=end < len(body))
 
     async def start_download(self, num_bytes: int, content_type: bytes) -> None:
-        """Begin a response of that size; `write` its parts, then `end` it. An error can only cut it off."""
+        """Begin a response of this size; then `write` its parts and `end` it. An error can only cut it off."""
         await self._start(200, [(b"content-type", content_type), (b"content-length", b"%d" % num_bytes)])
 
     async def start_stream(self) -> None:
@@ -211,11 +213,11 @@ class Exchange:
         )
 
     async def write(self, events: bytes) -> None:
-        """The next events of the stream."""
+        """Send the next part of a stream or download."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes) -> None:
-        """The last events of the stream."""
+        """Send the last part of a stream or download."""
         self.ended = True
         await self._write(events, more=False)
 
@@ -248,21 +250,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """Of every body that is read."""
+    """Limits of every request body that is read."""
 
     max_bytes: int
     timeout_s: float
-    """From the end of the head to the end of the body."""
+    """Seconds from the end of the head to the end of the body."""
     max_values: int
-    """Of all its lists and objects together."""
+    """Maximum number of values of a body, in all its lists and objects together."""
     turns: Turns
-    """For large bodies."""
+    """The order in which large bodies are decoded."""
     unfinished: UnfinishedBodies
     """Incomplete bodies of all connections."""
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Pieces[T]]) -> T:
-        """What `decode` makes of the body of `exchange`. A large one waits for its turn, and is counted and decoded in
-        pieces: so many that arrive at once are not decoded in the same turn of the event loop.
+        """Read the body of `exchange` and decode it with `decode`. A large body waits for its turn, and is counted and
+        decoded in pieces, so that many that arrive together are not decoded in one turn of the event loop.
 
         Raises:
             ContentTypeError: if it is not announced as JSON.
@@ -274,7 +276,7 @@ class BodyLimits:
         return await self.decode(await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished), decode)
 
     async def decode(self, body: bytes, decode: Callable[[bytes], Pieces[T]]) -> T:
-        """What `decode` makes of a complete body, as `read` does it. Raises as that."""
+        """Decode a complete body as `read` does, with the same errors."""
         if len(body) <= SMALL_BYTES:
             return await in_pieces(decode(body))
         async with self.turns.of(CALLER.get().tenant, len(body)):

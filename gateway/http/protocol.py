@@ -29,29 +29,30 @@ from disagg.proto.errors import InvalidRequestError
 logger = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES: Final = 64 << 10
-"""Of one connection, above which writing waits. One write may come on top."""
+"""Unsent bytes of one connection above which writing waits. One write may come on top."""
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Of request line and headers."""
+"""Maximum bytes of request line and headers together."""
 MAX_HEADERS: Final = 256
-"""Of one request: each is a few calls of Python."""
+"""Maximum number of headers of one request: each costs a few Python calls."""
 MAX_PIPELINED: Final = 16
-"""Requests that may wait behind the one that is answered."""
+"""Maximum number of requests that wait behind the one that is being answered."""
 _LINGER_S: Final = 5.0
-"""How long a closed connection may take for the bytes that it still has."""
+"""Seconds that a closing connection may take to send its remaining bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one connection may do."""
+    """Limits of the number of connections and of the times of each."""
 
     max_connections: int
-    """Open at a time. A further one takes the place of one without a request; where all have one, it is closed."""
+    """Maximum number of open connections. A further one replaces one without a request; if all have one, it is
+    closed."""
     idle_timeout_s: float
-    """Without a request, before the first one and between two."""
+    """Seconds without a request, before the first one and between two."""
     head_timeout_s: float
-    """From the first byte of a request to the end of its head."""
+    """Seconds from the first byte of a request to the end of its head."""
     write_timeout_s: float
-    """During which a client may leave its answer unread."""
+    """Seconds for which a client may leave its answer unread."""
 
 
 class Connections:
@@ -75,11 +76,12 @@ class Connections:
         self.none_left.set()
 
     def make(self) -> HttpConnection:
-        """A protocol for a connection that comes in."""
+        """The protocol for a new connection."""
         return HttpConnection(self)
 
     def make_room(self) -> bool:
-        """Whether there is a place for one more connection; closes the one that has been silent longest for it."""
+        """Whether there is a place for one more connection. If there are too many, closes the one that has been silent
+        longest."""
         if len(self.state.connections) < self.limits.max_connections:
             return True
         victim = self.silent.take()
@@ -92,7 +94,8 @@ class Connections:
         return True
 
     def sweep(self) -> None:
-        """Close what is over its time, and log what the limit of connections cost since the last sweep."""
+        """Close connections that exceed a timeout, and log connections that were closed or refused at the limit since
+        the last sweep."""
         if self._num_evicted or self._num_refused:
             logger.warning(
                 "all %d HTTP connections (gateway.max_connections) in use, closed %d idle ones for new ones, refused %d"
@@ -109,26 +112,26 @@ class Connections:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection."""
+    """uvicorn's protocol for one connection, with the limits of the head and the times that `Connections` checks."""
 
     def __init__(self, owner: Connections) -> None:
         super().__init__(config=owner.config, server_state=owner.state, app_state={"connection": self})
         self.access_log = False
         self.was_stalled = False
-        """It was closed because the client did not read."""
+        """Whether the connection was closed because the client did not read."""
         self.is_known = False
-        """A request on it has passed authentication."""
+        """Whether a request on this connection has passed authentication."""
         self._owner = owner
         self._idle_since: float | None = None
         self._head_since: float | None = None
         self._stalled_since: float | None = None
         self._surplus_since: float | None = None
-        """The request was answered, refused most likely, and its body still comes."""
+        """Time since which the body of an already answered, usually refused, request is still arriving."""
         self._closed_since: float | None = None
         self._num_head_bytes = 0
         self._num_headers = 0
         self._answered: RequestResponseCycle | None = None
-        """The request that is answered now, or was last; uvicorn has only the one that came last."""
+        """The request that is or was last being answered; uvicorn has only the one that arrived last."""
 
     # ------------------------------------------------------------ transport
 
@@ -176,18 +179,18 @@ class HttpConnection(HttpToolsProtocol):
     # ------------------------------------------------------------ parser
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start the timeout of a new request's head."""
         super().on_message_begin()
         self._idle_since, self._head_since = None, self._owner.clock()
         self._num_head_bytes = self._num_headers = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request line."""
+        """Count the bytes of a part of the request line."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A complete header."""
+        """Count a complete header. Too many or too large ones are answered with 400."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self.send_400_response(f"the head has more than {MAX_HEADERS} headers")
@@ -196,7 +199,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is complete: the request is answered, or waits for its turn."""
+        """End the timeout of the head: the request is answered now, or waits for its turn."""
         self._head_since = None
         self._owner.silent.remove(self)
         if self.parser.get_http_version() == "0.9":
@@ -214,7 +217,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """A request was answered."""
+        """Start the idle timeout once no request is left."""
         super().on_response_complete()
         if self.cycle.response_complete and self in self.connections:
             self._owner.silent.add(self, is_known=self.is_known)
@@ -223,12 +226,12 @@ class HttpConnection(HttpToolsProtocol):
             self._surplus_since = self._idle_since if self.cycle.more_body else None
 
     def on_message_complete(self) -> None:
-        """The body is complete."""
+        """End the timeout of an answered request's remaining body."""
         super().on_message_complete()
         self._surplus_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP, and close. In the middle of an answer nothing can be sent."""
+        """Answer invalid HTTP with an error and close. While an answer is being sent, only close."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
@@ -240,7 +243,7 @@ class HttpConnection(HttpToolsProtocol):
     # ------------------------------------------------------------ time
 
     def check(self, now: float) -> None:
-        """Close the connection if it is over its time."""
+        """Close the connection if it exceeds a timeout."""
         limits = self._owner.limits
         if self.transport.is_closing():
             self._closed_since = now if self._closed_since is None else self._closed_since
@@ -260,7 +263,7 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("the head is too large")  # ends the parser's run
 
     def _is_head_too_large(self, num_bytes: int) -> bool:
-        """Whether these further bytes are too many; then an error was sent and the connection closes."""
+        """Whether the head is too large with these further bytes. If so, an error is sent and the connection closes."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(f"the head has more than {MAX_HEAD_BYTES} bytes")

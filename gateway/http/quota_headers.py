@@ -11,11 +11,12 @@ from disagg.gateway.http.errors import Headers
 from disagg.router.api import Quota
 
 _ROUNDED_DIGITS = 6
-"""Of milliseconds: an error of floating point must not become one more."""
+"""Decimal digits to which milliseconds are rounded before they are rounded up, so that a floating-point error does not
+become a whole one."""
 
 
 def quota_headers(quota: Quota) -> Headers:
-    """Three for each limit that there is."""
+    """Three headers for each limit that the tenant has."""
     headers: Headers = []
     for name, rate in zip((b"requests", b"tokens"), quota, strict=True):
         if rate is not None:
@@ -28,8 +29,7 @@ def quota_headers(quota: Quota) -> Headers:
 
 
 def duration(seconds: float) -> str:
-    """As Go writes durations, which is the form of these headers: `0s`, `20ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`. In
-    milliseconds, rounded up."""
+    """A duration as Go writes it, in whole milliseconds, rounded up: `0s`, `20ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
     millis = math.ceil(round(max(0.0, seconds) * 1000, _ROUNDED_DIGITS))
     if 0 < millis < 1000:
         return f"{millis}ms"

@@ -19,12 +19,13 @@ from disagg.gateway.http.protocol import ConnectionLimits, Connections, make_con
 
 _BACKLOG: Final = 2048
 _ACCEPTS_A_TURN: Final = 32
-"""Connections that are accepted in one turn of the event loop, which takes about a millisecond."""
+"""Number of connections that are accepted in one turn of the event loop, which takes about a millisecond."""
 _SEND_BUFFER_BYTES: Final = 64 << 10
-"""Of the kernel, for each connection; it doubles that. Tokens need no more, and an unread stream holds no more."""
+"""Size of the kernel's send buffer of a connection, which the kernel doubles. Tokens need no more, and it limits what
+an unread stream holds."""
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 0.5
-"""For the last bytes of connections that close."""
+"""Seconds that closing connections may take to send their last bytes."""
 _SWEEPS_A_TIMEOUT: Final = 4
 
 
@@ -34,7 +35,7 @@ class App(Protocol):
     stopping: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one ASGI call, which is one request."""
 
 
 class HttpServer:
@@ -62,8 +63,8 @@ class HttpServer:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """Bind and listen; the port, also where it was 0. With `shares_port` other processes may listen there, too.
-        Raises `OSError` where the address cannot be bound."""
+        """Bind and listen. Returns the port, also where `port` is 0. With `shares_port` other processes may listen
+        there, too. Raises `OSError` if the address cannot be bound."""
         listener = _bind(host, port, shares_port)
         try:
             self._server = await asyncio.get_running_loop().create_server(

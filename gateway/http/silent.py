@@ -24,12 +24,12 @@ class SilentConnections(Generic[C]):
         return len(self._unauthenticated) + len(self._known)
 
     def add(self, connection: C, *, is_known: bool) -> None:
-        """It has no request from now on. `is_known`: a request on it has passed authentication."""
+        """Add a connection that has no request any more. `is_known`: a request on it has passed authentication."""
         self.remove(connection)
         (self._known if is_known else self._unauthenticated)[connection] = None
 
     def remove(self, connection: C) -> None:
-        """It has a request, or is closed."""
+        """Remove a connection that has a request or is closed."""
         self._unauthenticated.pop(connection, None)
         self._known.pop(connection, None)
 

@@ -37,7 +37,7 @@ class Sites:
     origins: tuple[str, ...] = ()
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Raises `ForeignSiteError`."""
+        """Check the two headers of a request. Raises `ForeignSiteError`."""
         if self.checks_host and host is not None and not self._is_ours(_name_of(host)):
             raise ForeignSiteError(
                 f"Host: this gateway is not known as {host[:64]!r}; use 127.0.0.1 or localhost, or set "

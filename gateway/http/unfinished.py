@@ -19,7 +19,7 @@ class UnfinishedBodies:
 
     @asynccontextmanager
     async def reading(self, tenant: str, timeout_s: float) -> AsyncGenerator[Callable[[int], None], None]:
-        """While inside, a body of `tenant` is read; what it yields is called with the size of each part.
+        """Count a body of `tenant` while it is read inside. Yields a function to call with the size of each part.
 
         Raises:
             TimeoutError: after `timeout_s`.

@@ -22,8 +22,8 @@ DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "n
 
 
 def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterator[Metric]:
-    """Families of `/metrics` that are made of the router's view; with `shows_workers` those of which every gateway of
-    the cluster has the same, too."""
+    """Metric families of the router's view. `shows_workers` adds those that are the same at every gateway of the
+    cluster."""
     yield from _requests(view)
     yield from _tenants(view)
     yield from _latencies(view.stats)
@@ -78,7 +78,7 @@ def _requests(view: ClusterView) -> Iterator[Metric]:
 
 
 def _tenants(view: ClusterView) -> Iterator[Metric]:
-    """The names of tenants come from the file of keys, so there are no more than it has."""
+    """Metrics by tenant. Tenants' names come from the file of keys, which bounds their number."""
     usage = sorted(view.stats.tenants.items())
     in_flight = {**dict.fromkeys(view.stats.tenants, (0, 0)), **view.tenants}
     yield gauge(
@@ -260,7 +260,8 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
 
 
 def kv_blocks(load: Load) -> dict[str, int]:
-    """Blocks by state; they add up to all blocks, unless so many are reserved that cached ones must be evicted."""
+    """Blocks by state. Their sum is the number of all blocks, unless more are reserved than are free, so that cached
+    ones must be evicted."""
     free = load.blocks_total - load.blocks_active - load.blocks_cached - load.blocks_reserved
     return {
         "active": load.blocks_active,

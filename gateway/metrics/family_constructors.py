@@ -13,7 +13,7 @@ Labels = tuple[str, ...]
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> GaugeMetricFamily:
-    """A gauge of (label values, value)."""
+    """A gauge from pairs of label values and value."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
@@ -21,7 +21,7 @@ def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[La
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> CounterMetricFamily:
-    """A counter of (label values, value); `name` without `_total`."""
+    """A counter from pairs of label values and value; `name` has no `_total`."""
     family = CounterMetricFamily(name, text, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
@@ -43,7 +43,8 @@ def histogram_of_counts(
     labels: Sequence[str],
     values: Iterable[tuple[Labels, Sequence[float], Sequence[int], float]],
 ) -> HistogramMetricFamily:
-    """A histogram of (label values, upper ends, values in each interval and beyond, their sum)."""
+    """A histogram from (label values, upper bounds, number of values in each interval and above the last, sum of
+    values)."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for label_values, bounds, counts, total in values:
         ends = [*(repr(float(bound)) for bound in bounds), "+Inf"]
@@ -52,8 +53,8 @@ def histogram_of_counts(
 
 
 def of_models(families: Mapping[str, Iterable[Metric]], label: str = "model") -> Iterator[Metric]:
-    """The families of several models as one set: each family once, its samples with the model's name under `label`. One
-    model's families are as they are; with an empty `label` the samples have the name already."""
+    """Merge the families of several models: each family once, its samples with the model's name under `label`. A single
+    model's families are not changed. With an empty `label` the samples must have the name already."""
     if len(families) == 1:
         yield from next(iter(families.values()))
         return

@@ -39,16 +39,16 @@ Protocol = Literal["grpc", "http"]
 
 
 class UsageState(typing.Protocol):
-    """What is shown of the recorder of usage."""
+    """The counts of the usage recorder that are shown as metrics."""
 
     @property
     def num_unwritten(self) -> int:
-        """Calls that are counted and not in the file yet."""
+        """Number of calls that are counted but not in the file yet."""
         ...
 
     @property
     def writes(self) -> Mapping[str, int]:
-        """Transactions, by outcome."""
+        """Number of transactions by outcome, `ok` or `failed`."""
         ...
 
 
@@ -87,11 +87,11 @@ class GatewayMetrics(Collector):
         self._start_phases = start_phases
         self._loop_times = loop_times or LoopTimes()
         self.offload: Offload | None = None
-        """Set when the gateway starts."""
+        """The threads for tokenizing; set when the gateway starts."""
         self.usage: UsageState | None = None
-        """Set by the gateway, where it records usage."""
+        """The recorder of usage; set by the gateway if it records usage."""
         self.guardrails: Guardrails | None = None
-        """Set when the gateway starts; None where there are none."""
+        """The guardrails; set when the gateway starts, None if there are none."""
         self._views = views
         self._vllm_aliases = vllm_aliases
         self._calls: Counter[tuple[Protocol, str]] = Counter()
@@ -100,16 +100,16 @@ class GatewayMetrics(Collector):
         self._registry.register(self)
 
     def count_call(self, protocol: Protocol, outcome: str) -> None:
-        """A call for an answer ended: `ok`, or with the code of an error."""
+        """Count a call for an answer that ended with `ok` or the code of an error."""
         self._calls[protocol, outcome] += 1
 
     def count_refusal(self, protocol: str, reason: str) -> None:
-        """A call came without a key that is known."""
+        """Count a call without a known key."""
         self._refusals[protocol, reason] += 1
 
     @contextmanager
     def counted(self, protocol: Protocol) -> Iterator[None]:
-        """Counts what is inside as one call."""
+        """Count the work inside as one call, by its outcome."""
         outcome = InternalError.code
         try:
             yield
@@ -133,7 +133,7 @@ class GatewayMetrics(Collector):
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now; called by the registry."""
+        """Yield all metric families as of now; called by the registry."""
         yield counter(
             "disagg_calls",
             "Calls for answers, by protocol and outcome (ok, or the code of an error).",
@@ -178,7 +178,7 @@ class GatewayMetrics(Collector):
 
 
 def guardrail_families(guardrails: Guardrails) -> Iterator[Metric]:
-    """Families about what guardrails decided."""
+    """Metric families of the decisions of guardrails."""
     yield counter(
         "disagg_guardrail_decisions",
         "Verdicts of guardrails, by what became of it: allow, replace, stop, or failed where there was no verdict.",
@@ -200,7 +200,7 @@ def guardrail_families(guardrails: Guardrails) -> Iterator[Metric]:
 
 
 def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:
-    """Families about what the autoscaler decided last."""
+    """Metric families of the autoscaler's last decision."""
     decision = state.decision
     yield gauge(
         "disagg_autoscaler_wanted_workers",
@@ -225,7 +225,7 @@ def autoscaler_families(state: AutoscalerState) -> Iterator[Metric]:
 
 
 def usage_families(state: UsageState) -> Iterator[Metric]:
-    """Families about the file of what keys used."""
+    """Metric families of the recorder of usage."""
     yield gauge(
         "disagg_usage_unwritten_calls",
         "Calls that are counted and not yet in the file of usage: more than a few mean that it cannot be written.",
@@ -241,7 +241,7 @@ def usage_families(state: UsageState) -> Iterator[Metric]:
 
 
 def loop_families(times: LoopTimes, offload: Offload | None) -> Iterator[Metric]:
-    """Families about the gateway's event loop and its threads for tokenizing."""
+    """Metric families of the gateway's event loop and of its threads for tokenizing."""
     yield gauge(
         "disagg_gateway_loop_longest_seconds",
         "Longest turn of the gateway's event loop above 5 ms: of the last minute or two, and since the start.",

@@ -13,7 +13,7 @@ from disagg.router.statistics import merged
 
 _LABELS = ("model_name",)
 _REASONS = {"stop": "stop", "length": "length", "abort": RequestCancelledError.code}
-"""vLLM's reason -> our outcome."""
+"""Our outcome for each of vLLM's finish reasons."""
 
 
 def vllm_families(view: ClusterView, model: str) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from disagg.router.statistics import Rates
 
 
 class AllRouters(RouterViews):
-    """Looks at each; there is one at least. Of one router it is that router's own views.
+    """The views of all routers as one; there is at least one router. With a single router they are that router's own.
 
     Args:
         routers: by key of the model; may change.
@@ -50,7 +50,7 @@ class AllRouters(RouterViews):
             router.set_decodes(decodes)
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
-        """Of tenants, at each model."""
+        """Set the limits of tenants at every model's router."""
         for router in self._routers:
             router.set_limits(limits)
 
@@ -81,7 +81,7 @@ def together(views: Sequence[ClusterView]) -> ClusterView:
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by name, in the order in which the names come; zeros stay."""
+    """Sums by name, in the order of the first occurrence; zeros stay."""
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
@@ -89,7 +89,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _pairs(counts: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    """As `_added`, of two counts by name."""
+    """Sums of pairs by name, both numbers separately."""
     found: dict[str, tuple[int, int]] = {}
     for name, (first, second) in chain.from_iterable(each.items() for each in counts):
         before = found.get(name, (0, 0))

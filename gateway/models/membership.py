@@ -6,7 +6,7 @@
     GatewaySettings ──> routers, models ──> SettingsFollowed
     ExpectedWorkers ──> routers, whose requests wait for those that are coming
 
-While the controller is away the gateway goes on serving with its present workers. Each stream begins with all of the
+While the controller is away the gateway continues to serve with its present workers. Each stream begins with all of the
 membership, which replaces the earlier one, so that missed changes do not matter.
 """
 
@@ -58,51 +58,51 @@ MAX_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 5.0
 REPORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
-"""How long the drain of a worker waits for those that may take its place to be connected."""
+"""Maximum seconds that the drain of a worker waits until other workers, which may replace it, are connected."""
 IDLE_LOAD_S = 1.0
-"""How often to look whether an autoscaler is to have reports."""
+"""Seconds between two checks whether an autoscaler needs load reports."""
 
 OnModels = Callable[[int, Sequence[ModelSource], Mapping[str, RouterConfig]], None]
-"""Generation, its models, and the configurations of their routers by key."""
+"""Called with a generation, its models, and the configurations of their routers by key."""
 
 
 class Workers(Protocol):
-    """What is changed by the membership: the servers of the routers."""
+    """The servers of the routers, which follow the membership."""
 
     @property
     def on_drained(self) -> Callable[[WorkerId, Incarnation], None]:
-        """To be called when this gateway has nothing left on a draining worker."""
+        """Callback for when this gateway has nothing left on a draining worker."""
         ...
 
     @on_drained.setter
     def on_drained(self, value: Callable[[WorkerId, Incarnation], None]) -> None: ...
 
     async def add_worker(self, info: WorkerInfo) -> None:
-        """Use this worker from now on, instead of an earlier one of its id."""
+        """Use this worker from now on, in place of an earlier one with its id."""
         ...
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Stop using it; its requests are requeued."""
+        """Stop using a worker; its requests are requeued."""
         ...
 
     async def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait until each that does not drain can be used. Raises `TimeoutError` with the ids of the others."""
+        """Wait until every worker that does not drain can be used. Raises `TimeoutError` with the ids of the others."""
         ...
 
     def drain_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Place nothing there any more."""
+        """Place no further requests on this worker."""
         ...
 
     def configure(self, configs: Mapping[str, RouterConfig]) -> None:
-        """Follow other configurations, by the keys of models."""
+        """Apply new router configurations, given by the models' keys."""
         ...
 
     def resume_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Use a worker again that was drained; does nothing for any other."""
+        """Use a drained worker again; does nothing for any other."""
         ...
 
     def expect_workers(self, in_s: Mapping[WorkerId, float]) -> None:
-        """These are coming, in so many seconds, and no others."""
+        """Set the workers that are expected to come, with the seconds until then. Replaces earlier expectations."""
         ...
 
 
@@ -140,27 +140,28 @@ class ControllerLink:
         self._counts = counts
         self._load, self._load_every_s = load, load_every_s
         self.autoscaler: AutoscalerState | None = None
-        """As the controller told last."""
+        """The autoscaler's state as the controller last sent it."""
         self._metadata = secret.metadata
         self.counters: Counter[str] = Counter()
-        """Messages received, by kind: snapshot, change; and gaps between changes."""
+        """Number of messages received, by kind (`snapshot`, `change`), and of gaps between changes (`gap`)."""
         self._copy = MembershipCopy()
         self._known = {info.worker_id: info for info in known}
         self._draining: set[tuple[WorkerId, Incarnation]] = set()
-        """Of the latest membership; sent to the next controller."""
+        """Draining workers of the latest membership; sent to the next controller."""
         self._drained: set[tuple[WorkerId, Incarnation]] = set()
         self._outbox: asyncio.Queue[GatewayToController | None] = asyncio.Queue()
         self._connected_to = ""
-        """The controller's address while connected: resolving it may take a minute without Ray's head."""
+        """The controller's address while connected: to resolve it may take a minute without Ray's head."""
         self._task: asyncio.Task[None] | None = None
         workers.on_drained = self._on_drained
         self.on_models: OnModels = lambda generation, models, routers: self.followed(generation)
-        """Called with the models that the cluster serves; answered by `followed`. Set by the owner of the models."""
+        """Called with the models that the cluster serves; the callee answers with `followed`. Set by the owner of the
+        models."""
 
     def start(
         self, address: str, pid: int, http_address: str = "", own_address: str = "", own_http_address: str = ""
     ) -> None:
-        """Begin to follow, as the gateway that serves at these addresses, see `GatewayHello`."""
+        """Start following the controller, as the gateway that serves at these addresses, see `GatewayHello`."""
         hello = GatewayHello(
             gateway_id=self._gateway_id,
             address=address,
@@ -173,14 +174,14 @@ class ControllerLink:
         self._task = asyncio.create_task(self._run(hello), name="controller-link")
 
     async def stop(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnect from the controller. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def report_failure(self, error: str) -> bool:
-        """Report to the controller that the gateway cannot start; whether that arrived within about
+        """Report to the controller that the gateway cannot start. Returns whether that arrived within about
         `REPORT_TIMEOUT_S`."""
         message = GatewayFailed(gateway_id=self._gateway_id, error=error, name=self._name)
         try:
@@ -195,7 +196,8 @@ class ControllerLink:
         return True
 
     async def call(self, request: ControlRequest) -> ControlReply:
-        """Send an operator's request to the controller; returns its reply. Raises `UnavailableError` without one."""
+        """Send an operator's request to the controller and return its reply. Raises `UnavailableError` if there is
+        none."""
         try:
             address = self._connected_to or await self._address()
             async with open_channel(address, self._secret) as channel:
@@ -257,8 +259,8 @@ class ControllerLink:
             yield encode(message)
 
     async def _send_heartbeats(self, outbox: asyncio.Queue[GatewayToController | None]) -> None:
-        """From the loop that serves clients; `HeartbeatConnection` sends from a thread, also while the loop is
-        blocked."""
+        """Send heartbeats from the loop that serves clients. `HeartbeatConnection` sends others from a thread, also
+        while the loop is blocked."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             outbox.put_nowait(GatewayHeartbeat(counts=None if self._counts is None else self._counts()))
@@ -297,7 +299,7 @@ class ControllerLink:
             self._outbox.put_nowait(MembershipRequest())
 
     async def _apply(self, membership: tuple[Member, ...]) -> None:
-        """Add, remove, drain and resume workers as the membership has it."""
+        """Add, remove, drain and resume workers to match the membership."""
         members = {member.info.worker_id: member for member in membership}
         for worker_id in [worker_id for worker_id in self._known if worker_id not in members]:
             await self._workers.remove_worker(worker_id)
@@ -323,15 +325,15 @@ class ControllerLink:
                 self._workers.drain_worker(info.worker_id, info.incarnation)
 
     async def _connect_others(self, leaving: Sequence[WorkerId]) -> None:
-        """Workers that came a moment ago may be there to take the place of those that leave. If these left before the
-        others are connected, a pool would have no worker, and requests would be refused."""
+        """Wait until the other workers are connected before some are drained. New workers may replace those that leave;
+        if these left first, a pool would have no worker, and requests would be refused."""
         try:
             await self._workers.wait_until_connected(CONNECT_TIMEOUT_S)
         except TimeoutError as error:
             logger.warning("draining %s although other workers are not connected: %s", ", ".join(leaving), error)
 
     def followed(self, generation: int) -> None:
-        """Say that all that a generation's settings say is done here."""
+        """Tell the controller that this gateway has applied the settings of a generation."""
         self._outbox.put_nowait(SettingsFollowed(generation=generation))
 
     def _on_drained(self, worker_id: WorkerId, incarnation: Incarnation) -> None:

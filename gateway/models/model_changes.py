@@ -22,12 +22,12 @@ from disagg.router.shell.server import RouterServer
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long the first workers of a new model may take to connect before it is served without them."""
+"""Maximum seconds that the first workers of a new model may take to connect before it is served without them."""
 LOOK_S = 0.1
-"""How often to look whether workers have come, or a model that is gone has ended."""
+"""Seconds between two checks whether workers have come, or a withdrawn model has become idle."""
 
 MakeRouter = Callable[[ModelSource, RouterConfig], RouterServer]
-"""A router that knows no worker yet, and was not started."""
+"""Makes a router that knows no worker yet and is not started."""
 
 
 class ModelChanges:
@@ -56,24 +56,24 @@ class ModelChanges:
         self._followed = followed
         self._wanted: asyncio.Queue[tuple[int, dict[str, ModelSource], Mapping[str, RouterConfig]]] = asyncio.Queue()
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Models that are withdrawn, and whose router goes on."""
+        """Tasks that wait for the end of withdrawn models, whose routers still run, by key."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Whose router is being stopped."""
+        """Tasks that are stopping the router of a model."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start following the changes of models."""
         self._task = asyncio.create_task(self._run(), name="model-changes")
 
     async def stop(self) -> None:
-        """Leave all as it is. Idempotent."""
+        """Stop following; models and routers stay as they are. Idempotent."""
         tasks = [*self._leaving.values(), *([] if self._task is None else [self._task])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
 
     def follow(self, generation: int, sources: Sequence[ModelSource], routers: Mapping[str, RouterConfig]) -> None:
-        """These models are to be served from now on; returns at once."""
+        """Serve these models, and no others, from now on; returns at once."""
         self._wanted.put_nowait((generation, {source.key: source for source in sources}, routers))
 
     async def _run(self) -> None:

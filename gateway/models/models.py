@@ -16,39 +16,39 @@ from disagg.proto.errors import InvalidRequestError, ModelNotFoundError
 
 
 class Models:
-    """A generator for each model, of which there is one at least while requests come. Names differ; models may come and
-    go."""
+    """The generators by model name; at least one while requests come. Names are unique; models may come and go."""
 
     def __init__(self, generators: Sequence[Generator] = ()) -> None:
         self._by_name = {generator.model.info.name: generator for generator in generators}
 
     @property
     def generators(self) -> tuple[Generator, ...]:
-        """In the order in which they came."""
+        """Generators of all models in the order in which they were added."""
         return tuple(self._by_name.values())
 
     @property
     def names(self) -> list[str]:
-        """Of the models that requests may name, in the order in which they came."""
+        """Names of the models that requests may use, in the order in which they were added."""
         return list(self._by_name)
 
     def add(self, generator: Generator) -> None:
-        """Requests may name it from now on."""
+        """Let requests name this generator's model from now on."""
         self._by_name[generator.model.info.name] = generator
 
     def remove(self, generator: Generator) -> None:
-        """Refuse further requests that name it, unless another one has its name. Those that it has got go on."""
+        """Refuse further requests for this generator's model, unless another generator has its name. Running requests
+        continue."""
         name = generator.model.info.name
         if self._by_name.get(name) is generator:
             del self._by_name[name]
 
     @property
     def only(self) -> Generator | None:
-        """The generator, where there is one model."""
+        """The generator if there is exactly one model, else None."""
         return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
 
     def allowed(self, caller: Caller) -> list[Generator]:
-        """Of the models that the caller may use."""
+        """Generators of the models that the caller may use."""
         return [generator for name, generator in self._by_name.items() if may_use(caller, name)]
 
     def find(self, caller: Caller, name: str | None) -> Generator:

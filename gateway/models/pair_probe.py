@@ -23,26 +23,26 @@ from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import RoutedRequest, Router
 
 MAX_PROMPT_TOKENS = 2048
-"""Enough that bytes, and not messages, take most of the time."""
+"""Maximum tokens of the prompt: enough that the transfer of bytes, not of messages, takes most of the time."""
 OUTPUT_TOKENS = 2
-"""One of P and one of D."""
+"""Number of output tokens: one of the prefill worker and one of the decode worker."""
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What moved."""
+    """Size and duration of the KV transfer of one probe."""
 
     kv_bytes: int
     expected_bytes: int
-    """Of KV that the prompt has."""
+    """KV bytes of the whole prompt."""
     exposed_s: float
-    """From the end of prefill to the hand-over, as the gateway saw both."""
+    """Seconds from the end of prefill to the hand-over, as the gateway saw both."""
     transport: str
 
 
 class Probe(Protocol):
-    """Tries a pair of workers."""
+    """Sends a prompt through a pair of workers."""
 
     async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
         """Probe one pair.

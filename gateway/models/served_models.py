@@ -1,7 +1,7 @@
 """What a gateway has of each model that it serves, and how a model comes and goes while it runs.
 
 add       its tokenizer and its router are there: requests may name it
-withdraw  requests that name it are refused; what it has got goes on, and operators see it
+withdraw  requests that name it are refused; its running requests continue, and operators see it
 remove    nothing of it is left
 """
 
@@ -30,7 +30,7 @@ from disagg.router.api import ClusterView, Router
 
 
 def load_served(source: ModelSource, config: GatewayConfig) -> ServedModel:
-    """Read tokenizer and chat template of a model, which takes a second where they are large. Raises `ConfigError`."""
+    """Read the tokenizer and chat template of a model; large ones take a second. Raises `ConfigError`."""
     return load_model(
         source.path,
         source.name,
@@ -55,7 +55,7 @@ def _grammars_of(model: ServedModel, source: ModelSource) -> Grammars:
 
 
 class ServedModels:
-    """Owner of all that is of one model. The routers are started and stopped by the caller.
+    """The tokenizers, generators, grammars and probes of the models. The caller starts and stops the routers.
 
     Args:
         config: of the gateway; has the models at its start.
@@ -70,28 +70,28 @@ class ServedModels:
         self._config = config
         self._mint_id = mint_id
         self._make: Callable[[str], Generator] | None = None
-        """After `begin`."""
+        """Makes the generator of the model with this key; None before `begin`."""
         self._generators: dict[str, Generator] = {}
         self._grammars: dict[str, Grammars] = {}
         self.sources = {source.key: source for source in config.models}
-        """By key, as everything here; also of models that are withdrawn."""
+        """Models by key, as all dictionaries here but `views`; withdrawn models included."""
         self.loaded = {source.key: load_served(source, config) for source in config.models}
         self.routers = {source.key: routers[source.key] for source in config.models}
         self.all = AllRouters(self.routers)
         self.views: dict[str, Callable[[], ClusterView]] = {}
-        """By name, for metrics and for the room of batches; always the same dictionary."""
+        """Views of the routers by model name, for metrics and for the room of batches; always the same dictionary."""
         self.probes: dict[str, PairProbe] = {}
         self.models = Models()
-        """That requests may name."""
+        """The models that requests may name."""
         self._observe()
 
     @property
     def longest_context(self) -> int:
-        """Of the models that are there, in tokens."""
+        """Largest context of the loaded models, in tokens."""
         return max(model.info.max_model_len for model in self.loaded.values())
 
     def begin(self, offload: Offload, guardrails: Guardrails | None) -> Models:
-        """Serve the models of the start, with these threads for tokenizing and these rules."""
+        """Serve the configured models, with these threads for tokenizing and these guardrails."""
 
         def make(key: str) -> Generator:
             model = self.loaded[key]
@@ -116,18 +116,18 @@ class ServedModels:
         return self.models
 
     def add(self, source: ModelSource, model: ServedModel, router: Router) -> None:
-        """Serve one more. It may have the name of one that was withdrawn."""
+        """Serve another model. It may have the name of a withdrawn one."""
         key = source.key
         self.sources[key], self.loaded[key], self.routers[key] = source, model, router
         self._observe()
         self._serve(key)
 
     def withdraw(self, key: str) -> None:
-        """Refuse further requests that name it."""
+        """Refuse further requests for a model."""
         self.models.remove(self._generators[key])
 
     def restore(self, key: str) -> None:
-        """Serve again what was withdrawn, and is there yet."""
+        """Accept requests for a withdrawn model again. Undoes `withdraw`."""
         self.models.add(self._generators[key])
 
     def is_idle(self, key: str) -> bool:
@@ -136,12 +136,12 @@ class ServedModels:
         return not (view.workers or view.unreachable or view.num_queued or view.num_running)
 
     def close(self) -> None:
-        """End the processes that are here for the models. Idempotent."""
+        """End the grammar processes of all models. Idempotent."""
         for grammars in self._grammars.values():
             grammars.close()
 
     def remove(self, key: str) -> None:
-        """Forget one that was withdrawn."""
+        """Remove all state of a withdrawn model."""
         self._grammars.pop(key).close()
         for of_models in (self._generators, self.sources, self.loaded, self.routers, self.probes):
             of_models.pop(key)

@@ -65,12 +65,13 @@ DEFAULT_LISTED = 20
 MAX_LISTED = 1000
 DEFAULT_LOAD = 600
 _AT_ONCE = 50
-"""Requests of `GetLoad` that are written without a pause."""
+"""Number of requests of `GetLoad` that are written without a pause."""
 MAX_AGE_S = 0.1
-"""Of a state for callers other than admins: all of them cost the controller one call in this time."""
+"""Maximum age in seconds of a state for callers other than admins: together they cost the controller one call in this
+time."""
 _POOL: Final = re.compile(r"([A-Za-z0-9_-]{1,32}/)?[a-z]{1,16}")
 MAX_SHOWN_SIZES = 8
-"""Of a request to scale, in the audit log."""
+"""Maximum number of pool sizes of a scale request that the audit log shows."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -290,11 +291,12 @@ class AdminService(pb_grpc.AdminServiceServicer):
             )
 
     async def state(self, caller: Caller, max_age_s: float) -> pb.GetClusterStateResponse:
-        """The cluster at most `max_age_s` seconds ago, as `caller` may see it; not to be changed."""
+        """The cluster at most `max_age_s` seconds ago, as `caller` may see it. The caller must not change the
+        message."""
         return (await self._feed.latest(max_age_s)).message(caller).state
 
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
-        """A running or recent request. Raises `RequestNotFoundError` also for one that `caller` may not see."""
+        """A running or recent request. Raises `RequestNotFoundError` if there is none or `caller` may not see it."""
         trace = self._router.trace(request_id)
         if trace is None:
             trace = next((each for each in self._refused() if each.request_id == request_id), None)
@@ -323,18 +325,18 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return iter(()) if self._guardrails is None else self._guardrails.refused()
 
     async def close(self) -> None:
-        """End what runs without a call."""
+        """Cancel the state feed's call to the controller."""
         await self._feed.close()
 
     @asynccontextmanager
     async def _change(self, context: Context, what: str) -> AsyncIterator[None]:
-        """Inside, an admin changes something, which is logged. Raises `PermissionDeniedError` for others."""
+        """Log the change that an admin makes inside. Raises `PermissionDeniedError` for other callers."""
         with self._audit.change(what, self._rights.caller(context), context.peer()):
             self._rights.require_admin(context)
             yield
 
     def _require_one_model(self) -> None:
-        """Raises `InvalidRequestError` where there are several: a twin replays the load of one."""
+        """Raises `InvalidRequestError` if several models are served: a twin replays the load of one."""
         if len(names := self._models()) > 1:
             raise InvalidRequestError("model", f"this is for a cluster of one model; here are {', '.join(names)}")
 
@@ -361,5 +363,5 @@ def _decodes(text: str) -> Decodes:
 
 
 def _pool_name(text: str) -> PoolName | None:
-    """The name that may be one of a pool; the controller knows which there are."""
+    """The text as a pool name if it has the form of one. Only the controller knows which pools exist."""
     return text if _POOL.fullmatch(text) and kind_of(text) in get_args(PoolKind) else None

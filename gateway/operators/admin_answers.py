@@ -31,7 +31,7 @@ from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 from disagg.v1 import inference_pb2 as pb
 
 _MARK_BYTES: Final = 8
-"""Of a block hash that a mark has."""
+"""Number of bytes of a block hash that a prefix mark consists of."""
 _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
 """Fields of a worker that only admins see."""
 
@@ -45,7 +45,7 @@ def cluster_state(
     models: Collection[str] | None = None,
     start_phases: Iterable[StartPhase] = (),
 ) -> pb.GetClusterStateResponse:
-    """The cluster in both views.
+    """The cluster as the router and the controller see it.
 
     Args:
         view: of the router.
@@ -90,7 +90,7 @@ def cluster_state(
 
 
 def counts_of(view: ClusterView) -> GatewayCounts:
-    """What this gateway tells the others."""
+    """The counts that this gateway sends to the other gateways."""
     return GatewayCounts(
         num_queued=view.num_queued,
         num_running=view.num_running,
@@ -154,7 +154,7 @@ def state_in(reply: ControlReply) -> ControlState:
 
 
 def apply_answer(reply: ControlReply) -> pb.ApplyConfigResponse:
-    """What a configuration changes; raises `InvalidRequestError` for a refusal."""
+    """The changes that a configuration makes; raises `InvalidRequestError` for a refusal."""
     if not isinstance(reply, ApplyReply):
         state_in(reply)
         raise InternalError(f"the controller answered {type(reply).__name__}")
@@ -211,7 +211,7 @@ def _autoscaler(state: ControlState) -> pb.AutoscalerState | None:
 
 
 def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainRequestResponse:
-    """One request. `clock_to_epoch_s` is what to add to the gateway's clock for seconds since the epoch."""
+    """One request. `clock_to_epoch_s` is added to the gateway's clock to get seconds since the epoch."""
     decision = trace.decision
     response = pb.ExplainRequestResponse(
         request_id=trace.request_id,
@@ -251,13 +251,14 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
 
 
 def _outcome(trace: RequestTrace) -> str:
-    """For the router an answer that a guardrail ended is one that its gateway ended, as by a stop string."""
+    """The outcome for the operator. To the router, an answer that a guardrail stopped was ended by the gateway, as by a
+    stop string."""
     stopped = any(subject == "answer" and action == "stop" for _, _, subject, action, _ in trace.guardrails)
     return "content_filter" if stopped and trace.outcome in ANSWERED else trace.outcome
 
 
 def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
-    """All fields under their names in the proto; ids of workers that took no part are empty."""
+    """All fields under their names in the proto. Ids of workers that took no part are empty."""
     found: dict[str, Any] = MessageToDict(
         request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -283,7 +284,7 @@ def recent_request(trace: RequestTrace) -> pb.RecentRequest:
 
 
 def placement_facts(view: ClusterView) -> pb.GetLoadResponse:
-    """What requests are placed by: the usable workers, and settings."""
+    """The facts that placement uses: the usable workers and the settings."""
     placement = view.placement
     return pb.GetLoadResponse(
         workers=[_capacity(worker) for worker in view.workers if worker.takes_requests],
@@ -384,7 +385,7 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: Wo
 
 
 def usage_answer(page: Page) -> pb.GetUsageResponse:
-    """What keys used."""
+    """A page of the usage of keys as a protobuf."""
     entries = [
         pb.KeyUsage(
             date=date_of(key.day),

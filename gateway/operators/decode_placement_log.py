@@ -1,4 +1,4 @@
-"""Where answers decode: since when, by whom, and what was compared lately. Pure.
+"""The setting of where answers decode, with its last change and the latest comparisons. Pure.
 
 A twin (docs/twin.md) sends a comparison with each setting, and the gateway keeps the latest ones for operators.
 """
@@ -14,12 +14,12 @@ from disagg.router.config import Decodes
 from disagg.v1 import inference_pb2 as pb
 
 MAX_KEPT = 20
-"""Comparisons."""
+"""Number of comparisons that are kept."""
 MAX_OPTIONS, MAX_RATES = 8, 8
 STALE = "comparison.present"
-"""The field of the error where the setting was changed while settings were compared."""
+"""Field of the error for a comparison during which the setting was changed."""
 MAX_CHARS = 200
-"""Of a text in a comparison."""
+"""Maximum characters of a text in a comparison."""
 
 
 class Shape:
@@ -32,7 +32,8 @@ class Shape:
         self._comparisons: deque[pb.ShapeComparison] = deque(maxlen=MAX_KEPT)
 
     def changed(self, before: Decodes, after: Decodes, by: str, why: str, now: float) -> str:
-        """The setting was changed; the line for the log: who, what, since when, and what happens next."""
+        """Record a change of the setting. Returns the line for the log: who changed what, the time since the last
+        change, and the effect."""
         earlier = f"{before} for {now - self._since:.0f} s, set by {self._changed_by or 'configuration'}"
         self._since, self._changed_by = now, by
         return (
@@ -41,18 +42,18 @@ class Shape:
         )
 
     def note(self, comparison: pb.ShapeComparison, now: float) -> None:
-        """Keep a comparison, which `check` let pass."""
+        """Keep a comparison that `check` has accepted."""
         kept = pb.ShapeComparison()
         kept.CopyFrom(comparison)
         kept.at = now
         self._comparisons.appendleft(kept)
 
     def read_load(self, now: float) -> None:
-        """The recent load was read, by a twin."""
+        """Record that a twin read the recent load."""
         self._load_read = now
 
     def answer(self, policy: str, decodes: Decodes | None, num_targeted: int) -> pb.GetShapeResponse:
-        """For operators. `num_targeted`: of the latest requests, those that have targets."""
+        """The state for operators. `num_targeted` is the number of the latest requests that have targets."""
         return pb.GetShapeResponse(
             policy=policy,
             decodes=decodes or "",
@@ -65,8 +66,8 @@ class Shape:
 
 
 def check(comparison: pb.ShapeComparison, before: Decodes) -> None:
-    """Raises `InvalidRequestError` for one that is too large, has what is no number, or was made under another setting
-    than the present one, `before`. One without `present` has no such condition."""
+    """Raises `InvalidRequestError` for a comparison that is too large, has a number that is not finite, or was made
+    under another setting than the present one, `before`. A comparison without `present` is not checked for that."""
     if len(comparison.options) > MAX_OPTIONS:
         raise InvalidRequestError("comparison.options", f"at most {MAX_OPTIONS}, not {len(comparison.options)}")
     for option in comparison.options:
@@ -85,7 +86,7 @@ def check(comparison: pb.ShapeComparison, before: Decodes) -> None:
 
 
 def why(comparison: pb.ShapeComparison) -> str:
-    """A comparison in one line."""
+    """Summary of a comparison in one line."""
     predicted = ", ".join(
         f"{option.decodes} {'/'.join(f'{each.attainment:.3f}' for each in option.predictions)}"
         for option in comparison.options

@@ -42,7 +42,7 @@ POLICY: Final = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""The page runs its own files only, and cannot make HTML of a string, wherever that comes from."""
+"""Content security policy: the page runs only its own files, and cannot make HTML of any string."""
 SECURITY_HEADERS: Final[Headers] = [
     (b"content-security-policy", POLICY),
     (b"referrer-policy", b"no-referrer"),
@@ -52,16 +52,17 @@ SECURITY_HEADERS: Final[Headers] = [
     (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
 ]
 MAX_AGE_S: Final = 0.5
-"""Of a state. However many pages are open, it is made at most twice a second for each set of rights."""
+"""Maximum age of a state in seconds. However many pages are open, it is made at most twice a second for each set of
+rights."""
 MAX_WORKERS: Final = 256
 MAX_PAIRS: Final = 64
-"""Pairs of workers with the most bytes between them."""
+"""Maximum number of worker pairs shown; those with the most bytes between them are."""
 MAX_REQUESTS: Final = 20
 MAX_USAGE_ROWS: Final = 100
 
 
 class Views(Protocol):
-    """What the page shows, as `AdminService` has it."""
+    """The data of the page, from `AdminService`."""
 
     async def state(self, caller: Caller, max_age_s: float) -> pb.GetClusterStateResponse:
         """The cluster at most `max_age_s` seconds ago."""
@@ -72,7 +73,7 @@ class Views(Protocol):
         ...
 
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
-        """One request. Raises `RequestNotFoundError`."""
+        """A running or recent request. Raises `RequestNotFoundError`."""
         ...
 
 
@@ -108,16 +109,16 @@ class Page:
         self._wall_clock = wall_clock
         self._files = _read_files()
         self._made: dict[tuple[bool, bool, frozenset[str] | None, tuple[str, ...]], tuple[float, bytes]] = {}
-        """By what its caller may see, when it was made."""
+        """States as (time made, JSON), by what the caller may see."""
         self._making = asyncio.Lock()
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the files."""
+        """URL paths of the page's files."""
         return tuple(self._files)
 
     async def file(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /` and the files that it names."""
+        """Handle `GET /` and the files that the page names."""
         found = self._files[exchange.scope["path"]]
         headers = [*SECURITY_HEADERS, (b"etag", found.etag), (b"cache-control", b"no-cache")]
         if exchange.headers.get("if-none-match", "").encode() == found.etag:
@@ -126,16 +127,16 @@ class Page:
             await exchange.respond(200, found.body, found.content_type, headers)
 
     async def state(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /ui/state`."""
+        """Handle `GET /ui/state`: the cluster as the caller may see it."""
         await _send(exchange, await self._latest(CALLER.get()))
 
     async def request(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /ui/requests/{request_id}`."""
+        """Handle `GET /ui/requests/{request_id}`: one request as JSON."""
         found = self._views.explain(RequestId(exchange.path_params["request_id"]), CALLER.get())
         await _send(exchange, msgspec.json.encode(explanation_json(found)))
 
     async def usage(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /ui/usage`: as `/v1/usage`; without data where none is kept."""
+        """Handle `GET /ui/usage`: the same as `/v1/usage`, and `data` is null if none is kept."""
         shown: dict[str, Any] = {"data": None}
         if self._usage is not None:
             try:
@@ -168,7 +169,8 @@ class Page:
 
 
 def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:
-    """What the page shows of a cluster of any size; numbers of all where only some are listed."""
+    """The part of a cluster's state that the page shows, of any size: lists are cut, and their full lengths are
+    given."""
     pairs = heapq.nlargest(MAX_PAIRS, state.transfers, key=lambda pair: pair.bytes)
     return {
         "pools": [{"name": pool.name, "desired": pool.desired, "ready": pool.ready} for pool in state.pools],
@@ -198,7 +200,7 @@ def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:
 
 
 def request_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
-    """One line of the list of requests."""
+    """One line of the page's list of requests."""
     at_ms = {entry.stage: entry.at_ms for entry in request.stages}
     return {
         "id": request.request_id,

@@ -25,12 +25,12 @@ from disagg.v1 import inference_pb2 as pb
 
 MAX_STREAMS_PER_TENANT: Final = 16
 MAX_STREAMS: Final = 64
-"""Of all tenants; those of admins come on top."""
+"""Maximum number of streams of all tenants together. It does not apply to admins."""
 RETRY_S: Final = 5.0
 
 
 class Snapshot:
-    """The cluster at one moment, as the messages that callers of different rights get; each is made once."""
+    """The cluster at one moment. Makes one message for each set of rights."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Snapshot:
         self._made: dict[tuple[bool, bool, frozenset[str] | None], pb.WatchClusterStateResponse] = {}
 
     def message(self, caller: Caller) -> pb.WatchClusterStateResponse:
-        """For a caller; not to be changed."""
+        """The message for a caller, who must not change it."""
         rights = caller.is_admin, caller.sees_counts, self._keys(caller)
         if (made := self._made.get(rights)) is None:
             state = cluster_state(
@@ -61,7 +61,7 @@ class Snapshot:
         return made
 
     def _keys(self, caller: Caller) -> frozenset[str] | None:
-        """Of the models that are shown; `None` for all, also for ones that this gateway does not know."""
+        """Keys of the models that the caller may see; `None` for all, also those that this gateway does not know."""
         if caller.is_admin or caller.models is None:
             return None
         return frozenset(key for key, name in self._models.items() if may_use(caller, name))
@@ -99,7 +99,7 @@ class StateFeed:
         self._streams: Counter[str] = Counter()
 
     async def latest(self, max_age_s: float) -> Snapshot:
-        """The cluster at most `max_age_s` ago; also the result of a call that another watcher started."""
+        """The cluster at most `max_age_s` ago, or the result of a call that another watcher started."""
         if self._pending is None:
             if self._last is not None and self._clock() - self._last[0] <= max_age_s:
                 return self._last[1]
@@ -107,14 +107,14 @@ class StateFeed:
         return await asyncio.shield(self._pending)  # a cancelled watcher does not cancel the call of the others
 
     async def now(self) -> Snapshot:
-        """The cluster now, by a new call."""
+        """The cluster now, by a new call to the controller."""
         known = await self._fetch()
         view = with_others(self._view(), known, self._name)
         return Snapshot(view, known, self._start_phases, self._models())
 
     @contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:
-        """Counts a stream while it is open. Raises `OverloadedError` where there are too many."""
+        """Count a stream while it is open. Raises `OverloadedError` if there are too many."""
         tenant = caller.tenant
         if self._streams[tenant] >= MAX_STREAMS_PER_TENANT:
             raise OverloadedError(f"WatchClusterState: {MAX_STREAMS_PER_TENANT} streams of a tenant at a time", RETRY_S)
@@ -129,7 +129,7 @@ class StateFeed:
                 del self._streams[tenant]
 
     async def close(self) -> None:
-        """End the call under way."""
+        """Cancel the controller call that is under way."""
         if self._pending is not None:
             self._pending.cancel()
             with suppress(asyncio.CancelledError):

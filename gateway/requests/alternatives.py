@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 MAX_COMBINATIONS: Final = 64
-"""Of branches that hold together."""
+"""Maximum number of combinations of branches that hold together."""
 _MAX_REFERENCES: Final = 64
-"""That lead one into another."""
+"""Maximum number of `$ref` that lead from one into another."""
 _CAP: Final = 1 << 40
 _LITERAL: Final = frozenset(("enum", "const", "default", "examples"))
 """Keywords whose value is data."""
@@ -30,11 +30,11 @@ class _Count:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._known: dict[int, int] = {}
-        """Combinations by the identity of a schema, which is alive as long as the root is; 1 while it is counted, which
-        is what a schema adds that leads back to itself."""
+        """Combinations of a schema by its identity, which is unique while the root exists. 1 while they are being
+        counted, so that a schema that refers to itself adds nothing."""
 
     def of(self, schema: Any, references: int) -> int:
-        """Combinations of a schema, at least 1."""
+        """Number of combinations of a schema, at least 1."""
         if isinstance(schema, list):
             return max((self.of(each, references) for each in schema), default=1)
         if not isinstance(schema, dict):

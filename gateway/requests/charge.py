@@ -30,25 +30,25 @@ class Charge:
         self._tenant = caller.tenant
         self._left = sum((given.n or 1) * least_tokens(given) for given in inputs)
         self._num_answers = sum(given.n or 1 for given in inputs)
-        """Those that are not submitted."""
+        """Number of answers that are not submitted yet."""
         router.admit(
             CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=self._num_answers, num_tokens=self._left)
         )
 
     def submitted(self, num_tokens: int) -> None:
-        """The router has taken an answer with so many `prepaid_tokens`."""
+        """Note that the router has taken an answer with `num_tokens` prepaid tokens."""
         self._left -= num_tokens
         self._num_answers -= 1
 
     def close(self) -> None:
-        """Refund the rest. Idempotent."""
+        """Refund the answers that were not submitted. Idempotent."""
         if self._num_answers:
             self._router.refund(self._tenant, self._left, self._num_answers)
             self._left = self._num_answers = 0
 
 
 def least_tokens(given: GenerationInput) -> int:
-    """Tokens that one answer is charged at least, as far as it can be seen before the prompt is tokenized."""
+    """The least tokens that one answer is charged, as far as they are known before the prompt is tokenized."""
     num_prompt_tokens = len(given.prompt.token_ids) if isinstance(given.prompt, IdsPrompt) else 1
     if given.truncate_prompt_tokens is not None:
         num_prompt_tokens = max(1, min(num_prompt_tokens, given.truncate_prompt_tokens))

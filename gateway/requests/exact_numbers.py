@@ -20,10 +20,10 @@ _MAX_INTEGER: Final = 2**53
 _MAX_EXPONENT: Final = 22
 _SHOWN_CHARS: Final = 40
 _NOTES: Final = frozenset(("default", "examples", "title", "description", "$comment"))
-"""Keywords whose value is in no answer."""
+"""Keywords whose value never occurs in an answer."""
 _DATA: Final = frozenset(("enum", "const"))
 _BY_NAME: Final = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
-"""Keywords whose value has schemas by names, which may be called as keywords are."""
+"""Keywords whose value maps names to schemas; a name may be equal to a keyword."""
 _EMBEDDED: Final = re.compile(r"%json\s*(?=\{)")
 
 
@@ -45,7 +45,7 @@ def check_numbers(text: str, field: str) -> None:
 
 
 def check_embedded_numbers(grammar: str, field: str) -> None:
-    """The same of the schemas in a Lark grammar (`%json {...}`), naming `field`."""
+    """Check the JSON schemas in a Lark grammar (`%json {...}`) as `check_numbers` does; errors name `field`."""
     for found in _EMBEDDED.finditer(grammar):
         try:
             schema, _ = _DECODER.raw_decode(grammar, found.end())
@@ -61,7 +61,7 @@ def _why(number: _Inexact) -> str:
 
 
 def _number(text: str) -> Any:
-    """None where the number is exact."""
+    """The number if the compiler would change it; None if it is exact."""
     if len(text) <= _SAFE_CHARS and "e" not in text and "E" not in text:
         return None
     try:

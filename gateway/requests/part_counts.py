@@ -20,14 +20,15 @@ from disagg.proto.errors import InvalidRequestError
 
 SMALL_BYTES: Final = 16 << 10
 MAX_FIELDS: Final = 16_384
-"""Of a protobuf message with all that is inside it. A conversation of 4,096 turns has 12,289."""
+"""Maximum number of fields of a protobuf message, nested ones included. A conversation of 4,096 turns has 12,289."""
 MAX_JSON_PARTS: Final = 32_768
-"""Strings, lists and objects of a JSON body, keys included. A conversation of 4,096 turns has about 20,500."""
+"""Maximum number of strings (keys included), lists and objects of a JSON body. A conversation of 4,096 turns has about
+20,500."""
 _FIELDS_A_PIECE: Final = 1024
 _SEARCHED_A_PIECE: Final = 256
-"""Fields that are looked into for broken text, which takes longer than to count them."""
+"""Number of fields that are searched for broken text in one piece; this takes longer than counting them."""
 TURNS_A_PIECE: Final = 512
-"""Of a conversation that is read."""
+"""Number of turns of a conversation that are read in one piece of work."""
 _STRINGS_A_PIECE: Final = 512
 _BYTES_A_PIECE: Final = 64 << 10
 
@@ -37,7 +38,7 @@ _LENGTH_DELIMITED: Final = 2
 _FIXED32: Final = 5
 _MAX_VARINT_BYTES: Final = 10
 _NOT_LAST: Final = bytes(range(0x80, 0x100))
-"""Bytes of a varint but for its last."""
+"""All byte values that a varint may have before its last byte."""
 _VARINT_TYPES: Final = (
     FieldDescriptor.TYPE_BOOL,
     FieldDescriptor.TYPE_ENUM,
@@ -55,7 +56,7 @@ Pieces = Generator[None, None, T]
 
 
 class _BrokenWireError(Exception):
-    """No protobuf, or with groups, which our messages do not have."""
+    """The bytes are no protobuf, or have groups, which our messages do not have."""
 
 
 def count_fields(raw: bytes, kind: Descriptor, max_numbers: int) -> Pieces[None]:
@@ -154,7 +155,7 @@ def _fields(raw: bytes, pos: int, end: int) -> Iterator[tuple[int, int, int, int
 
 
 def _varint(raw: bytes, pos: int, end: int) -> tuple[int, int]:
-    """The value, and the position behind it."""
+    """The value of a varint, and the position after it."""
     value = 0
     for i in range(_MAX_VARINT_BYTES):
         if pos >= end:
@@ -175,7 +176,7 @@ def _inner_kinds(kind: Descriptor) -> dict[int, Descriptor]:
 
 @lru_cache(maxsize=64)
 def _packed(kind: Descriptor) -> frozenset[int]:
-    """The numbers of its fields that are lists of varints; lists of other numbers there are none."""
+    """Numbers of the fields that are lists of varints; our messages have no lists of other numbers."""
     return frozenset(field.number for field in kind.fields if field.is_repeated and field.type in _VARINT_TYPES)
 
 
@@ -197,7 +198,7 @@ def _is_utf8(data: bytes) -> bool:
 # ---------------------------------------------------------------- JSON
 
 _IN_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-"""Possessive: no byte is looked at twice, whatever the string holds (Python 3.11)."""
+"""The rest of a string. Possessive (Python 3.11): no byte is read twice, whatever the string contains."""
 
 
 def count_json(raw: bytes, max_values: int) -> Pieces[None]:

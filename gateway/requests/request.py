@@ -23,7 +23,7 @@ from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOpti
 from disagg.proto.ids import RequestId
 
 BYTES_PER_ID = 1
-"""Size of an id, to distinguish small work from large: no more work than a byte of text."""
+"""Size of a token id when small prompts are distinguished from large ones: no more work than a byte of text."""
 
 
 class Targets(NamedTuple):
@@ -88,7 +88,7 @@ class GenerationInput:
 
     model: str
     prompt: Prompt | None
-    """`None` where the client gave none."""
+    """The prompt; `None` if the client sent none."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -99,9 +99,9 @@ class GenerationInput:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """How many of the likeliest tokens come with each output token; 0 for its own only, `None` for none."""
+    """Number of likeliest tokens that come with each output token; 0 for the token itself only, `None` for none."""
     prompt_logprobs: int | None = None
-    """The same with each token of the prompt."""
+    """Number of likeliest tokens that come with each prompt token, as for `logprobs`."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
@@ -112,18 +112,20 @@ class GenerationInput:
     cache_salt: str = ""
     """Cached prefixes are shared with requests of the same tenant and salt only."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of the prompt, the last ones; -1 as many as leave room for the answer; `None` all."""
+    """Number of tokens of the prompt that are kept, the last ones; -1 for as many as leave room for the answer, `None`
+    for all."""
     split_reasoning: bool = False
-    """Of a chat, separate the text between think tags from the answer, where the model has such tags."""
+    """Whether the text between think tags of a chat is separated from the answer, if the model has such tags."""
     structured: StructuredOutput | None = None
-    """What the answer must be; `None` for any text."""
+    """The format that the answer must have; `None` for any text."""
     functions: frozenset[str] = frozenset()
-    """Names of those whose calls are told from the answer's text."""
+    """Names of the functions whose calls are separated from the answer's text."""
     resumed: tuple[int, ...] | None = None
     """Token ids of the answer that the client has already, from index 0 on: it continues an answer of which the
     connection broke. `None` for a new answer."""
     model_version: str = ""
-    """Of the model that made these tokens, as the gateway told it: no other continues the answer. Empty is any."""
+    """Version of the model that generated these tokens, as the gateway told it; no other version continues the answer.
+    Empty for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +135,18 @@ class Call:
     request_id: RequestId
     """Minted by the gateway, never used before. Further answers (`n`) get ids of their own."""
     deadline: float | None = None
-    """On the gateway's monotonic clock; the request fails when it passes, in whatever phase."""
+    """Time on the gateway's monotonic clock at which the request fails, in any phase."""
     targets: Targets = NO_TARGETS
     caller: Caller = ANONYMOUS
     priority: int = 0
-    """In the router's queue, within the limit of the tenant; lines of batches are below 0."""
+    """Priority in the router's queue, within the limit of the tenant; lines of batches are below 0."""
     trace_parent: str = ""
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""
     """Id of the caller's span; empty where there is none."""
     use: CallUse = field(default_factory=CallUse, compare=False)
-    """What all prompts of the call use; grows while it is answered."""
+    """Usage of all prompts of the call, which grows while it is answered."""
 
     def for_another(self, request_id: RequestId) -> Call:
-        """The same for a further prompt of the call."""
+        """The context of a further prompt of the same call."""
         return replace(self, request_id=request_id, trace_parent=sibling_of(self.trace_parent, request_id))

@@ -34,10 +34,10 @@ MAX_STOP_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPT_VALUES = 16_384
-"""Log-probabilities of one prompt: of its tokens, and of the likeliest ones beside each."""
+"""Maximum number of log-probabilities of one prompt: of its tokens and of the likeliest ones beside each."""
 MAX_SEED = (1 << 64) - 1
 MIN_REPETITION_PENALTY = as_float32(0.01)
-"""A logit is divided by the penalty: a smaller one makes more than a finite number of it."""
+"""Smallest penalty. A logit is divided by it, and a smaller one could make the logit infinite."""
 
 _FLOATS = {
     "temperature": FloatRange(0, 100),
@@ -51,7 +51,7 @@ _LOGIT_BIAS = FloatRange(-100, 100)
 
 
 def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
-    """Everything about sampling and stop ids. Raises `InvalidRequestError` for any wrong field, and
+    """The sampling parameters, without `max_tokens` and `seed`. Raises `InvalidRequestError` for any wrong field, and
     `ContextLengthError` for an answer that no context holds."""
     if given.seed is not None:
         check_int(given.seed, "sampling.seed", 0, MAX_SEED)
@@ -96,7 +96,7 @@ def answer_seed(seed: int, answer_index: int) -> int:
 
 
 def _check_top_k(top_k: int, vocab_size: int) -> int:
-    """0 where it is off or keeps every token."""
+    """The valid `top_k`; 0 if it is off or keeps every token."""
     if top_k < -1:
         raise InvalidRequestError("sampling.top_k", f"must be at least 1, or 0 or -1 for off, not {shown(top_k)}")
     return top_k if 0 < top_k < vocab_size else 0
@@ -121,7 +121,7 @@ def _check_min_tokens(given: GenerationInput, model: ModelInfo) -> int:
 
 
 def _check_stop_ids(given: GenerationInput, model: ModelInfo) -> tuple[int, ...]:
-    """The client's, and the model's own unless they are to be ignored."""
+    """The client's stop ids and, unless they are ignored, the model's end-of-sequence ids."""
     field = "stopping.stop_token_ids"
     check_length(len(given.stop_token_ids), field, MAX_STOP_IDS)
     own = () if given.ignore_eos else model.eos_token_ids
@@ -129,7 +129,7 @@ def _check_stop_ids(given: GenerationInput, model: ModelInfo) -> tuple[int, ...]
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """By token id."""
+    """Pairs of token id and bias, ordered by token id."""
     field = "sampling.logit_bias"
     check_length(len(logit_bias), field, MAX_LOGIT_BIASES, "tokens")
     for token_id in logit_bias:
@@ -143,11 +143,12 @@ def _check_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> tuple
 
 
 def _check_logprobs(given: GenerationInput, vocab_size: int) -> int:
-    """-1 for none; the prompt's come with the first token's."""
+    """The number of log-probabilities, -1 for none. At least 0 with those of the prompt, which come with the first
+    token's."""
     least = -1 if given.prompt_logprobs is None else 0
     return max(least, _check_top(given.logprobs, "sampling.logprobs", vocab_size))
 
 
 def _check_top(num_top: int | None, field: str, vocab_size: int) -> int:
-    """-1 for none. A vocabulary may have fewer tokens than requested."""
+    """The number of likeliest tokens, -1 for none, at most the size of the vocabulary."""
     return -1 if num_top is None else min(check_int(num_top, field, 0, MAX_LOGPROBS), vocab_size)

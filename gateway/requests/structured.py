@@ -18,7 +18,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 MAX_SCHEMA_DEPTH = 64
-"""Nested objects and arrays of a schema."""
+"""Maximum depth of nested objects and arrays of a schema."""
 MAX_CHOICES = 1024
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -35,7 +35,7 @@ class StructuredOutput:
     text: str = ""
     """A JSON schema, a regular expression, a JSON array of strings, or a Lark grammar; nothing for `json_object`."""
     field: str = "structured"
-    """What errors name: the client's field."""
+    """The client's field that errors name."""
 
 
 class Constrained(Protocol):
@@ -116,7 +116,7 @@ def _choice(choices: Any, field: str) -> str:
 
 
 def _regex(text: str) -> str:
-    """As Lark writes it, between slashes."""
+    """The expression as Lark writes it, between slashes."""
     escaped, out = False, []
     for char in text:
         out.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)

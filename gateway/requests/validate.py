@@ -1,4 +1,4 @@
-"""From a client's input to checked requests for the router. Pure: a function of the arguments.
+"""Checks a client's input and makes requests for the router. Pure: a function of the arguments.
 
     check_targets   the call's metadata or headers                  -> Targets
     check_request   everything that can be seen before tokenizing  -> CheckedRequest
@@ -38,12 +38,12 @@ TTFT_METADATA = "x-slo-ttft-ms"
 TPOT_METADATA = "x-slo-tpot-ms"
 """A client's target for the mean time between output tokens, in milliseconds."""
 MAX_ECHOED_CHARS = 64
-"""Of a client's wrong value, as repeated in the message."""
+"""Maximum characters of a client's wrong value that an error message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are checked against."""
+    """The model and the maximum prompt size that requests are checked against."""
 
     model: ModelInfo
     max_prompt_bytes: int
@@ -55,28 +55,28 @@ class CheckedRequest:
 
     prompt: Prompt
     sampling: Sampling
-    """Complete but for `max_tokens` and `seed`, which `fit_prompt` fills in."""
+    """Sampling parameters, complete except for `max_tokens` and `seed`, which `fit_prompt` sets."""
     max_tokens: int | None
-    """As the client sent it."""
+    """Maximum output tokens as the client sent them."""
     seed: int | None
-    """As the client sent it."""
+    """Random seed as the client sent it."""
     stop: tuple[str, ...]
     """Stop strings; workers never see them."""
     num_answers: int
     structured_field: str
-    """What an error of the grammar names."""
+    """The client's field that an error of the grammar names."""
     cache_salt: str
     splits_reasoning: bool = False
     functions: frozenset[str] = frozenset()
-    """Whose calls are told from the answer's text."""
+    """Names of the functions whose calls are separated from the answer's text."""
     max_prompt_tokens: int | None = None
-    """The prompt loses what it has more at its beginning; `None` for one that must fit as it is."""
+    """Number of tokens to which the prompt is cut at its beginning; `None` for one that must fit as it is."""
     resumed: tuple[int, ...] = ()
-    """Token ids of the answer that the client has."""
+    """Token ids of the answer that the client already has."""
     model_version: str = ""
-    """Of the model that made these; empty is any."""
+    """Version of the model that generated the `resumed` tokens; empty for any."""
     decisions: Decisions | None = None
-    """Of guardrails on the prompt; None where they were not asked yet."""
+    """Decisions of the guardrails on the prompt; None if they have not been asked yet."""
 
 
 def check_request(given: GenerationInput, limits: Limits, time_left_s: float | None = None) -> CheckedRequest:
@@ -115,7 +115,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
 
 
 def check_other_prompt(checked: CheckedRequest, given: GenerationInput, limits: Limits) -> CheckedRequest:
-    """Check `given`, which is alike but for its prompt to what `checked` was made of. Raises as `check_request`."""
+    """Check `given`, which differs only in its prompt from the input of `checked`. Raises as `check_request`."""
     return replace(checked, prompt=check_prompt(given.prompt, limits, checked.max_prompt_tokens))
 
 
@@ -231,7 +231,7 @@ def check_num_turns(num_turns: int) -> None:
 
 
 def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
-    """Raises `ContextLengthError` naming `field` if so many ids leave no room for an answer."""
+    """Raises `ContextLengthError` naming `field` if `num_ids` tokens leave no room for an answer."""
     if num_ids >= model.max_model_len:
         raise ContextLengthError(
             field, f"{num_ids} tokens leave no room for an answer in a context of {model.max_model_len}"
@@ -254,7 +254,7 @@ def check_millis(field: str, value: str | bytes, least: float | None = None) -> 
 
 
 def _check_truncation(given: GenerationInput, model: ModelInfo) -> int | None:
-    """The most tokens that the prompt keeps."""
+    """Maximum number of tokens that the prompt keeps; None for all."""
     most = given.truncate_prompt_tokens
     if most is None:
         return None
@@ -294,7 +294,7 @@ def _check_num_bytes(num_bytes: int, field: str, limits: Limits) -> None:
 def _check_resumed(
     token_ids: Sequence[int], given: GenerationInput, sampling: Sampling, model: ModelInfo
 ) -> tuple[int, ...]:
-    """What can be an answer so far; its length is checked against the prompt's by `fit_prompt`."""
+    """The resumed token ids, if they can begin an answer. `fit_prompt` checks their number against the prompt's."""
     if given.prompt_logprobs is not None:
         raise InvalidRequestError("resume", "with prompt_logprobs is not supported: they came with the first token")
     if given.n is not None and given.n > 1:
@@ -313,14 +313,14 @@ def _check_resumed(
 
 
 def _check_version(version: str) -> str:
-    """As a gateway told it, see `router.placement.placement.Version`; empty is any."""
+    """The version if it has the form of `router.placement.placement.Version`; empty for any."""
     if _VERSION.fullmatch(version) is None:
         raise InvalidRequestError("resume.model_version", "is none that a gateway told: 16 hexadecimal digits")
     return version
 
 
 def check_num_resumed(num_ids: int, model: ModelInfo) -> None:
-    """Raises `InvalidRequestError` if no answer has so many tokens."""
+    """Raises `InvalidRequestError` if no answer can have `num_ids` tokens."""
     check_length(num_ids, RESUMED, model.max_model_len, "tokens")
 
 

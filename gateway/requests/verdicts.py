@@ -1,4 +1,4 @@
-"""What is asked of a guardrail, and what it says. Pure."""
+"""The questions to guardrails, and their verdicts. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ UNJUDGED: Final = "guardrail_unavailable"
 """Code of the error where a guardrail gave no verdict and nothing may pass without one."""
 MAX_REASON_CHARS: Final = 200
 MAX_NOTED: Final = 32
-"""Different decisions on one request that are kept for `explain`."""
+"""Maximum number of different decisions on one request that are kept for `explain`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Nothing is wrong with it."""
+    """The texts may pass unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Other texts take its place: as many as the question has."""
+    """Other texts replace those of the question; their number is the same."""
 
     texts: tuple[str, ...]
     reason: str = ""
@@ -45,23 +45,23 @@ class CannotJudgeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Texts of one request."""
+    """The texts of one request that a guardrail judges."""
 
     subject: Subject
     texts: tuple[str, ...]
-    """The contents of a chat's turns, or one text; of an answer the next piece of it."""
+    """Contents of a chat's turns, or one text; for an answer its next piece."""
     roles: tuple[str, ...] = ()
-    """Of the turns, one for each text; empty where they are no turns."""
+    """Role of the turn of each text; empty if the texts are no turns."""
     before: str = ""
-    """The end of the answer's text before this piece, which is not asked about again."""
+    """End of the answer's text before this piece, which is not judged again."""
     ended: bool = True
     """Whether this is the last piece."""
     guardrail: str = ""
-    """Whose question it is."""
+    """Name of the guardrail that is asked."""
     request_id: str = ""
     model: str = ""
     tenant: str = ""
-    """Empty where there are no keys."""
+    """Tenant of the caller; empty if there are no keys."""
 
 
 class Decision(NamedTuple):
@@ -69,20 +69,21 @@ class Decision(NamedTuple):
 
     guardrail: str
     rule: str
-    """Of a guardrail with rules; else empty."""
+    """Name of the rule, for a guardrail with rules; else empty."""
     subject: Subject
     action: Literal["replace", "stop", "failed"]
-    """`failed`: it gave no verdict, and what its configuration says was done."""
+    """`failed`: the guardrail gave no verdict, and its configured reaction was applied."""
     reason: str
 
 
 @dataclass(slots=True)
 class Decisions:
-    """The decisions on one request, each with how often it was made. Bounded: what is beyond that is not kept."""
+    """The decisions on one request with the number of times each was made. At most `MAX_NOTED` different ones are
+    kept."""
 
     counts: Counter[tuple[str, str, str, str, str]] = field(default_factory=Counter)
 
     def add(self, decision: Decision) -> None:
-        """Note one."""
+        """Count a decision, unless it is new and the limit is reached."""
         if decision in self.counts or len(self.counts) < MAX_NOTED:
             self.counts[decision] += 1

@@ -15,40 +15,40 @@ from typing import Final, NamedTuple, Protocol
 from disagg.gateway.requests.call_use import CallUse
 
 OTHERS: Final = "*"
-"""Stands for tenants beyond the bound of names; no tenant has this name."""
+"""Stands for all tenants above the maximum number of names; no tenant has this name."""
 MAX_PENDING_KEYS: Final = 20_000
 MAX_PENDING_PARTS: Final = 10_000
 MAX_PENDING_PART_BYTES: Final = 32 << 20
-"""Of the token ids of parts."""
+"""Maximum bytes of the token ids of all pending parts."""
 NO_USAGE: Final = "no_usage"
-"""Code of the error where a gateway records none."""
+"""Error code of a gateway that does not record usage."""
 DEFAULT_DAYS: Final = 7
 MAX_DAYS: Final = 3660
 MAX_ROWS: Final = 10_000
-"""Of one question."""
+"""Maximum number of rows that one query can ask for."""
 _DAY_S: Final = 86_400
 _EPOCH: Final = datetime.date(1970, 1, 1).toordinal()
 
 
 def day_of(now: float) -> int:
-    """Days from 1970-01-01 to the day, in UTC, of seconds since then."""
+    """The day in UTC as the number of days since 1970-01-01; `now` is in seconds since then."""
     return int(now // _DAY_S)
 
 
 def date_of(day: int) -> str:
-    """As `2026-11-26`."""
+    """The date of a day in ISO format, such as `2026-11-26`."""
     return datetime.date.fromordinal(_EPOCH + day).isoformat()
 
 
 class Counts(NamedTuple):
-    """Sums over calls."""
+    """Calls and their tokens, summed."""
 
     requests: int = 0
     failed: int = 0
-    """Of `requests`."""
+    """Number of the `requests` that failed."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of `prompt_tokens`: those that no worker had to compute."""
+    """Number of the `prompt_tokens` that no worker had to compute."""
     completion_tokens: int = 0
 
     def plus(self, other: Counts) -> Counts:
@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What sums are kept for."""
+    """The tenant, day and model of a sum."""
 
     tenant: str
     day: int
@@ -65,24 +65,24 @@ class Key(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A call of an answer that more than one call may bring."""
+    """A call that delivers a part of an answer, which other calls may begin or continue."""
 
     key: Key
     stream: bytes
     continues: bool
     is_open: bool
-    """It broke off: another call may continue it."""
+    """Whether the call broke off, so that another one may continue the answer."""
     counts: Counts
-    """Of the whole answer so far, what an earlier call brought included."""
+    """Counts of the whole answer so far, with the part that an earlier call delivered."""
     token_ids: bytes = b""
-    """Of the answer, from its first token on: four bytes each."""
+    """Token ids of the answer from its first token on, four bytes each."""
     num_had: int = 0
-    """Tokens that this call did not deliver."""
+    """Tokens of the answer that this call did not deliver."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What is written in one transaction."""
+    """The sums and parts that are written in one transaction."""
 
     sums: dict[Key, Counts] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
@@ -92,26 +92,25 @@ class Batch:
 
     @property
     def num_requests(self) -> int:
-        """Calls in it."""
+        """Number of calls in the batch."""
         return sum(counts.requests for counts in self.sums.values()) + len(self.parts)
 
 
 class Pending:
-    """What is not written yet, however many calls it comes from: one entry for each key, and a bounded list of
-    parts."""
+    """Usage that is not written yet: one sum for each key, and a bounded list of parts."""
 
     def __init__(self) -> None:
         self._batch = Batch()
         self._part_bytes = 0
-        """Of token ids in it."""
+        """Bytes of the token ids of the pending parts."""
 
     @property
     def num_requests(self) -> int:
-        """Calls that are not written."""
+        """Number of calls that are not written yet."""
         return self._batch.num_requests
 
     def add(self, tenant: str, day: int, use: CallUse, *, failed: bool, is_open: bool) -> None:
-        """A call has ended.
+        """Add a call that has ended.
 
         Args:
             tenant: whose it is.
@@ -131,12 +130,12 @@ class Pending:
             self._add(key, counts)
 
     def take(self) -> Batch:
-        """All of it; it is the caller's from now on."""
+        """Remove and return everything that is pending."""
         batch, self._batch, self._part_bytes = self._batch, Batch(), 0
         return batch
 
     def put_back(self, batch: Batch) -> None:
-        """What could not be written."""
+        """Add a batch again that could not be written."""
         for key, counts in batch.sums.items():
             self._add(key, counts)
         parts, self._batch.parts, self._part_bytes = [*batch.parts, *self._batch.parts], [], 0
@@ -144,7 +143,7 @@ class Pending:
             self._add_part(part)
 
     def _add_part(self, part: Part) -> None:
-        """Beyond the bounds it is a call of its own, which no other continues."""
+        """Add a part. Beyond the limits it is counted as a complete call, which no other continues."""
         num_bytes = self._part_bytes + len(part.token_ids)
         if len(self._batch.parts) < MAX_PENDING_PARTS and num_bytes <= MAX_PENDING_PART_BYTES:
             self._batch.parts.append(part)
@@ -167,19 +166,19 @@ class Row(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A list of rows, as far as it was asked for."""
+    """The rows that a query asked for."""
 
     rows: list[Row]
-    """The latest day first, then by tenant and model."""
+    """Rows ordered by day, the latest first, then by tenant and model."""
     first_day: int
     last_day: int
     has_more: bool
-    """There are more rows than were asked for."""
+    """Whether there are more rows than the query asked for."""
 
 
 class UsageView(Protocol):
-    """What was used, for those who show it."""
+    """The recorded usage, for handlers that show it."""
 
     async def read(self, days: int, tenant: str | None, limit: int) -> Page:
-        """The last `days` days of a tenant, or of all. Raises `UnavailableError` where nothing is recorded."""
+        """The usage of the last `days` days, of a tenant or of all. Raises `UnavailableError` if none is recorded."""
         ...

@@ -27,8 +27,8 @@ class UsageHandler:
         self._usage = usage
 
     async def list(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /v1/usage`: `days`, `key` (the name of a tenant), `limit` of rows. Raises `InvalidRequestError`, and
-        `PermissionDeniedError` for another tenant's."""
+        """Handle `GET /v1/usage` with `days`, `key` (the name of a tenant) and `limit` of rows. Raises
+        `InvalidRequestError`, and `PermissionDeniedError` for another tenant's usage."""
         query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
         days = _count(query, "days", DEFAULT_DAYS, MAX_DAYS)
         limit = _count(query, "limit", _DEFAULT_ROWS, MAX_ROWS)
@@ -40,7 +40,7 @@ class UsageHandler:
 
 
 def usage_json(page: Page) -> dict[str, Any]:
-    """The list as it is answered."""
+    """The JSON of a page of usage."""
     return {
         "object": "list",
         "data": [_shown(row) for row in page.rows],

@@ -13,23 +13,24 @@ from typing import Final, NamedTuple
 from disagg.gateway.usage.counts import Counts, Part
 
 MAX_CONTINUED: Final = 16
-"""How often an answer goes on; who continues it further is counted as for a new one."""
+"""Maximum number of continuations of an answer; a further one is counted as a new answer."""
 _MARK_BYTES: Final = 2
-"""A wrong token passes for the right one once in 65,536 times, and each try costs what it is counted for."""
+"""Bytes of a token's mark. A wrong token passes for the right one in one of 65,536 tries, and each try is counted."""
 _ID_BYTES: Final = 4
 
 
 class Known(NamedTuple):
-    """What is kept of an answer that broke off."""
+    """The stored counts of an answer that broke off."""
 
     failed: int
     prompt_tokens: int
     completion_tokens: int
-    """That were counted."""
+    """Output tokens that were counted."""
     marks: bytes
-    """See `marks_of`. There may be fewer than counted tokens: some had not come to the gateway, and were made."""
+    """Marks of the tokens, see `marks_of`. There may be fewer than counted tokens: some were generated but did not
+    reach the gateway."""
     num_again: int
-    """How many counted tokens may be delivered once more."""
+    """Number of counted tokens that may be delivered once more for free."""
     num_continued: int
 
 
@@ -37,14 +38,14 @@ NOTHING: Final = Known(0, 0, 0, b"", 0, 0)
 
 
 class Continued(NamedTuple):
-    """What a call is counted for, and what is kept of its answer if it broke off."""
+    """The counts of a call, and the counts to store of its answer if it broke off."""
 
     counts: Counts
     known: Known
 
 
 def continued(part: Part, before: Known | None) -> Continued:
-    """What `part` is counted for, where `before` is known of its answer; None for nothing, and then all of it counts.
+    """The counts of `part`, without those in `before`. If `before` is None, all of `part` counts.
 
     Args:
         part: a call that has ended.
@@ -77,7 +78,7 @@ def continued(part: Part, before: Known | None) -> Continued:
 
 
 def marks_of(token_ids: bytes) -> bytes:
-    """For each token a mark of it and of all before it; from a mark nothing can be told about a token.
+    """A mark for each token, made of it and all tokens before it. Tokens cannot be derived from marks.
 
     Args:
         token_ids: four bytes each.
@@ -90,6 +91,7 @@ def marks_of(token_ids: bytes) -> bytes:
 
 
 def _is_same(first: bytes, second: bytes) -> bool:
-    """Whether two answers agree in all tokens that both have: then also in what was made and never came here."""
+    """Whether two answers agree in all tokens that both have. Tokens that did not reach the gateway are then taken for
+    equal."""
     length = min(len(first), len(second))
     return first[:length] == second[:length]

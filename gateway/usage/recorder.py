@@ -48,19 +48,19 @@ class UsageRecorder:
         self._pending = Pending()
         self._woken = asyncio.Event()
         self._written = asyncio.Event()
-        """Of the calls that are pending now; each batch has another one."""
+        """Set when the write of the calls that are pending now has ended; each batch has its own event."""
         self._writing = 0
-        """Calls of the batch that is being written."""
+        """Number of calls of the batch that is being written."""
         self._failing_since: float | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self.writes: Counter[str] = Counter(ok=0, failed=0)
-        """Transactions, by outcome."""
+        """Number of transactions by outcome, `ok` or `failed`."""
         self._reading = threading.Lock()
 
     @property
     def num_unwritten(self) -> int:
-        """Calls that are counted and not in the file yet."""
+        """Number of calls that are counted but not in the file yet."""
         return self._pending.num_requests + self._writing
 
     def start(self) -> None:
@@ -94,8 +94,8 @@ class UsageRecorder:
 
     @asynccontextmanager
     async def counted(self, call: Call) -> AsyncGenerator[None, None]:
-        """Inside, a call is answered: it is recorded when it ends, as one that failed unless `finished` was called
-        before or its client left. Raises what is raised inside, once the entry is written."""
+        """Record the call that is answered inside when it ends. It counts as failed unless `finished` was called before
+        or its client left. Raises what is raised inside, once the entry is written."""
         try:
             yield
         except asyncio.CancelledError:
@@ -113,17 +113,18 @@ class UsageRecorder:
             await self.finished(call)
 
     async def finished(self, call: Call) -> None:
-        """The answer of a call is complete; returns when its end may be sent. Later ends of it change nothing."""
+        """Record a call whose answer is complete, and return when its end may be sent. Later ends of the call change
+        nothing."""
         if self._end(call, failed=False, is_open=False):
             await self._settle()
 
     def add_line(self, tenant: str, use: CallUse) -> None:
-        """A line of a batch has an answer, which is kept."""
+        """Record a line of a batch whose answer is stored."""
         self._add(tenant, use, failed=use.failed, is_open=False)
 
     async def read(self, days: int, tenant: str | None, limit: int) -> Page:
-        """What is in the file of the last `days` days: of a tenant, or of all, at most `limit` rows. Raises
-        `UnavailableError` where nothing is recorded, or the file cannot be read."""
+        """The recorded usage of the last `days` days, of a tenant or of all, at most `limit` rows. Raises
+        `UnavailableError` if none is recorded or the file cannot be read."""
         if self._task is None:
             raise UnavailableError("this gateway keeps no usage; set gateway.usage in its configuration", NO_USAGE)
         now = self._wall_clock()
@@ -140,7 +141,7 @@ class UsageRecorder:
     # ---------------------------------------------------------------- inside
 
     def _end(self, call: Call, *, failed: bool, is_open: bool) -> bool:
-        """Record a call, unless it is; whether it was recorded now."""
+        """Record a call unless it was recorded before. Returns whether it was recorded now."""
         if call.use.is_recorded:
             return False
         call.use.is_recorded = True
@@ -154,7 +155,7 @@ class UsageRecorder:
         return True
 
     async def _settle(self) -> None:
-        """Wait until what is pending now is written, if it is in time."""
+        """Wait until the pending calls are written, at most `wait_ms`."""
         options = self._options
         if options is None or self._failing_since is not None or self._task is None or not options.wait_ms:
             return
@@ -198,7 +199,7 @@ class UsageRecorder:
             written.set()
 
     async def _pause(self) -> None:
-        """Before the next try; a stop does not wait for it."""
+        """Wait before the next try; a stop does not wait for it."""
         deadline = asyncio.get_running_loop().time() + _RETRY_S
         while not self._stopping and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
             self._woken.clear()

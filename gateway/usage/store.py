@@ -15,12 +15,13 @@ from disagg.gateway.usage.parts import Known, continued
 
 FILE: Final = "usage.sqlite"
 MAX_ROWS_A_DAY: Final = 20_000
-"""As many as there can be keys, twice: sums of further tenants are added under `OTHERS`."""
+"""Maximum number of rows of a day, twice as many as there can be keys. Usage of further tenants is added under
+`OTHERS`."""
 PART_S: Final = 3600.0
-"""How long it is remembered what a stream that broke off has used."""
+"""Seconds for which the usage of an answer that broke off is remembered."""
 MAX_PARTS: Final = 10_000
 MAX_PART_BYTES: Final = 64 << 20
-"""Of the marks of all parts; the latest ones are kept."""
+"""Maximum bytes of the marks of all parts; the latest ones are kept."""
 _FIELDS: Final = Counts._fields
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage(
@@ -37,7 +38,8 @@ _LATER_COLUMNS: Final = (
     ("num_again", "INTEGER NOT NULL DEFAULT 0"),
     ("num_continued", "INTEGER NOT NULL DEFAULT 0"),
 )
-"""Of parts. An earlier version writes none of them, and its parts are counted again but for what was made."""
+"""Columns of `parts` that an earlier version does not write: tokens of its parts that are delivered again are counted
+again."""
 _KNOWN: Final = ", ".join(Known._fields)
 _WHERE: Final = " WHERE day = ? AND tenant = ? AND model = ?"
 _ADD: Final = f"UPDATE usage SET {', '.join(f'{name} = {name} + ?' for name in _FIELDS)}{_WHERE}"
@@ -71,11 +73,11 @@ class UsageStore:
         self._cleaned_on: int | None = None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the database connection of this store."""
         self._db.close()
 
     def write(self, batch: Batch, now: float) -> None:
-        """Add to the sums, in one transaction."""
+        """Add a batch to the sums, in one transaction."""
         with transaction(self._db):
             for part in batch.parts:
                 self._add(part.key, self._uncounted(part, now))
@@ -87,7 +89,7 @@ class UsageStore:
         self._cleaned_on = today
 
     def read(self, days: int, tenant: str | None, limit: int, now: float) -> Page:
-        """What was used in the last `days` days, the present one included.
+        """The usage of the last `days` days, today included.
 
         Args:
             days: at least 1.
@@ -115,7 +117,7 @@ class UsageStore:
         self._db.execute(_INSERT, (key.day, tenant, key.model, *counts))
 
     def _uncounted(self, part: Part, now: float) -> Counts:
-        """What of an answer no earlier call has recorded."""
+        """The counts of an answer that no earlier call has recorded."""
         tenant, found = part.key.tenant, []
         if part.continues:
             found = self._db.execute(

@@ -53,11 +53,11 @@ class MessageWriter(AnswerWriter):
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the block that is written."""
+        """Pieces of text of the block that is being written."""
         self._kind = ""
-        """Of that block, `text` or `thinking`, which also names its text; empty where none is written."""
+        """Type of that block, `text` or `thinking`, which also names its text field; empty if none is being written."""
         self._delta_head = b""
-        """Of the events of its text, up to that."""
+        """Bytes of a delta event of that block up to the text."""
         self._ending: dict[str, Any] = {}
 
     @override
@@ -137,7 +137,7 @@ class MessageWriter(AnswerWriter):
 
 
 def _usage(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-    """`input_tokens` are those that were not cached."""
+    """The usage of a message; `input_tokens` are those that were not cached."""
     return {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,

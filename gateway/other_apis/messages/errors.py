@@ -14,7 +14,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.ids import RequestId
 
 MESSAGES: Final = "/v1/messages"
-"""The path, and the beginning of all others whose errors have this form."""
+"""The path of the API; all paths that begin with it have errors of this form."""
 _TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,11 +23,11 @@ _TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""`type` by status; otherwise `invalid_request_error` below 500, and `api_error`."""
+"""`type` by status. Others are `invalid_request_error` below 500, and `api_error` from there on."""
 
 
 def answer_as_anthropic(exchange: Exchange, request_id: RequestId) -> None:
-    """What every answer of this API has: the form of its errors, and the id where its clients look for it."""
+    """Set the form of the API's errors, and the header with the id that its clients read."""
     exchange.add_header(b"request-id", request_id.encode())
     exchange.error_body = lambda error: msgspec.json.encode({"type": "error", **_fields(error, request_id)})
     exchange.error_event = lambda error: typed_event("error", _fields(error, request_id))

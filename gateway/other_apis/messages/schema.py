@@ -10,7 +10,7 @@ from disagg.gateway.other_apis.shared.bodies import SamplingFields
 
 class Block(msgspec.Struct, frozen=True):
     """A piece of a turn: text, reasoning (`thinking`), a call (`tool_use`) or its result (`tool_result`).
-    `cache_control` means nothing here: every prefix is cached. So does the signature of reasoning."""
+    `cache_control` and the signature of reasoning have no effect: every prefix is cached."""
 
     type: str
     text: str | None = None
@@ -24,7 +24,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One of `messages`."""
+    """One turn of the conversation in `messages`."""
 
     role: str
     content: str | list[Block]
@@ -75,18 +75,18 @@ class Thinking(msgspec.Struct, frozen=True):
 
     type: str
     budget_tokens: Integer | None = None
-    """Means nothing here: reasoning is bounded by `max_tokens`, like the rest."""
+    """Has no effect: reasoning is limited by `max_tokens`, like the rest."""
     display: str | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """`output_config.format`."""
+    """The object `output_config.format`: a JSON schema."""
 
     type: str
     schema: msgspec.Raw = ABSENT
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """What the answer must look like. An effort may stand beside it, and means nothing here."""
+    """The format of the answer. An effort may stand beside it and has no effect."""
 
     format: OutputFormat | None = None

@@ -1,4 +1,4 @@
-"""From the body of `/v1/messages` to what the generator takes. Pure."""
+"""Converts the body of `/v1/messages` to the input of the generator. Pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES: Final = ("user", "assistant")
 _TEXT: Final = ("text",)
 _ERROR: Final = "Error: "
-"""Before the result of a call that failed: templates have no other place for it."""
+"""Prefix of the result of a failed call: templates have no other place for it."""
 _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "container": (),
     "context_management": ({"edits": []},),
@@ -61,19 +61,19 @@ _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "output_format": (),
     "speed": ("standard",),
 }
-"""Fields that are not supported, with the values that mean nothing."""
+"""Unsupported fields, with the values that are accepted because they have no effect."""
 
 
 _THINKS: Final = ("enabled", "adaptive", "disabled")
 _DISPLAYS: Final = ("summarized", "omitted")
 _MAX_THINKING_BYTES: Final = 4096
-"""Of the JSON of `thinking`."""
+"""Maximum bytes of the JSON of `thinking`."""
 _NO_THINKING: Final = TemplateOptions('{"enable_thinking":false}')
-"""A variable of many templates; the others take no notice of it."""
+"""Turns reasoning off in templates that use this variable; others ignore it."""
 
 
 class Conversation(NamedTuple):
-    """The prompt of a body, and what errors call its parts."""
+    """The prompt of a body, and the names of its fields for errors."""
 
     prompt: ChatPrompt
     tools: OfferedTools | None
@@ -82,7 +82,7 @@ class Conversation(NamedTuple):
 
 
 def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
-    """Yields between pieces of work. Raises `InvalidRequestError`."""
+    """The call that a body describes. Yields between pieces of work. Raises `InvalidRequestError`."""
     sampling = sampling_of(body)
     refuse_unsupported(body, _HARMLESS)
     if body.max_tokens is None:
@@ -112,7 +112,7 @@ def read_messages(body: MessagesBody) -> Pieces[ParsedCall]:
 
 
 def read_conversation(body: MessagesBody) -> Pieces[Conversation]:
-    """What is counted and answered. Yields between pieces of work. Raises `InvalidRequestError`."""
+    """The prompt of a body, to be counted or answered. Yields between pieces of work. Raises `InvalidRequestError`."""
     if body.messages is None:
         raise InvalidRequestError("messages", "must be set")
     check_length(len(body.messages), "messages", MAX_CHAT_MESSAGES)
@@ -193,7 +193,7 @@ def _read_tools(raw: msgspec.Raw, raw_choice: msgspec.Raw) -> OfferedTools | Non
 
 
 def _read_thinking(raw: msgspec.Raw) -> tuple[TemplateOptions, bool]:
-    """What the template is told, and whether reasoning is shown."""
+    """The options of the template, and whether reasoning is shown."""
     given = read_bounded(raw, _THINKING, "thinking", _MAX_THINKING_BYTES)
     if given is None:
         return NO_OPTIONS, True

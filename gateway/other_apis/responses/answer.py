@@ -30,14 +30,14 @@ from disagg.proto.errors import DisaggError
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of an item of text."""
+    """The fields and names that an item of text has, for messages or for reasoning."""
 
     prefix: str
-    """Of its id."""
+    """Prefix of the item's id."""
     head: dict[str, Any]
     """Fields of the item."""
     event: str
-    """Name of the events of its text, up to what became of it."""
+    """Prefix of the names of the text's events, such as `response.output_text`."""
     part: dict[str, Any]
     """Fields of its part beside the text."""
     shared: dict[str, Any]
@@ -75,11 +75,11 @@ class ResponseWriter(AnswerWriter):
         self._shared = {"id": f"resp_{request_id}", "object": "response", "created_at": created} | _repeated(parsed)
         self._output: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the item that is written."""
+        """Pieces of text of the item that is being written."""
         self._form: _Form | None = None
-        """Of that item; `None` where none is written."""
+        """The form of that item; `None` if none is being written."""
         self._delta_head = b""
-        """Of the events of its text, up to their number."""
+        """Bytes of a delta event of that item up to the sequence number."""
         self._number = 0
         self._ending: dict[str, Any] = {"status": "in_progress"}
 
@@ -127,7 +127,7 @@ class ResponseWriter(AnswerWriter):
         return opened + numbered
 
     def _open(self, form: _Form) -> bytes:
-        """Begin an item of text, after the one that is written."""
+        """Begin an item of text, after closing the one that is being written."""
         closed, index = self._close("completed"), len(self._output)
         item = {"id": f"{form.prefix}_{self._id}_{index}", **form.head, "status": "in_progress", "content": []}
         added = self._event("response.output_item.added", output_index=index, item=item)
@@ -195,7 +195,7 @@ def _usage(finish: Finish) -> dict[str, Any]:
 
 
 def _repeated(parsed: ParsedResponse) -> dict[str, Any]:
-    """What a response repeats of its request, and all that is always the same here."""
+    """The fields that a response repeats of its request, and those that are always the same here."""
     body, choice = parsed.body, parsed.choice
     named = {"type": "function", "name": choice.name}
     return {

@@ -9,8 +9,8 @@ from disagg.gateway.other_apis.shared.bodies import SamplingFields
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One of `input`: a message (also without `type`), a call or its result, or reasoning, of which `content` is
-    read."""
+    """One item of `input`: a message (also without `type`), a call or its result, or reasoning, of which only `content`
+    is read."""
 
     type: str | None = None
     role: str | None = None
@@ -18,21 +18,21 @@ class Item(msgspec.Struct, frozen=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    """JSON of an object."""
+    """Arguments of the call, as the JSON of an object."""
     output: str | list[ContentPart] | None = None
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """`POST /v1/responses`."""
+    """The JSON body of `POST /v1/responses`."""
 
     input: str | list[Item] | None = None
     instructions: str | None = None
     max_output_tokens: Integer | None = None
     stop: str | list[str] | None = None
-    """Not OpenAI's."""
+    """Stop strings, an extension of OpenAI's API."""
     parallel_tool_calls: bool | None = None
     store: bool | None = None
-    """Nothing is kept either way, and every answer says so."""
+    """Has no effect: nothing is stored, and every answer says so."""
 
     # Read by `to_input`, which looks at their sizes first.
     tools: msgspec.Raw = ABSENT
@@ -64,24 +64,24 @@ class FunctionTool(msgspec.Struct, frozen=True):
 
 
 class NamedChoice(msgspec.Struct, frozen=True):
-    """`tool_choice`, where it is a function."""
+    """The value of `tool_choice` that names a function."""
 
     type: str
     name: str | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """What a text must be: anything, JSON, or JSON by a schema."""
+    """The format of a text: any, JSON, or JSON by a schema."""
 
     type: str
     name: str | None = None
     description: str | None = None
     schema: msgspec.Raw = ABSENT
     strict: bool | None = None
-    """Answers follow the schema either way."""
+    """Has no effect on the answer, which always follows the schema."""
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """How texts are written. A verbosity may stand beside the format, and means nothing here."""
+    """The format of the answer's text. A verbosity may stand beside it and has no effect."""
 
     format: TextFormat | None = None

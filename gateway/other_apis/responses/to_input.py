@@ -1,4 +1,4 @@
-"""From the body of `/v1/responses` to what the generator takes. Pure."""
+"""Converts the body of `/v1/responses` to the input of the generator. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from disagg.proto.errors import InvalidRequestError
 
 MAX_NOTES: Final = 16
 _MAX_NOTES_BYTES: Final = 64 << 10
-"""Of the JSON of `metadata`."""
+"""Maximum bytes of the JSON of `metadata`."""
 _Note = Annotated[str, msgspec.Meta(max_length=512)]
 _NOTES: Final = msgspec.json.Decoder(dict[Annotated[str, msgspec.Meta(max_length=64)], _Note] | None)
 _TOOL: Final = msgspec.json.Decoder(FunctionTool)
@@ -63,12 +63,12 @@ _HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "image": (),
     "moderation": (),
 }
-"""Fields that are not supported, with the values that mean nothing."""
+"""Unsupported fields, with the values that are accepted because they have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedResponse(ParsedCall):
-    """A call, and what its answer repeats of it."""
+    """A call, with the parts of it that its answer repeats."""
 
     body: ResponsesBody
     functions: tuple[GivenTool, ...]
@@ -78,7 +78,7 @@ class ParsedResponse(ParsedCall):
 
 
 def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
-    """Yields between pieces of work. Raises `InvalidRequestError`."""
+    """The call that a body describes. Yields between pieces of work. Raises `InvalidRequestError`."""
     sampling = sampling_of(body)
     refuse_unsupported(body, _HARMLESS)
     functions, choice = _read_tools(body.tools), _read_choice(body.tool_choice)

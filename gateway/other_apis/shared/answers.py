@@ -15,11 +15,11 @@ from disagg.proto.errors import DisaggError
 Part = str | ToolCall
 
 _LINE_ENDS: Final = (("\u0085".encode(), b"\\u0085"), ("\u2028".encode(), b"\\u2028"), ("\u2029".encode(), b"\\u2029"))
-"""JSON lets these stand, but clients that split lines of text, not of bytes, would take them for ends of lines."""
+"""Characters that JSON allows in strings, but that clients which split text into lines take for line breaks."""
 
 
 def one_line(value: Any) -> bytes:
-    """JSON that is one line for every reader."""
+    """JSON without any character that a reader may take for a line break."""
     encoded = msgspec.json.encode(value)
     if not encoded.isascii():
         for char, escaped in _LINE_ENDS:
@@ -28,7 +28,7 @@ def one_line(value: Any) -> bytes:
 
 
 def typed_event(kind: str, fields: dict[str, Any]) -> bytes:
-    """A server-sent event whose name is in its data too."""
+    """A server-sent event whose name is also the field `type` of its data."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), one_line({"type": kind, **fields}))
 
 
@@ -44,7 +44,7 @@ class PartReader:
         self.num_calls = 0
 
     def read(self, delta: Delta) -> list[Part]:
-        """What a delta brings beside reasoning."""
+        """The texts and calls of a delta, without its reasoning."""
         parts: list[Part] = []
         start = 0
         for place, call in delta.calls:
@@ -58,10 +58,10 @@ class PartReader:
 
 
 class AnswerWriter(Protocol):
-    """Writes one answer."""
+    """Writes one answer in the form of an API."""
 
     def begin(self, num_prompt_tokens: int) -> bytes:
-        """The events before the first one of the answer."""
+        """The events before the first delta."""
         ...
 
     def delta(self, delta: Delta) -> bytes:
@@ -69,7 +69,7 @@ class AnswerWriter(Protocol):
         ...
 
     def finish(self, finish: Finish) -> bytes:
-        """The events of the end."""
+        """The events that end the answer."""
         ...
 
     def failed(self, error: DisaggError) -> bytes:
@@ -82,7 +82,7 @@ class AnswerWriter(Protocol):
 
 
 async def whole_answer(events: AsyncGenerator[Delta | Finish, None], writer: AnswerWriter) -> bytes:
-    """The one answer of a call, once it has ended."""
+    """The complete answer of a call, once it has ended."""
     async for event in events:
         if isinstance(event, Finish):
             writer.finish(event)
@@ -98,8 +98,8 @@ async def write_answer(
     as_stream: bool,
     before_end: Callable[[], Awaitable[None]],
 ) -> None:
-    """Send the one answer of a call. A stream's status waits for the first event, so that whatever is wrong before has
-    a status of its own. `before_end` is awaited before the end of the answer is sent."""
+    """Send the answer of a call. The status of a stream is sent with the first event, so that an earlier error has a
+    status of its own. `before_end` is awaited before the end of the answer is sent."""
     if not as_stream:
         body = await whole_answer(events, writer)
         await before_end()

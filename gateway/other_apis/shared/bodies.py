@@ -15,14 +15,14 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 MAX_FORMAT_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
-"""Of the JSON that has a schema: escapes and what stands around it are more than the schema."""
+"""Maximum bytes of the JSON around a schema: with escapes and other fields it is longer than the schema."""
 
 _ANY: Final = msgspec.json.Decoder()
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample; `None` is the same as absent. Some are ours in every API."""
+    """The sampling parameters of a body; `None` is the same as absent. Some are extensions of each API."""
 
     model: str | None = None
     stream: bool | None = None
@@ -43,14 +43,15 @@ _SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if na
 
 
 def sampling_of(body: SamplingFields) -> dict[str, Any]:
-    """What is set, by its name in `GenerationInput`. Raises `InvalidRequestError` without a model."""
+    """The parameters that are set, by their names in `GenerationInput`. Raises `InvalidRequestError` without a
+    model."""
     if not body.model:
         raise InvalidRequestError("model", "must be set")
     return {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
 
 
 def refuse_unsupported(body: msgspec.Struct, harmless: Mapping[str, Sequence[object]]) -> None:
-    """Raises `InvalidRequestError` for a field of `harmless` whose value is not one of those that mean nothing."""
+    """Raises `InvalidRequestError` if a field of `harmless` has any other value than those listed for it."""
     for name, values in harmless.items():
         if (given := small_value(getattr(body, name))) is not None and given not in values:
             raise InvalidRequestError(name, "this is not supported")

@@ -14,7 +14,8 @@ _STOP: Final = "stop"
 
 @dataclass(frozen=True, slots=True)
 class OtherNames(FieldNames):
-    """Names for conversations whose turns are made of items or blocks: an error of the whole names the whole."""
+    """Field names for conversations whose turns consist of items or blocks: an error of any turn names the whole
+    prompt."""
 
     stop_field: str = _STOP
 

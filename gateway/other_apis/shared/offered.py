@@ -16,28 +16,28 @@ _FIELD: Final = re.compile(r"(?P<tool>tools\[\d+\])\.function(?P<rest>.*)")
 
 
 class GivenTool(NamedTuple):
-    """A function, in any API."""
+    """A function as a client describes it, in any API."""
 
     name: str
     description: str | None
     schema: msgspec.Raw
-    """Of its arguments."""
+    """JSON schema of the function's arguments."""
     strict: bool | None
 
 
 class Choice(NamedTuple):
-    """Which calls an answer has."""
+    """The client's choice of the calls that an answer may have."""
 
     mode: str = "auto"
-    """`auto`, `none`, `required`; of no meaning with a name."""
+    """`auto`, `none` or `required`; ignored if `name` is set."""
     name: str | None = None
-    """Of the function that must be called."""
+    """Name of the function that must be called."""
 
 
 def offer(
     tools: Sequence[GivenTool], choice: Choice, parallel: bool | None, schema_field: str = _PARAMETERS
 ) -> OfferedTools | None:
-    """What a chat with these tools offers its model; `None` where no call is possible.
+    """The tools that a chat offers its model; `None` if no call is possible.
 
     Args:
         tools: few, and bounded in size.

@@ -21,10 +21,10 @@ class _Turn:
     role: str
     texts: list[str]
     reasoning: list[str] = field(default_factory=list)
-    """Before its text."""
+    """Pieces of reasoning, which come before the turn's text."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     answered_call: str | None = None
-    """Id of the call whose result this is."""
+    """Id of the call whose result this turn is."""
 
     def read(self) -> ChatTurn:
         extra: dict[str, Any] = {}
@@ -38,14 +38,14 @@ class _Turn:
 
 
 class Turns:
-    """Turns in their order."""
+    """The turns of a conversation in their order, while it is read."""
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
 
     def add_text(self, role: str, text: str, joins: bool = False) -> None:
-        """A turn of text. It continues the last turn of its role where that is reasoning only, and with `joins` also
-        where that is text."""
+        """Add a turn of text. It continues the last turn if that has the same role and only reasoning, or, with
+        `joins`, only reasoning and text."""
         last = self._turns[-1] if self._turns else None
         is_open = last is not None and last.role == role and not last.calls and last.answered_call is None
         if last is not None and is_open and (joins or not last.texts):
@@ -54,7 +54,7 @@ class Turns:
         self._turns.append(_Turn(role, [text]))
 
     def add_reasoning(self, text: str) -> None:
-        """What the assistant thought before the text or call that follows."""
+        """Add reasoning of the assistant, before the text or call that follows."""
         last = self._turns[-1] if self._turns else None
         if last is None or last.role != "assistant" or last.texts or last.calls:
             last = _Turn("assistant", [])
@@ -62,7 +62,7 @@ class Turns:
         last.reasoning.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
-        """A call of a function, by the turn of the assistant that it follows, or by a new one.
+        """Add a call of a function to the assistant's last turn, or to a new one after another role's turn.
 
         Args:
             call_id: which its result names.
@@ -82,16 +82,16 @@ class Turns:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, call_id: str, text: str) -> None:
-        """What a call returned."""
+        """Add the result of a call as a turn of its own."""
         self._turns.append(_Turn("tool", [text], answered_call=call_id))
 
     @property
     def last_role(self) -> str:
-        """Of the last turn; empty without any."""
+        """Role of the last turn; empty if there is none."""
         return self._turns[-1].role if self._turns else ""
 
     def read(self) -> Pieces[tuple[ChatTurn, ...]]:
-        """All of them. Yields between pieces of work."""
+        """All turns as the chat template takes them. Yields between pieces of work."""
         turns: list[ChatTurn] = []
         for turn in self._turns:
             if len(turns) % TURNS_A_PIECE == TURNS_A_PIECE - 1:
