@@ -68,11 +68,12 @@ class Sequence:
     is_leaving: bool = False
     """Held, or to be held after its current step, because it moves to another worker."""
     last_logprobs: TokenLogprobs | None = None
-    """Of its last token, where requested."""
+    """Log probabilities of its last token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Gathered until the first token: of the prompt's tokens from the second one on, as far as it is computed."""
+    """Log probabilities of the prompt's tokens from the second one on, as far as they are computed. Gathered until the
+    first output token."""
     text_counts: TextCounts | None = None
-    """Of its ids, where they are penalized and one was sampled here."""
+    """Counts of its token ids, if they are penalized and a token was sampled here."""
     grammar_state: Any = None
     """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
     queue_s: float | None = None

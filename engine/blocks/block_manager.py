@@ -131,7 +131,7 @@ class BlockManager:
         self._num_reserved += num_blocks
 
     def unreserve(self, num_blocks: int) -> None:
-        """Cancel a reservation."""
+        """Cancel the reservation of `num_blocks` blocks."""
         assert 0 <= num_blocks <= self._num_reserved
         self._num_reserved -= num_blocks
 

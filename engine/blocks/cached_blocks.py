@@ -49,9 +49,9 @@ class CachedBlocks:
         self._quota = share * num_blocks
         self._keep_s = keep_s
         self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
-        """Of every block, in the order of release."""
+        """Tenant tag of every cached block, in the order of release."""
         self._copies: OrderedDict[int, None] = OrderedDict()
-        """Those that are copies."""
+        """Cached blocks that are copies."""
         self._tenants: dict[TenantTag, _Tenant] = {}
         """Those that have blocks."""
         self._by_use: OrderedDict[TenantTag, None] = OrderedDict()
@@ -108,7 +108,7 @@ class CachedBlocks:
         return next(iter(self._copies or self._tag_of))
 
     def evict(self) -> int:
-        """Remove that block."""
+        """Remove the block `next` and return it."""
         block = self.next
         self._take(block)
         return block
@@ -157,7 +157,7 @@ class CachedBlocks:
         self._by_use.move_to_end(tag)
 
     def _resized(self, tag: TenantTag, before: int, after: int) -> None:
-        """By one block."""
+        """Record that the number of a tenant's blocks changed by one."""
         if before:
             same = self._by_size[before]
             del same[tag]

@@ -18,7 +18,7 @@ from disagg.engine.plan import Copying
 from disagg.proto.ids import AttemptKey
 
 Ranges = list[tuple[int, int]]
-"""Tokens [start, end)."""
+"""Half-open ranges [start, end) of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Scattering:
     command: Scatter
     copying: Copying
     ranges: Ranges
-    """Of the reservation that it is for, which may be over."""
+    """Landed ranges of the reservation for which the copy was made; the reservation may have ended."""
 
 
 class Landing:
@@ -34,7 +34,7 @@ class Landing:
 
     def __init__(self) -> None:
         self.landed: dict[AttemptKey, Ranges] = {}
-        """Of each reserved sequence what is in its blocks."""
+        """Token ranges whose KV is in the blocks, for each reserved sequence."""
         self._under_way: deque[_Scattering] = deque()
         """Copies that were queued behind a step under way, after whose answers the peer fills the buffers again. None
         outlasts the call that finishes the last such step."""
@@ -42,7 +42,7 @@ class Landing:
         """That wait for digests, with the time at which they came."""
 
     def __len__(self) -> int:
-        """Copies under way."""
+        """Number of copies under way."""
         return len(self._under_way)
 
     def reserved(self, key: AttemptKey) -> None:

@@ -8,17 +8,17 @@ from typing import Final, NamedTuple
 
 GIB: Final = 1 << 30
 KILL_AFTER_S: Final = 5
-"""Of processor time, after SIGXCPU."""
+"""Seconds of processor time between SIGXCPU and SIGKILL."""
 
 
 class Limits(NamedTuple):
-    """Of one conversion."""
+    """Resource limits of one conversion."""
 
     memory_bytes: int
     """Private memory: libraries, and all weights in bf16 before they are written."""
     cpu_s: int
     file_bytes: int
-    """Of one file that it writes."""
+    """Maximum size of a file that the conversion writes."""
 
 
 def limits_for(source_bytes: int) -> Limits:

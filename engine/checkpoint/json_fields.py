@@ -59,7 +59,7 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Value of a field that must be true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.error(f"`{name}` must be true or false, not {value!r}")

@@ -46,7 +46,7 @@ class _Clocks(NamedTuple):
     wall: Clock
     work: Clock
     end: float
-    """Of the measurements, by `wall`."""
+    """Deadline of the measurements, on the clock `wall`."""
 
 
 def calibrate(

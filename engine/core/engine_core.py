@@ -364,7 +364,7 @@ class EngineCore:
     # ------------------------------------------------------------ steps
 
     def step(self, now: float) -> list[Event]:
-        """`plan_step` and `run_step`."""
+        """Plan one step and run it; returns the events of both."""
         return [*self.plan_step(now), *self.run_step()]
 
     def plan_step(self, now: float) -> list[Event]:

@@ -57,7 +57,7 @@ class IdleSteps:
         self._num_left = NUM_CHANGED
         """Steps in a row that are still to be made."""
         self._block: int | None = None
-        """Of the step under way."""
+        """Block of the idle step under way, or None."""
 
     def worked(self) -> None:
         """The worker computed, or has, something else."""

@@ -18,7 +18,7 @@ class EngineTotals(NamedTuple):
     """What the engine counts itself."""
 
     output_tokens: int = 0
-    """Tokens sampled."""
+    """Number of tokens that the engine sampled."""
     cached_tokens: int = 0
     """Tokens of new sequences that were found in the prefix cache."""
     preemptions: int = 0

@@ -23,9 +23,9 @@ class Cause(NamedTuple):
     """Why an attempt or a pair ended."""
 
     failure: Failure
-    """For programs."""
+    """Kind of the failure, for programs."""
     detail: str
-    """For people."""
+    """Description of the failure, for people."""
 
 
 CANCELLED = Cause(Failure.CANCELLED, "cancelled")

@@ -112,7 +112,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_moves: dict[AttemptKey, int] = {}
-        """Of the keys in `_ended`, and of some that were."""
+        """Number of the last move of each key in `_ended`, and of some keys that have left it."""
         self._last_generation = 0
 
     # ------------------------------------------------------------ inputs of this worker

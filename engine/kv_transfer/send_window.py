@@ -165,7 +165,7 @@ class SendAttempt:
     token_id: int | None = None
     """Output token 0, when the prompt is computed."""
     logprobs: TokenLogprobs | None = None
-    """Of that token, where requested."""
+    """Log probabilities of `token_id`, if requested."""
     kv_bytes: int = 0
     started: bool = False
     """Whether the engine runs or holds it: `StartPrefill` was issued, `ReleaseSequence` was not."""
@@ -261,7 +261,7 @@ class SentChunk:
 
     @property
     def header(self) -> ChunkHeader:
-        """The announcement."""
+        """Message that announces this chunk."""
         request_id, number = self.attempt.key
         return ChunkHeader(
             request_id=request_id,
@@ -299,7 +299,7 @@ class SentChunk:
 
 
 class TokenRange(NamedTuple):
-    """Tokens [start, end)."""
+    """Half-open range [start, end) of tokens."""
 
     start: int
     end: int

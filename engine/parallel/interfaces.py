@@ -51,11 +51,11 @@ class NoFollowers(Followers):
 
     @override
     def broadcast(self, command: RankCommand) -> None:
-        """Nothing to do."""
+        """Does nothing: there are no other ranks."""
 
     @override
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """Always an error."""
+        """Raises `AssertionError`: there are no other ranks."""
         raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")
 
 
@@ -89,7 +89,7 @@ class ShardRunner(ModelRunner, Protocol):
 
     shard: Shard
     checksum: Checksum
-    """Of what is gathered; to be set before the first `gather`."""
+    """Checksum function for gathered bytes; to be set before the first `gather`."""
 
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         """Take the exchange with the other ranks and the number of blocks, at most its own; once, before any step.

@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Of a model, or of one rank."""
+    """Weights of a model, or of one rank of it."""
 
     fingerprint: str
-    """Of the whole model."""
+    """Fingerprint of the whole model, also for one rank."""
     parameters: ModelParameters
 
 

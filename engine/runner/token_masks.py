@@ -53,7 +53,7 @@ MAX_FORCED = 64
 
 
 class GrammarState:
-    """Of one sequence."""
+    """State of the grammar of one sequence."""
 
     def __init__(self, matcher: LLMatcher | None) -> None:
         self.matcher = matcher
@@ -184,7 +184,7 @@ class TokenMasks:
         )
 
     def _fill(self, sequences: Seq[Sequence]) -> None:
-        """On the thread."""
+        """Advance the grammars and fill the masks; runs on the thread."""
         rows: list[tuple[GrammarState, LLMatcher]] = []
         for sequence in sequences:
             if sequence.grammar_state is None:

@@ -58,7 +58,7 @@ class Batch:
     steps: tuple[StepSample, ...] = ()
     """The steps that were run since the last batch."""
     totals: EngineTotals = field(default_factory=EngineTotals)
-    """As of now."""
+    """Totals as of this batch."""
     added: tuple[AttemptKey, ...] = ()
     """Sequences that `load` counts and that of no earlier batch did; they may have ended meanwhile."""
     idle_step: StepSample | None = None
@@ -104,7 +104,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to run."""
+        """Start to handle commands and run steps."""
         self._thread.start()
 
     def post(self, command: Command) -> None:

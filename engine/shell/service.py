@@ -116,7 +116,7 @@ class _Watch:
     def note(
         self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample], idle_step: StepSample | None = None
     ) -> None:
-        """Something changed."""
+        """Add KV events and steps to the next update."""
         for step in steps:
             self.steps.offer(step)
         if idle_step is not None:
@@ -149,7 +149,7 @@ class _Watch:
         return events
 
     def close(self) -> None:
-        """The stream ended."""
+        """Cancel a running snapshot, because the stream has ended."""
         if self.snapshot is not None:
             self.snapshot.cancel()
 

@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 """How long a thread may take to end beyond its grace period."""
 QUIET_SHARE = 0.9
-"""Of its core: with less, a worker says in its log that its step times were measured on a busy machine."""
+"""Share of its core that a worker has while it measures its steps. With less, it logs that the machine was busy."""
 LAST_TASKS_S = 1.0
-"""For what gRPC still has to do after its server stopped."""
+"""Seconds for what gRPC still has to do after its server stopped."""
 
 
 class RoleFactory(Protocol):
@@ -107,7 +107,7 @@ class Worker:
         self._roles: list[Role] = []
         self._pending_prompts = PendingPrompts()
         self._probes: dict[GatewayId, int] = {}
-        """Of probes whose prompt is computed here, until it is: its tokens, by the gateway that the prober is."""
+        """Prompt tokens of each probe whose prompt is being computed here, by the id of the gateway that probes."""
         self._info: WorkerInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
@@ -117,7 +117,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
         self._now = process_clock().now
         self.stages = StartStages(time.monotonic)
-        """Of the start."""
+        """Stages of the worker's start."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -315,7 +315,7 @@ class Worker:
         return self._runner.digests
 
     def now(self) -> float:
-        """The process's clock."""
+        """Current time of the process's clock."""
         return self._now()
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:

@@ -60,7 +60,7 @@ _TIME = re.compile(
 )
 _DAY_S = 86_400.0
 _MAX_SHOWN_CHARS = 40
-"""Of a wrong `expires`."""
+"""Characters of a wrong `expires` that the error shows."""
 
 _COUNT = Annotated[int, msgspec.Meta(ge=1)]
 _POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -109,7 +109,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What it may do, instead of `admin` and `metrics`: send prompts, read exact counts, change the cluster (and
     read these). Without it `inference`, and what those two add."""
     limits: LimitsEntry | None = None
-    """Of the tenant. Where several of its keys have them, they must be equal."""
+    """Limits of the tenant. If several of its keys have limits, they must be equal."""
 
     def __repr__(self) -> str:
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"

@@ -27,9 +27,9 @@ class ServerTls:
         self._files = files
         self._current = http_context(files)
         self.expires_at = _expiry(files)
-        """Of the certificate in use, in seconds since the epoch."""
+        """Expiry of the certificate in use, in seconds since the epoch."""
         self.http = http_context(files)
-        """For the HTTP server."""
+        """SSL context of the HTTP server."""
         self.http.sni_callback = self._use_current
         configuration = _grpc_configuration(files)
         self._changed: grpc.ServerCertificateConfiguration | None = None

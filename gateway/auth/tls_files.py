@@ -6,7 +6,7 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`gateway.tls`: PEM files."""
+    """PEM files of the server and its clients' CA (`gateway.tls`)."""
 
     cert: str
     """The server's certificate, and those between it and its CA."""

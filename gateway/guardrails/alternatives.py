@@ -36,12 +36,12 @@ class Alternatives:
         self._alone: dict[int, bool] = {}
         """Tokens that have a match by themselves, or may have."""
         self._before = [b""] * len(scanners or ())
-        """By scanner the end of the text where a match may have begun, after the character before it."""
+        """End of the text where a match may have begun, with the character before it; one for each scanner."""
         self._starts = [0] * len(self._before)
-        """Where it begins."""
+        """Index in `_before` from which a match may have begun; one for each scanner."""
 
     def begin(self) -> Alternatives:
-        """New ones, with the same patterns, for another text."""
+        """New `Alternatives` with the same patterns, for another text."""
         return Alternatives(self._scanners, self._token_bytes)
 
     def shown(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprobs:

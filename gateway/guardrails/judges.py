@@ -69,7 +69,7 @@ class JudgeError(Exception):
 
 
 class Judge(Protocol):
-    """What gives verdicts."""
+    """Source of a guardrail's verdicts."""
 
     async def judge(self, question: Question) -> Verdict:
         """Raises `JudgeError`. Cancelled where it takes too long."""

@@ -130,7 +130,7 @@ class Piece(NamedTuple):
     stopped: bool
     """A stop string ended the text."""
     reasoning: str = ""
-    """Of a text with think tags what is between them, and comes before `text`."""
+    """Text between think tags; it comes before `text`."""
     calls: tuple[tuple[int, ToolCall], ...] = ()
     """Each with the number of characters of `text` before it."""
 

@@ -10,11 +10,11 @@ Channel = Literal["reasoning", "content", "call", "none"]
 
 
 class ToolCall(NamedTuple):
-    """A complete call."""
+    """A complete call of a function."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as a JSON object."""
 
 
 class Segment(NamedTuple):

@@ -261,7 +261,7 @@ class NixlTransport(PairTransport):
         self._send_lock = threading.Lock()
         """Payloads are announced in the order of `_untaken`."""
         self._untaken: deque[Done] = deque()
-        """Of payloads that the peer has not read."""
+        """Callbacks of payloads that the peer has not read."""
         self._filled: deque[Filled] = deque()
         """Payloads of the peer without a receive."""
         self._receives: deque[_Receive] = deque()

@@ -98,10 +98,10 @@ SET_UP_TIMEOUT_S = 20.0
 CLOSED = "the channel is closed"
 """The error text of an operation on a channel that this side has closed."""
 PEER_ENDED = "the peer ended the channel"
-"""That of one whose other side has ended."""
+"""The error text of an operation on a channel whose other side has ended."""
 
 RANK_OF: Mapping[Side, int] = MappingProxyType({"sender": 0, "receiver": 1})
-"""Of the members of a pair's group, where they meet."""
+"""Rank of each side in the group where the two members of a pair meet."""
 
 
 class TransportError(RuntimeError):

@@ -37,7 +37,7 @@ class BatchArrays:
     slot_mapping_T: I64
     """block * block_size + offset, where the token's KV goes."""
     block_tables_SM: I32
-    """Of the decodes, which are rows [0, S) of the batch; padded with 0."""
+    """Block tables of the decodes, which are rows [0, S) of the batch; padded with 0."""
     context_lens_S: I32
     """Tokens of the sequence with KV once this step has written its own."""
     prefills: tuple[ChunkArrays, ...]
@@ -47,7 +47,7 @@ class BatchArrays:
 
     @property
     def num_decodes(self) -> int:
-        """S."""
+        """Number S of decoding sequences."""
         return len(self.context_lens_S)
 
 

@@ -103,7 +103,7 @@ PADDING_SLOT = -1
 NO_SOURCE = -1
 
 _ROW_BYTES = 36
-"""Of a row without its table."""
+"""Bytes of a row without its block table."""
 
 
 class Pending(NamedTuple):

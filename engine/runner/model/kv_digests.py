@@ -39,5 +39,5 @@ class DigestSums:
         return DigestSums(on_host, self.sizes, self.sums_P2)
 
     def digests(self, checksum: Checksum) -> list[int]:
-        """Of each payload."""
+        """Digest of each payload."""
         return [checksum.of_sums(sums, size) for sums, size in zip(self.sums_P2.tolist(), self.sizes, strict=True)]

@@ -17,9 +17,9 @@ else:
 
 _MAX_BYTES_A_CHAR: Final = 4
 _BLOCK_BYTES: Final = 16 << 10
-"""Of a long text, that are looked at at once for whether anything matches."""
+"""Bytes of a long text that are searched for any match at once."""
 _MAX_MEMORY: Final = 16 << 20
-"""Of one compiled pattern and its states."""
+"""Bytes of memory for one compiled pattern and its states."""
 
 
 class Found(NamedTuple):
