@@ -243,10 +243,10 @@ class Exported:
 
     key: AttemptKey
     gateway_id: GatewayId
-    """Empty where the sequence is gone."""
+    """Gateway of the sequence; empty if the sequence is gone."""
     spec: SequenceSpec | None
-    """With the tokens whose KV is computed: all but the last one, and forced ones before it. None where it does not
-    decode here."""
+    """Spec with the tokens whose KV is computed: all but the last one, and forced ones before it. None where it does
+    not decode here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class Held:
     key: AttemptKey
     ok: bool
     token_ids: tuple[int, ...] = ()
-    """Behind those whose ids the other worker has; the KV of all of them is computed."""
+    """Tokens behind those whose ids the other worker has; the KV of all of them is computed."""
     token_id: int = -1
     """The last token, of which nothing is computed."""
     logprobs: TokenLogprobs | None = None

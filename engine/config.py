@@ -70,17 +70,17 @@ DEVICE_DEFAULTS = {
         tail_tokens=0,
     ),
 }
-"""By the kind of device."""
+"""Defaults by the kind of device."""
 _CPU = DEVICE_DEFAULTS["cpu"]
 
 
 def device_defaults(device: str) -> DeviceDefaults:
-    """Of `cpu`, `cuda` or `cuda:<index>`."""
+    """Defaults of `cpu`, `cuda` or `cuda:<index>`."""
     return DEVICE_DEFAULTS["cpu" if device == "cpu" else "cuda"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """In which form a model is kept and computed."""
+    """Form in which a model is kept and computed."""
 
     dtype: Dtype | Literal["auto"] = "auto"
     """Type of weights, activations and KV. `auto` is bfloat16; on CPUs that are slow at bfloat16 it is float32, for the
@@ -99,7 +99,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """By which library workers compute."""
+    """Libraries with which workers compute."""
 
     attention: AttentionName = "auto"
     """Kernels for the attention of prompts on a GPU: `triton`, our own, or `flashinfer`, if that is installed. A worker
@@ -145,7 +145,7 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     gives it, whatever the index."""
 
     def watermark_blocks(self, num_blocks: int) -> int:
-        """Of so many blocks those that admission leaves free."""
+        """Number of blocks that admission leaves free, out of `num_blocks`."""
         return int(num_blocks * self.watermark)
 
 
@@ -313,7 +313,7 @@ def check_quantization(
 
 
 def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:
-    """In what workers of that model compute; `cpu_dtype` is the cluster's choice for its CPUs."""
+    """Type in which workers of that model compute; `cpu_dtype` is the cluster's choice for its CPUs."""
     if model.dtype != "auto":
         return model.dtype
     needs_bf16 = device.partition(":")[0] != "cpu" or model.quantization != "none" or model.share_weights

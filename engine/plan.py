@@ -73,7 +73,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 NO_TOKEN = -1
-"""In place of a token id: nothing could be sampled from the row."""
+"""Value in place of a token id: nothing could be sampled from the row."""
 
 RowFault = Literal["model", "request"]
 """Why nothing could be sampled from a row: the model's logits hold NaN, +inf or nothing finite (`model`), or they were
@@ -106,14 +106,15 @@ class StepResult(msgspec.Struct, frozen=True):
     only."""
 
     token_ids: list[int]
-    """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
+    """Token ids, one for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
     logprobs: Mapping[int, TokenLogprobs] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that have a token and whose sequences request it (`Sampling.logprobs`
-    is not negative)."""
+    """Log probabilities by index in `token_ids`, for exactly those that have a token and whose sequences request it
+    (`Sampling.logprobs` is not negative)."""
     faults: Mapping[int, RowFault] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
+    """Faults by index in `token_ids`, for exactly those that are `NO_TOKEN`, except rows of sequences that had ended
+    before."""
     forced: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: tokens that must follow it, so that no step is needed to sample them. Only of sequences
+    """Tokens that must follow, by index in `token_ids`, so that no step is needed to sample them. Only of sequences
     that take them (`sampling_rules.takes_forced`)."""
     prompt_logprobs: Mapping[AttemptKey, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """Log probabilities of each prompt token that follows a token of the computed chunk, for sequences that gather them
@@ -197,7 +198,7 @@ class ModelRunner(Protocol):
 
     @property
     def step_queue(self) -> StepQueue | None:
-        """Where steps can be queued; None where `run` computes each of them."""
+        """The step queue, where steps can be queued; None where `run` computes each of them."""
         ...
 
     def run(self, plan: StepPlan) -> StepResult:

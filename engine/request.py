@@ -21,7 +21,7 @@ from disagg.proto.token_ids import num_token_ids, pack_token_ids
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in this worker; see the module docstring for the transitions."""
+    """State of a sequence in this worker; see the module docstring for the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,7 +42,7 @@ class Sequence:
     is_copy: bool = False
     """Decode role: the prompt's KV comes from another worker, which has it too."""
     deadline: float | None = None
-    """On this process's monotonic clock."""
+    """Deadline on this process's monotonic clock."""
     arrival: float = 0.0
     first_at: float | None = None
     """When the request's first token was sampled, or came from the worker that did; on this process's monotonic clock.
@@ -54,7 +54,7 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache."""
     num_forced: int = 0
-    """Its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
+    """Number of its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
     """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
     block_table: list[int] = field(default_factory=list)

@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_fragmented(self) -> int:
-        """Of the free blocks, those in extents that are partly in use."""
+        """Number of free blocks in extents that are partly in use."""
         return self._free.num_fragmented
 
     @property

@@ -39,7 +39,7 @@ class Landing:
         """Copies that were queued behind a step under way, after whose answers the peer fills the buffers again. None
         outlasts the call that finishes the last such step."""
         self._joins: dict[AttemptKey, tuple[Join, float]] = {}
-        """That wait for digests, with the time at which they came."""
+        """Joins that wait for digests, with the time at which they came."""
 
     def __len__(self) -> int:
         """Number of copies under way."""
@@ -67,7 +67,7 @@ class Landing:
         return []
 
     def answers(self, *, wait: bool) -> Iterator[Scattered]:
-        """Of copies that are done, in the order of the commands. Raises what the device raises."""
+        """Answers of the copies that are done, in the order of the commands. Raises what the device raises."""
         while self._under_way:
             scattering = self._under_way[0]
             if wait:

@@ -22,7 +22,7 @@ class Limits(NamedTuple):
 
 
 def limits_for(source_bytes: int) -> Limits:
-    """For a file of this size: weights of two bits become eight times as large."""
+    """Limits for a file of this size: weights of two bits become eight times as large."""
     return Limits(
         memory_bytes=4 * GIB + 10 * source_bytes,
         cpu_s=600 + 120 * (source_bytes // GIB),
@@ -31,7 +31,7 @@ def limits_for(source_bytes: int) -> Limits:
 
 
 def limit_this_process(limits: Limits) -> None:
-    """From now on; beyond them allocations raise `MemoryError`, writes `OSError`, and SIGXCPU ends the process."""
+    """Set the limits. Beyond them allocations raise `MemoryError`, writes `OSError`, and SIGXCPU ends the process."""
     for kind, value, more in (
         (resource.RLIMIT_DATA, limits.memory_bytes, 0),
         (resource.RLIMIT_CPU, limits.cpu_s, KILL_AFTER_S),

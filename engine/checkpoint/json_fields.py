@@ -41,7 +41,7 @@ class JsonFields:
         return ConfigError(f"{self.file}: {message}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:

@@ -77,7 +77,7 @@ from disagg.step_times.step_model import StepModel
 _log = logging.getLogger(__name__)
 
 _NO_GATEWAY = GatewayId("")
-"""In the `Ended` of a sequence that is not known any more."""
+"""Gateway id in the `Ended` of a sequence that is not known any more."""
 
 
 class EngineCore:

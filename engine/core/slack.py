@@ -31,7 +31,7 @@ from disagg.step_times.step_model import StepModel
 OVERDUE = 2.0
 STARVED_STEPS = 8
 USUAL_TTFT_S = 10.0
-"""In place of a TTFT target, for the time at which a prompt is overdue."""
+"""TTFT target of sequences without one, in seconds, for the time at which a prompt is overdue."""
 
 
 class SlackSequence(Protocol):
@@ -92,7 +92,7 @@ class Fitting(NamedTuple):
     up."""
 
     def may_begin(self, num_tokens: int, block_size: int) -> bool:
-        """Whether a prompt of so many tokens that waits may begin."""
+        """Whether a waiting prompt of `num_tokens` tokens may begin."""
         return self.is_exact or self.num_tokens >= min(num_tokens, block_size)
 
 

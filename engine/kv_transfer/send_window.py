@@ -41,7 +41,7 @@ from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 
 class SendState(enum.Enum):
-    """Where the hand-over of an attempt is, seen from P."""
+    """State of the hand-over of an attempt, seen from P."""
 
     OFFERED = "offered"
     PREFILLING = "prefilling"
@@ -86,7 +86,7 @@ SEND_TABLE: Table[SendState, SendEvent] = Table(
 
 
 class SentChunkState(enum.Enum):
-    """Where a chunk is, seen from P."""
+    """State of a chunk, seen from P."""
 
     GATHERING = "gathering"
     ANNOUNCED_EARLY = "announced early"
@@ -153,7 +153,7 @@ class SendAttempt:
     move: int = 0
     """Number of the move where it is a running sequence; 0 for a prompt."""
     is_growing: bool = False
-    """It is a running sequence that was not held yet: it has more tokens than are known here."""
+    """Whether it is a running sequence that was not held yet: it has more tokens than are known here."""
     is_hold_ordered: bool = False
     num_planned: int = 0
     """The engine computes, or has computed, the tokens before this one."""
@@ -246,7 +246,7 @@ class SentChunk:
     nbytes: int
     state: SentChunkState = SentChunkState.GATHERING
     checksum: int | None = None
-    """Known when it is gathered."""
+    """Checksum of the payload, known when it is gathered."""
     announced_at: float = 0.0
 
     @property

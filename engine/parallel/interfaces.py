@@ -35,17 +35,17 @@ class Followers(Protocol):
     """Ranks of the worker, rank 0 included."""
 
     def broadcast(self, command: RankCommand) -> None:
-        """To every follower; not answered."""
+        """Send a command to every follower; it is not answered."""
         ...
 
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """To one follower; its `call` is set here. `on_posted` is called when the follower sends `Posted`, at
-        most once and before its answer."""
+        """Send a call to one follower; its `call` is set here. `on_posted` is called when the follower sends `Posted`,
+        at most once and before its answer."""
         ...
 
 
 class NoFollowers(Followers):
-    """Of a worker of one rank."""
+    """Followers of a worker of one rank: none."""
 
     size = 1
 

@@ -231,7 +231,7 @@ def decode_step(step: Step) -> BatchArrays:
 
 
 def _used_columns(tables_SM: I32) -> I64:
-    """Of each row the columns up to the last one that is not 0."""
+    """For each row, its columns up to the last one that is not 0."""
     is_used_SM = tables_SM[:, ::-1] != 0
     if not is_used_SM.size:
         return np.zeros(len(tables_SM), dtype=np.int64)

@@ -133,7 +133,7 @@ class TokenMasks:
             self._pending = _on_a_thread(lambda: self._fill(rows))
 
     def wait(self) -> None:
-        """Until the masks of the last `start` are there."""
+        """Wait until the masks of the last `start` are computed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -226,7 +226,7 @@ class TokenMasks:
 
 
 def _is_current(sequence: Sequence) -> bool:
-    """Whether the mask of its next token is there."""
+    """Whether the mask of its next token is computed."""
     state = sequence.grammar_state
     return state is not None and state.num_taken == sequence.num_output_tokens and state.words is not None
 

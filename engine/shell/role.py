@@ -25,7 +25,7 @@ class RoleContext(Protocol):
 
     config: WorkerConfig
     cluster_secret: ClusterSecret
-    """For calls to other workers."""
+    """Secret for calls to other workers."""
     outbox: Outbox
     parts: WorkerParts
     """What pairs are made of."""

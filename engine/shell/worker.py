@@ -438,15 +438,15 @@ class Worker:
         return tuple(count for role in self._roles for count in role.transfers())
 
     def num_pending_prompt_tokens(self) -> int:
-        """Of prompts that were dispatched and that the engine's load does not count yet."""
+        """Number of tokens of prompts that were dispatched and that the engine's load does not count yet."""
         return self._pending_prompts.num_tokens(self._owns)
 
     def turn_s(self) -> float:
-        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        """Duration of the engine's current turn so far; 0 where it waits. Any thread."""
         return self._engine.turn_s()
 
     def expected_s(self) -> float:
-        """For how long that was predicted to last; 0 where no turn lasts long. Any thread."""
+        """Predicted duration of the engine's current turn; 0 where no turn lasts long. Any thread."""
         return self._engine.expected_s()
 
     async def prefix_snapshot(self) -> BlocksSnapshot:

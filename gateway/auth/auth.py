@@ -51,7 +51,7 @@ class Caller(NamedTuple):
     models: frozenset[str] | None = None
     """The only ones that it may use, by name; None for all."""
     expires_at: float | None = None
-    """In seconds since the epoch."""
+    """Expiry in seconds since the epoch."""
     credential: str = ""
     """What authenticated it, as `Authenticator.find` reads it: `sha256:HEX` of a key, `certificate:NAME`; empty where
     callers have neither. It is kept with work that is done later."""

@@ -45,8 +45,8 @@ class Alternatives:
         return Alternatives(self._scanners, self._token_bytes)
 
     def shown(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprobs:
-        """Log-probabilities of the next token without alternatives that would show something; the text goes on with
-        it."""
+        """Log probabilities of the next token without alternatives that would show something; the token is added to the
+        text."""
         allowed = list(takewhile(lambda other: other == token_id or self._may_follow(other), logprobs.top_ids))
         self.go_on(token_id)
         if len(allowed) == len(logprobs.top_ids):
@@ -77,7 +77,7 @@ class Alternatives:
         return found
 
     def go_on(self, token_id: int) -> None:
-        """The text goes on with a token."""
+        """Add a token to the text."""
         for i, scanner in enumerate(self._scanners or ()):
             text, start = self._before[i] + self._token_bytes(token_id), self._starts[i]
             while (found := scanner.find(text, start, False)) is not None and found.pattern is not None:

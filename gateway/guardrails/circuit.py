@@ -80,7 +80,7 @@ class Circuit:
 
 
 class Circuits:
-    """Of one guardrail: one for all, and one for each tenant whose last question failed."""
+    """Circuits of one guardrail: one for all, and one for each tenant whose last question failed."""
 
     def __init__(self) -> None:
         self._all = Circuit()
@@ -99,7 +99,7 @@ class Circuits:
         return self._all.is_open
 
     def open_since(self, tenant: str) -> float | None:
-        """Since when it is not asked for a tenant; `None` where it is."""
+        """Time since when it is not asked for a tenant; `None` if it is asked."""
         own = self._own.get(tenant)
         return self._all.open_since if self._all.is_open or own is None else own.open_since
 

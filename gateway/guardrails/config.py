@@ -65,7 +65,7 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """One of `gateway.guardrails`: `rules`, a `service`, or `python`. They are asked in their order."""
 
     name: Name
-    """In metrics, logs, errors and `disagg explain`."""
+    """Name in metrics, logs, errors and `disagg explain`."""
     rules: tuple[RuleOptions, ...] = ()
     """Built-in rules, which are checked in the gateway itself."""
     service: ServiceOptions | None = None
@@ -80,7 +80,7 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     context_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     """Characters of the answer before a piece that are sent with it."""
     timeout_s: Seconds = 1.0
-    """Until a question counts as failed; before, it waits for its place as long at most."""
+    """Seconds after which a question counts as failed; before it is asked, it waits for its place as long at most."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     """Questions at a time: connections of a service, threads of Python. Where there are several tenants, a quarter of
     them is never one tenant's, nor of those that wait."""

@@ -49,7 +49,7 @@ REFUSED: Final = "it cannot be judged"
 """Reason of a stop where the judge refuses the question."""
 _RETRY_S: Final = 1.0
 _REFUSALS_LOGGED_S: Final = 60.0
-"""Between two lines of the log about refused questions."""
+"""Seconds between two lines of the log about refused questions."""
 UNAVAILABLE: Final = "guardrail_unavailable"
 """Code of the error where a guardrail gave no verdict and nothing may pass without one."""
 MAX_REPLACEMENT_CHARS: Final = 1 << 20

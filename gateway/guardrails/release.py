@@ -30,7 +30,7 @@ class _Token(NamedTuple):
 class _Piece(NamedTuple):
     start: int
     end: int
-    """In characters of the original text."""
+    """End in characters of the original text."""
     run: Run
 
 
@@ -47,7 +47,7 @@ class Part:
     reasoning: list[str] = field(default_factory=list)
     """Reasoning, which comes before the texts."""
     calls: list[tuple[int, ToolCall]] = field(default_factory=list)
-    """Each with the number of characters of `texts` before it."""
+    """Calls, each with the number of characters of `texts` before it."""
 
     def add(self, run: Run) -> None:
         """Add what a client gets of a run."""

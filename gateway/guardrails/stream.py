@@ -35,7 +35,7 @@ class Run(NamedTuple):
     """Whether the text is the original one."""
     channel: Channel = "content"
     call: ToolCall | None = None
-    """In the channel `call`: takes the place of the text."""
+    """The tool call that takes the place of the text, in the channel `call`."""
 
 
 Work = Generator[Question, Verdict, list[Run]]
@@ -72,7 +72,7 @@ class _Kept:
     def __init__(self) -> None:
         self._runs: deque[Run] = deque()
         self._offset = 0
-        """Characters of the first run that are gone."""
+        """Characters of the first run that were taken."""
 
     @property
     def num_runs(self) -> int:

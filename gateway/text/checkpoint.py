@@ -47,7 +47,7 @@ class NamedTemplate(msgspec.Struct, frozen=True):
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """Of `special_tokens_map.json`, and the same keys of `tokenizer_config.json`."""
+    """Fields of `special_tokens_map.json`, and the same keys of `tokenizer_config.json`."""
 
     bos_token: Token = None
     eos_token: Token = None

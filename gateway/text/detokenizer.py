@@ -104,7 +104,7 @@ class StopMatcher:
         return held
 
     def _find(self, text: str) -> int | None:
-        """Where the stop string begins that ends first; of several that end there, the longest."""
+        """Index where the stop string begins that ends first; of several that end there, the longest."""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if not found:
             return None
@@ -132,7 +132,7 @@ class Piece(NamedTuple):
     reasoning: str = ""
     """Text between think tags; it comes before `text`."""
     calls: tuple[tuple[int, ToolCall], ...] = ()
-    """Each with the number of characters of `text` before it."""
+    """Calls, each with the number of characters of `text` before it."""
 
 
 class TextStream:

@@ -108,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return work.result(super().call(__context, __obj, *args, **kwargs))
 
     def step(self, num_chars: int) -> None:
-        """A round of a loop, whose body has so much text."""
+        """Count a round of a loop, by the size of the text of its body."""
         _WORK.get().step(num_chars)
 
     def read(self, value: Any) -> Any:

@@ -22,7 +22,7 @@ EXIT_STATUS = 3
 
 
 def exit_process() -> None:
-    """At once, from any thread."""
+    """End the process at once, from any thread."""
     logging.shutdown()
     os._exit(EXIT_STATUS)
 

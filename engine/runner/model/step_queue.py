@@ -66,7 +66,7 @@ class DeviceStepQueue(StepQueue):
 
 
 def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each entry the row of `after` that samples its token."""
+    """For each entry, the row of `after` that samples its token."""
     rows = {entry.sequence: row for row, entry in enumerate(after.decodes)}
     sources = [
         rows[entry.sequence] if pending else NO_SOURCE for entry, pending in zip(plan.decodes, num_pending, strict=True)
