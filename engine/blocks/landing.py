@@ -36,8 +36,8 @@ class Landing:
         self.landed: dict[AttemptKey, Ranges] = {}
         """Token ranges whose KV is in the blocks, for each reserved sequence."""
         self._under_way: deque[_Scattering] = deque()
-        """Copies that were queued behind a step under way, after whose answers the peer fills the buffers again. None
-        outlasts the call that finishes the last such step."""
+        """Copies queued behind a running step; the peer reuses their buffers after the answers. The call that finishes
+        the last such step finishes them all."""
         self._joins: dict[AttemptKey, tuple[Join, float]] = {}
         """Joins that wait for digests, with the time at which they came."""
 
@@ -50,8 +50,8 @@ class Landing:
         self.landed[key] = []
 
     def begun(self, command: Scatter, copying: Copying | None, *, waits: bool) -> list[Scattered]:
-        """The copy was made (None) or queued; the answer, unless it is one of `answers` later. With `waits` there is
-        nothing else to wait for. Raises what the device raises."""
+        """The copy was made (None) or queued; returns the answer, unless it is one of `answers` later. With `waits`
+        there is nothing else to wait for. Raises what the device raises."""
         ranges = self.landed[command.key]
         if copying is not None and waits:
             copying.wait()

@@ -52,7 +52,7 @@ class IdleSteps:
         self._best_ms = min((each.ms for each in calibration if _is_alike(each)), default=math.inf)
         self._last_ms = math.inf
         self._due: float | None = None
-        """None while the worker has something to do."""
+        """Time of the next idle step; None while the worker has something to do."""
         self._pause_s = FIRST_PAUSE_S
         self._num_left = NUM_CHANGED
         """Steps in a row that are still to be made."""

@@ -246,7 +246,7 @@ class Worker:
         logger.info("%s listens on %s", self.config.worker_id, self._info.address)
 
     async def _close(self) -> None:
-        """Each part ends, whatever becomes of the others."""
+        """End each part, also if another one fails to end."""
         ended = await asyncio.gather(*(role.stop() for role in self._roles), return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):

@@ -90,16 +90,16 @@ class Circuits:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not asked, for one tenant at least."""
+        """Whether the guardrail is not asked for at least one tenant."""
         return self._all.is_open or any(own.is_open for own in self._own.values())
 
     @property
     def is_outage(self) -> bool:
-        """Whether it is not asked for anybody, so that no tenant's texts can be why."""
+        """Whether the guardrail is asked for no tenant, so that no tenant's texts can be the reason."""
         return self._all.is_open
 
     def open_since(self, tenant: str) -> float | None:
-        """Time since when it is not asked for a tenant; `None` if it is asked."""
+        """Time since which the guardrail is not asked for a tenant; `None` if it is asked."""
         own = self._own.get(tenant)
         return self._all.open_since if self._all.is_open or own is None else own.open_since
 

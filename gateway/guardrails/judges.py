@@ -76,7 +76,7 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None:
-        """Nothing is asked any more."""
+        """Release what the judge holds; nothing is asked afterwards."""
         ...
 
 

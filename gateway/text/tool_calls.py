@@ -30,7 +30,7 @@ _NO_JSON: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """As models write it."""
+    """A tool call as models write it."""
 
     name: str
     arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
