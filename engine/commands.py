@@ -37,7 +37,7 @@ class Join:
     key: AttemptKey
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Of that token, where requested."""
+    """Log probabilities of `token_id`, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class TokenSampled(msgspec.Struct, frozen=True):
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Where requested."""
+    """Log probabilities of `token_id`, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class PrefillComputed:
     token_id: int
     cached_tokens: int
     logprobs: TokenLogprobs | None = None
-    """Of the token, where requested."""
+    """Log probabilities of `token_id`, if requested."""
     queue_s: float = field(default=0.0, compare=False)
     """How long the sequence waited for its first step."""
 
@@ -212,7 +212,7 @@ class Gathered:
     seq: int
     ok: bool
     checksum: int = 0
-    """Of the copy."""
+    """Checksum of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +243,10 @@ class Exported:
 
     key: AttemptKey
     gateway_id: GatewayId
-    """Empty where the sequence is gone."""
+    """Gateway of the sequence; empty if the sequence is gone."""
     spec: SequenceSpec | None
-    """With the tokens whose KV is computed: all but the last one, and forced ones before it. None where it does not
-    decode here."""
+    """Spec with the tokens whose KV is computed: all but the last one, and forced ones before it. None where it does
+    not decode here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +256,11 @@ class Held:
     key: AttemptKey
     ok: bool
     token_ids: tuple[int, ...] = ()
-    """Behind those whose ids the other worker has; the KV of all of them is computed."""
+    """Tokens behind those whose ids the other worker has; the KV of all of them is computed."""
     token_id: int = -1
     """The last token, of which nothing is computed."""
     logprobs: TokenLogprobs | None = None
-    """Of the last token, where requested."""
+    """Log probabilities of `token_id`, if requested."""
 
 
 Event = (

@@ -24,9 +24,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["auto", "gloo", "shm", "nixl", "nccl", "local"]
-"""Of a worker, `auto` chooses as a pair is formed: nixl where it works, else shm or gloo (`transports/auto.py`)."""
+"""Transports of KV. With `auto`, a worker chooses when a pair is formed: nixl where it works, else shm or gloo
+(`transports/auto.py`)."""
 STAGED_ON_DEVICE: frozenset[TransportName] = frozenset({"nccl", "nixl"})
-"""Those whose staging memory is the device's, where the KV is; all others take the host's."""
+"""Transports whose staging memory is the device's, where the KV is; all others use the host's."""
 AttentionName = Literal["auto", "triton", "flashinfer"]
 Scheduling = Literal["decode_first", "slack", "prefill_first", "static"]
 
@@ -69,24 +70,24 @@ DEVICE_DEFAULTS = {
         tail_tokens=0,
     ),
 }
-"""By the kind of device."""
+"""Defaults by the kind of device."""
 _CPU = DEVICE_DEFAULTS["cpu"]
 
 
 def device_defaults(device: str) -> DeviceDefaults:
-    """Of `cpu`, `cuda` or `cuda:<index>`."""
+    """Defaults of `cpu`, `cuda` or `cuda:<index>`."""
     return DEVICE_DEFAULTS["cpu" if device == "cpu" else "cuda"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """In which form a model is kept and computed."""
+    """Form in which a model is kept and computed."""
 
     dtype: Dtype | Literal["auto"] = "auto"
-    """Of weights, activations and KV. `auto` is bfloat16; on CPUs that are slow at it, float32, for the whole cluster.
-    """
+    """Type of weights, activations and KV. `auto` is bfloat16; on CPUs that are slow at bfloat16 it is float32, for the
+    whole cluster."""
     quantization: Quantization = "none"
-    """Of the weights of linear layers, the LM head among them, done at load: `int8` for faster decoding on CPU, with
-    dtype bfloat16; `fp8` on GPU. See `check_quantization`."""
+    """Quantization of the weights of linear layers and of the LM head, done at load: `int8` for faster decoding on CPU,
+    with dtype bfloat16; `fp8` on GPU. See `check_quantization`."""
     share_weights: bool = False
     """Keep the packed weights once for all workers of a host, in a file of the cache folder that they map: less memory,
     and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small
@@ -98,11 +99,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """By which library workers compute."""
+    """Libraries with which workers compute."""
 
     attention: AttentionName = "auto"
-    """Of prompts, on a GPU: `triton`, our own kernels, or `flashinfer`, where that is installed. A worker tries the one
-    that is named before it loads the model, and does not start where that fails. `auto` is `triton` until both were
+    """Kernels for the attention of prompts on a GPU: `triton`, our own, or `flashinfer`, if that is installed. A worker
+    tries the named one before it loads the model, and does not start if that fails. `auto` is `triton` until both were
     measured. `disagg doctor` names what can be used."""
 
 
@@ -144,7 +145,7 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     gives it, whatever the index."""
 
     def watermark_blocks(self, num_blocks: int) -> int:
-        """Of so many blocks those that admission leaves free."""
+        """Number of blocks that admission leaves free, out of `num_blocks`."""
         return int(num_blocks * self.watermark)
 
 
@@ -312,7 +313,7 @@ def check_quantization(
 
 
 def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:
-    """In what workers of that model compute; `cpu_dtype` is the cluster's choice for its CPUs."""
+    """Type in which workers of that model compute; `cpu_dtype` is the cluster's choice for its CPUs."""
     if model.dtype != "auto":
         return model.dtype
     needs_bf16 = device.partition(":")[0] != "cpu" or model.quantization != "none" or model.share_weights

@@ -73,7 +73,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 NO_TOKEN = -1
-"""In place of a token id: nothing could be sampled from the row."""
+"""Value in place of a token id: nothing could be sampled from the row."""
 
 RowFault = Literal["model", "request"]
 """Why nothing could be sampled from a row: the model's logits hold NaN, +inf or nothing finite (`model`), or they were
@@ -81,7 +81,7 @@ good and the request's bias, masks, penalties and temperature left nothing finit
 
 
 OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation."""
+"""CUDA error code `cudaErrorMemoryAllocation`."""
 _FATAL_TEXTS = ("Triton Error [CUDA]", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
 """Not CUBLAS_STATUS_NOT_INITIALIZED, which is mostly a lack of memory for cuBLAS' handle."""
 
@@ -106,17 +106,19 @@ class StepResult(msgspec.Struct, frozen=True):
     only."""
 
     token_ids: list[int]
-    """One for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
+    """Token ids, one for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
     logprobs: Mapping[int, TokenLogprobs] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that have a token and whose sequences request it (`Sampling.logprobs`
-    is not negative)."""
+    """Log probabilities by index in `token_ids`, for exactly those that have a token and whose sequences request it
+    (`Sampling.logprobs` is not negative)."""
     faults: Mapping[int, RowFault] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: of exactly those that are `NO_TOKEN`, except rows of sequences that had ended before."""
+    """Faults by index in `token_ids`, for exactly those that are `NO_TOKEN`, except rows of sequences that had ended
+    before."""
     forced: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """By place in `token_ids`: tokens that must follow it, so that no step is needed to sample them. Only of sequences
+    """Tokens that must follow, by index in `token_ids`, so that no step is needed to sample them. Only of sequences
     that take them (`sampling_rules.takes_forced`)."""
     prompt_logprobs: Mapping[AttemptKey, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
-    """Of sequences that gather them (`Sequence.gathers_prompt`): of each prompt token behind one of their chunk."""
+    """Log probabilities of each prompt token that follows a token of the computed chunk, for sequences that gather them
+    (`Sequence.gathers_prompt`)."""
 
 
 class QueuedStep(Protocol):
@@ -150,15 +152,16 @@ class Copying(Protocol):
     """A copy that was queued on a device, and may be under way. Raises what the device raises."""
 
     def is_done(self) -> bool:
-        """Does not wait."""
+        """Whether the copy is done. Does not wait."""
         ...
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the copy is done."""
         ...
 
     def checksum(self) -> int:
-        """Of what was copied, once it is done. Of a copy into the cache only where a digest of it was requested."""
+        """Checksum of the copied bytes, once the copy is done. For a copy into the cache only if its digest was
+        requested."""
         ...
 
 
@@ -167,7 +170,7 @@ class WarmUp:
     """Steps to compute before the first request, because kernels are compiled at their first use."""
 
     chunks: tuple[int, ...] = (8,)
-    """Lengths of prompts."""
+    """Lengths of the prompts to compute, in tokens."""
     batches: tuple[int, ...] = (1,)
     """Numbers of sequences that are decoded together."""
     suffix_of: int = 0
@@ -186,7 +189,7 @@ class ModelRunner(Protocol):
     vocab_size: int
     fingerprint: str
     arithmetic: str = ""
-    """See `WorkerInfo.arithmetic`."""
+    """The same as `WorkerInfo.arithmetic`."""
     tp: int
     """Ranks that compute together."""
     digests: bool = False
@@ -195,7 +198,7 @@ class ModelRunner(Protocol):
 
     @property
     def step_queue(self) -> StepQueue | None:
-        """Where steps can be queued; None where `run` computes each of them."""
+        """The step queue, where steps can be queued; None where `run` computes each of them."""
         ...
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -21,7 +21,7 @@ from disagg.proto.token_ids import num_token_ids, pack_token_ids
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in this worker; see the module docstring for the transitions."""
+    """State of a sequence in this worker; see the module docstring for the transitions."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,7 +42,7 @@ class Sequence:
     is_copy: bool = False
     """Decode role: the prompt's KV comes from another worker, which has it too."""
     deadline: float | None = None
-    """On this process's monotonic clock."""
+    """Deadline on this process's monotonic clock."""
     arrival: float = 0.0
     first_at: float | None = None
     """When the request's first token was sampled, or came from the worker that did; on this process's monotonic clock.
@@ -54,7 +54,7 @@ class Sequence:
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache."""
     num_forced: int = 0
-    """Its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
+    """Number of its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
     """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
     block_table: list[int] = field(default_factory=list)
@@ -68,11 +68,12 @@ class Sequence:
     is_leaving: bool = False
     """Held, or to be held after its current step, because it moves to another worker."""
     last_logprobs: TokenLogprobs | None = None
-    """Of its last token, where requested."""
+    """Log probabilities of its last token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Gathered until the first token: of the prompt's tokens from the second one on, as far as it is computed."""
+    """Log probabilities of the prompt's tokens from the second one on, as far as they are computed. Gathered until the
+    first output token."""
     text_counts: TextCounts | None = None
-    """Of its ids, where they are penalized and one was sampled here."""
+    """Counts of its token ids, if they are penalized and a token was sampled here."""
     grammar_state: Any = None
     """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
     queue_s: float | None = None

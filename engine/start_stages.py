@@ -44,7 +44,7 @@ class StartStages:
 
     @property
     def phases(self) -> tuple[StartPhase, ...]:
-        """Those that have ended."""
+        """Stages that have ended."""
         return tuple(self._phases)
 
     def add(self, phases: Iterable[StartPhase]) -> None:

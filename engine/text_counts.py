@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _LEAST_CAPACITY = 64
 _MANY = 64
-"""So many new tokens at once are counted together."""
+"""Number of new tokens beyond which they are counted together."""
 
 
 class TextCounts:

@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_fragmented(self) -> int:
-        """Of the free blocks, those in extents that are partly in use."""
+        """Number of free blocks in extents that are partly in use."""
         return self._free.num_fragmented
 
     @property
@@ -131,7 +131,7 @@ class BlockManager:
         self._num_reserved += num_blocks
 
     def unreserve(self, num_blocks: int) -> None:
-        """Cancel a reservation."""
+        """Cancel the reservation of `num_blocks` blocks."""
         assert 0 <= num_blocks <= self._num_reserved
         self._num_reserved -= num_blocks
 

@@ -27,9 +27,9 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict()
-        """In the order of release."""
+        """Blocks in the order of release."""
         self.copies: OrderedDict[int, None] = OrderedDict()
-        """Those of them that are copies."""
+        """Blocks that are copies."""
         self.used_at = -math.inf
         """When one of its blocks was last released, or held again."""
 
@@ -45,19 +45,19 @@ class CachedBlocks:
 
     def __init__(self, num_blocks: int = 0, share: float = 0.0, keep_s: float = math.inf) -> None:
         self.now = 0.0
-        """As of the last command or step, on any clock."""
+        """Time of the last command or step, on any clock."""
         self._quota = share * num_blocks
         self._keep_s = keep_s
         self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
-        """Of every block, in the order of release."""
+        """Tenant tag of every cached block, in the order of release."""
         self._copies: OrderedDict[int, None] = OrderedDict()
-        """Those that are copies."""
+        """Cached blocks that are copies."""
         self._tenants: dict[TenantTag, _Tenant] = {}
-        """Those that have blocks."""
+        """Tenants that have blocks."""
         self._by_use: OrderedDict[TenantTag, None] = OrderedDict()
         """The tenant first that was idle for longest."""
         self._by_size: dict[int, OrderedDict[TenantTag, None]] = {}
-        """Number of blocks -> the tenants with so many."""
+        """Tenants by their number of blocks."""
         self._largest = 0
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class CachedBlocks:
         return next(iter(self._copies or self._tag_of))
 
     def evict(self) -> int:
-        """Remove that block."""
+        """Remove the block `next` and return it."""
         block = self.next
         self._take(block)
         return block
@@ -157,7 +157,7 @@ class CachedBlocks:
         self._by_use.move_to_end(tag)
 
     def _resized(self, tag: TenantTag, before: int, after: int) -> None:
-        """By one block."""
+        """Record that the number of a tenant's blocks changed by one."""
         if before:
             same = self._by_size[before]
             del same[tag]

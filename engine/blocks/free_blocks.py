@@ -36,7 +36,7 @@ class FreeBlocks:
 
     @property
     def flags(self) -> Seq[int]:
-        """Of each block of the cache, whether it is free; read only."""
+        """For each block of the cache, whether it is free; read only."""
         return self._is_free
 
     @property
@@ -46,7 +46,7 @@ class FreeBlocks:
 
     @property
     def num_fragmented(self) -> int:
-        """Those in extents that are partly in use."""
+        """Number of free blocks in extents that are partly in use."""
         return self._num_free - self._num_in_whole
 
     def extent(self, block: int) -> range:

@@ -18,7 +18,7 @@ from disagg.engine.plan import Copying
 from disagg.proto.ids import AttemptKey
 
 Ranges = list[tuple[int, int]]
-"""Tokens [start, end)."""
+"""Half-open ranges [start, end) of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Scattering:
     command: Scatter
     copying: Copying
     ranges: Ranges
-    """Of the reservation that it is for, which may be over."""
+    """Landed ranges of the reservation for which the copy was made; the reservation may have ended."""
 
 
 class Landing:
@@ -34,15 +34,15 @@ class Landing:
 
     def __init__(self) -> None:
         self.landed: dict[AttemptKey, Ranges] = {}
-        """Of each reserved sequence what is in its blocks."""
+        """Token ranges whose KV is in the blocks, for each reserved sequence."""
         self._under_way: deque[_Scattering] = deque()
-        """Copies that were queued behind a step under way, after whose answers the peer fills the buffers again. None
-        outlasts the call that finishes the last such step."""
+        """Copies queued behind a running step; the peer reuses their buffers after the answers. The call that finishes
+        the last such step finishes them all."""
         self._joins: dict[AttemptKey, tuple[Join, float]] = {}
-        """That wait for digests, with the time at which they came."""
+        """Joins that wait for digests, with the time at which they came."""
 
     def __len__(self) -> int:
-        """Copies under way."""
+        """Number of copies under way."""
         return len(self._under_way)
 
     def reserved(self, key: AttemptKey) -> None:
@@ -50,8 +50,8 @@ class Landing:
         self.landed[key] = []
 
     def begun(self, command: Scatter, copying: Copying | None, *, waits: bool) -> list[Scattered]:
-        """The copy was made (None) or queued; the answer, unless it is one of `answers` later. With `waits` there is
-        nothing else to wait for. Raises what the device raises."""
+        """The copy was made (None) or queued; returns the answer, unless it is one of `answers` later. With `waits`
+        there is nothing else to wait for. Raises what the device raises."""
         ranges = self.landed[command.key]
         if copying is not None and waits:
             copying.wait()
@@ -67,7 +67,7 @@ class Landing:
         return []
 
     def answers(self, *, wait: bool) -> Iterator[Scattered]:
-        """Of copies that are done, in the order of the commands. Raises what the device raises."""
+        """Answers of the copies that are done, in the order of the commands. Raises what the device raises."""
         while self._under_way:
             scattering = self._under_way[0]
             if wait:

@@ -51,7 +51,7 @@ class SwapIn:
 
     sequence: Sequence
     pieces: tuple[Piece, ...]
-    """None where the cache has all of it."""
+    """Pieces to copy; empty where the cache has all of it."""
 
 
 class SwapPool:
@@ -70,7 +70,7 @@ class SwapPool:
         self._num_made = 0
         """Slots 0 .. `_num_made` - 1 were used at some time."""
         self._free: list[int] = []
-        """Those of them that are free; the last one is used next."""
+        """Slots below `_num_made` that are free; the last one is used next."""
         self._kept: dict[AttemptKey, tuple[Piece, ...]] = {}
 
     @property

@@ -183,7 +183,7 @@ def _sliding_window(fields: JsonFields, architecture: str) -> int | None:
 
 
 def _rope(fields: JsonFields) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (transformers 4)."""
+    """RoPE settings from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (transformers 4)."""
     parameters = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise fields.error(f"the rope parameters must be an object, not {parameters!r}")
@@ -254,7 +254,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _eos_token_ids(folder: Path, fields: JsonFields) -> tuple[int, ...]:
-    """From generation_config.json where it names any, else from config.json."""
+    """Ids from generation_config.json if it names any, else from config.json."""
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.exists() else {}
     source = JsonFields(generation_file, generation) if generation.get("eos_token_id") is not None else fields

@@ -8,21 +8,21 @@ from typing import Final, NamedTuple
 
 GIB: Final = 1 << 30
 KILL_AFTER_S: Final = 5
-"""Of processor time, after SIGXCPU."""
+"""Seconds of processor time between SIGXCPU and SIGKILL."""
 
 
 class Limits(NamedTuple):
-    """Of one conversion."""
+    """Resource limits of one conversion."""
 
     memory_bytes: int
     """Private memory: libraries, and all weights in bf16 before they are written."""
     cpu_s: int
     file_bytes: int
-    """Of one file that it writes."""
+    """Maximum size of a file that the conversion writes."""
 
 
 def limits_for(source_bytes: int) -> Limits:
-    """For a file of this size: weights of two bits become eight times as large."""
+    """Limits for a file of this size: weights of two bits become eight times as large."""
     return Limits(
         memory_bytes=4 * GIB + 10 * source_bytes,
         cpu_s=600 + 120 * (source_bytes // GIB),
@@ -31,7 +31,7 @@ def limits_for(source_bytes: int) -> Limits:
 
 
 def limit_this_process(limits: Limits) -> None:
-    """From now on; beyond them allocations raise `MemoryError`, writes `OSError`, and SIGXCPU ends the process."""
+    """Set the limits. Beyond them allocations raise `MemoryError`, writes `OSError`, and SIGXCPU ends the process."""
     for kind, value, more in (
         (resource.RLIMIT_DATA, limits.memory_bytes, 0),
         (resource.RLIMIT_CPU, limits.cpu_s, KILL_AFTER_S),

@@ -41,7 +41,7 @@ class JsonFields:
         return ConfigError(f"{self.file}: {message}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
@@ -59,7 +59,7 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Value of a field that must be true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.error(f"`{name}` must be true or false, not {value!r}")

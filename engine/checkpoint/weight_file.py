@@ -40,7 +40,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: str
     nbytes: int
-    """Of the tensors, with what lies between them."""
+    """Size of all tensors with their padding."""
     xxh3_128: str
     tensors: dict[str, _Tensor]
 

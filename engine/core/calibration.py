@@ -34,7 +34,7 @@ REPEATS = ((32, 4), (255, 2))
 """(tokens of a step, how often it runs at most that long); longer ones run once: they take long, and their own length
 averages what disturbs them."""
 MAX_DEVIATION = 1.2
-"""By what factor a step may take longer or shorter than it did, for earlier measurements to hold."""
+"""Factor by which a step may take longer or shorter than it did, for earlier measurements to hold."""
 CHECKED_DECODES = 8
 CLEARED_TOKENS = 256
 """Tokens whose KV is written at once before the first measurement."""
@@ -46,7 +46,7 @@ class _Clocks(NamedTuple):
     wall: Clock
     work: Clock
     end: float
-    """Of the measurements, by `wall`."""
+    """Deadline of the measurements, on the clock `wall`."""
 
 
 def calibrate(

@@ -77,7 +77,7 @@ from disagg.step_times.step_model import StepModel
 _log = logging.getLogger(__name__)
 
 _NO_GATEWAY = GatewayId("")
-"""In the `Ended` of a sequence that is not known any more."""
+"""Gateway id in the `Ended` of a sequence that is not known any more."""
 
 
 class EngineCore:
@@ -364,7 +364,7 @@ class EngineCore:
     # ------------------------------------------------------------ steps
 
     def step(self, now: float) -> list[Event]:
-        """`plan_step` and `run_step`."""
+        """Plan one step and run it; returns the events of both."""
         return [*self.plan_step(now), *self.run_step()]
 
     def plan_step(self, now: float) -> list[Event]:

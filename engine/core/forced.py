@@ -41,5 +41,5 @@ def as_rows(decodes: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ..
 
 
 def last_entries(plan: StepPlan) -> Iterable[ScheduledSequence]:
-    """Of each sequence the last entry, in the order of the plan."""
+    """Last entry of each sequence, in the order of the plan."""
     return {entry.sequence: entry for entry in plan.entries}.values()

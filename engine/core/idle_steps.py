@@ -52,12 +52,12 @@ class IdleSteps:
         self._best_ms = min((each.ms for each in calibration if _is_alike(each)), default=math.inf)
         self._last_ms = math.inf
         self._due: float | None = None
-        """None while the worker has something to do."""
+        """Time of the next idle step; None while the worker has something to do."""
         self._pause_s = FIRST_PAUSE_S
         self._num_left = NUM_CHANGED
         """Steps in a row that are still to be made."""
         self._block: int | None = None
-        """Of the step under way."""
+        """Block of the idle step under way, or None."""
 
     def worked(self) -> None:
         """The worker computed, or has, something else."""

@@ -18,7 +18,7 @@ class EngineTotals(NamedTuple):
     """What the engine counts itself."""
 
     output_tokens: int = 0
-    """Tokens sampled."""
+    """Number of tokens that the engine sampled."""
     cached_tokens: int = 0
     """Tokens of new sequences that were found in the prefix cache."""
     preemptions: int = 0
@@ -129,7 +129,7 @@ class PendingPrompts:
         self._tokens[key] = num_tokens
 
     def added(self, keys: Iterable[AttemptKey]) -> None:
-        """The engine counts these from now on, whatever became of them there."""
+        """The engine counts these from now on, also those that have ended there."""
         for key in keys:
             self._tokens.pop(key, None)
 

@@ -114,7 +114,7 @@ class Scheduler:
         self.sequences: dict[AttemptKey, Sequence] = {}
         self.running: dict[AttemptKey, Sequence] = {}
         self.waiting: LazyHeap[Sequence] = LazyHeap()
-        """In state WAITING or SUSPENDED."""
+        """Sequences in state WAITING or SUSPENDED."""
         self.resuming: dict[AttemptKey, Sequence] = {}
         """SUSPENDED sequences that have blocks again, until the copy into them is made; empty between steps."""
         self.num_reserved = 0
@@ -124,7 +124,7 @@ class Scheduler:
         self.num_preempted = 0
         """Sequences that wait because they were preempted, suspended ones included."""
         self.totals: Counter[str] = Counter(preemptions=0, cached_tokens=0)
-        """Since the start: preemptions, cached_tokens."""
+        """Counts since the start: preemptions, cached_tokens."""
         self.tail_tokens = tail_tokens
         self.kv_cache = KVCacheManager(
             blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens
@@ -136,7 +136,7 @@ class Scheduler:
         self._num_without = 0
         """Steps without prompts since the last one with some."""
         self._new_answers: list[Sequence] = []
-        """Their first token came since the last plan."""
+        """Sequences whose first token came since the last plan."""
 
     # ------------------------------------------------------------ sequences
 

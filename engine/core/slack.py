@@ -31,7 +31,7 @@ from disagg.step_times.step_model import StepModel
 OVERDUE = 2.0
 STARVED_STEPS = 8
 USUAL_TTFT_S = 10.0
-"""In place of a TTFT target, for the time at which a prompt is overdue."""
+"""TTFT target of sequences without one, in seconds, for the time at which a prompt is overdue."""
 
 
 class SlackSequence(Protocol):
@@ -67,16 +67,16 @@ class Room(NamedTuple):
     """Milliseconds of prompt tokens that a step may have beside its decodes."""
 
     ms: float
-    """By targets and `max_itl_ms`; negative where there is none."""
+    """Time for prompts within the targets and `max_itl_ms`; negative if there is none."""
     most_ms: float
-    """By `max_itl_ms` alone; enough for a block where the decodes alone take longer than that."""
+    """Time for prompts within `max_itl_ms` alone; time for one block if the decodes leave less than that of a token."""
     step_ms: float
-    """Of the step without prompts."""
+    """Duration of the step without prompts."""
     least: Decode | None = None
     """The sequence with the least slack; None where nothing decodes."""
 
     def less(self, ms: float) -> Room:
-        """What is left after so much of it."""
+        """The rest after `ms` of it is taken."""
         return Room(self.ms - ms, self.most_ms - ms, self.step_ms, self.least)
 
 
@@ -92,7 +92,7 @@ class Fitting(NamedTuple):
     up."""
 
     def may_begin(self, num_tokens: int, block_size: int) -> bool:
-        """Whether a prompt of so many tokens that waits may begin."""
+        """Whether a waiting prompt of `num_tokens` tokens may begin."""
         return self.is_exact or self.num_tokens >= min(num_tokens, block_size)
 
 

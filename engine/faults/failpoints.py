@@ -169,9 +169,9 @@ class Altered(NamedTuple):
     """What becomes of a control message."""
 
     messages: list[Any]
-    """In this order, instead of it."""
+    """Messages to send, in this order, instead of it."""
     delay_s: float = 0.0
-    """For how long these, and all that follow, are held up."""
+    """Seconds for which these, and all that follow, are held up."""
     fault: Failpoint | None = None
     """What was done, if anything."""
 

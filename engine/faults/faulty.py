@@ -116,7 +116,7 @@ class Failpoints:
         return lambda pair_name, address: self._formed(lambda: connect(pair_name, address))
 
     def rendezvous(self, rendezvous: Rendezvous) -> Rendezvous:
-        """D's rendezvous, likewise."""
+        """D's rendezvous, which forms pairs with faults, over channels with faults."""
         if not self._at("pair.setup", "transport.receive"):
             return rendezvous
         return _FaultyRendezvous(rendezvous, self._formed)

@@ -118,7 +118,7 @@ class _Late:
         self._timer.daemon = True
 
     def start(self) -> None:
-        """Begin to wait."""
+        """Start the timer of the delay."""
         self._timer.start()
 
     def give_now(self) -> None:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """What `open_on_thread` opens."""
+    """Resource that `open_on_thread` opens."""
 
     def close(self) -> None:
         """Release it; may block."""

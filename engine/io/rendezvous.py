@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_KEY_CHARS: Final = 256
 MAX_VALUE_BYTES: Final = 64 << 10
 MAX_ENTRIES: Final = 1024
-"""Of one group. Gloo makes one for each member, of 170 bytes for two members."""
+"""Maximum number of entries of a group. Gloo makes one for each member, of 170 bytes for two members."""
 _MAX_FRAME_BYTES: Final = MAX_VALUE_BYTES + 4096
 
 

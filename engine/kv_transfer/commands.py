@@ -23,9 +23,9 @@ class Cause(NamedTuple):
     """Why an attempt or a pair ended."""
 
     failure: Failure
-    """For programs."""
+    """Kind of the failure, for programs."""
     detail: str
-    """For people."""
+    """Description of the failure, for people."""
 
 
 CANCELLED = Cause(Failure.CANCELLED, "cancelled")
@@ -160,7 +160,7 @@ class SendOver:
     key: AttemptKey
     outcome: SendOutcome
     cause: Cause | None = None
-    """None where it was handed over."""
+    """Reason of the end; None if it was handed over."""
     kv_bytes: int = 0
     """Bytes of KV announced to D."""
     cached_tokens: int = 0
@@ -177,7 +177,7 @@ class ReceiveOver:
     key: AttemptKey
     outcome: ReceiveOutcome
     cause: Cause | None = None
-    """None where it was committed."""
+    """Reason of the end; None if it was committed."""
     kv_bytes: int = 0
     """Bytes of KV that landed."""
     cached_tokens: int = 0

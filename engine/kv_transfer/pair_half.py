@@ -35,7 +35,7 @@ class PeerError(Exception):
 
 
 class Table(Generic[S, E]):
-    """Transitions as data."""
+    """State transitions as a mapping of (state, event) to the next state."""
 
     def __init__(self, transitions: Mapping[tuple[S, E], S]) -> None:
         self._transitions = transitions
@@ -116,16 +116,16 @@ class PairClock:
         return self.now - self._last_heard
 
     def advance(self, now: float) -> None:
-        """Time went on."""
+        """Set the current time; a time before it is ignored."""
         self.now = max(self.now, now)
 
     def heard(self, now: float) -> None:
-        """A message of the peer came."""
+        """Record that a message of the peer arrived."""
         self.advance(now)
         self._last_heard = self.now
 
     def tick(self, now: float) -> bool:
-        """Time went on; whether a heartbeat is due."""
+        """Set the current time and return whether a heartbeat is due."""
         self.advance(now)
         if self.now - self._last_tick > self.lease_timeout_s / 2:
             self._last_heard = self.now
@@ -167,7 +167,7 @@ class ExpiringSet:
             self._added.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries of the set."""
         self._added.clear()
 
 

@@ -27,7 +27,7 @@ from disagg.proto.token_ids import num_token_ids
 
 
 class ReceiveState(enum.Enum):
-    """Where the hand-over of an attempt is, seen from D."""
+    """State of the hand-over of an attempt, seen from D."""
 
     RESERVING = "reserving"
     RECEIVING = "receiving"
@@ -66,7 +66,7 @@ RECEIVE_TABLE: Table[ReceiveState, ReceiveEvent] = Table(
 
 
 class ReceivedChunkState(enum.Enum):
-    """Where a chunk is, seen from D."""
+    """State of a chunk, seen from D."""
 
     WAITING = "waiting"
     RECEIVING = "receiving"
@@ -171,7 +171,7 @@ class ReceivedChunk:
     slot: int | None = None
     cleared_at: float = 0.0
     turn: int = 0
-    """Which receive of the pair it is, from 0; once it is cleared."""
+    """Index of the receive among those of the pair, from 0; set once it is cleared."""
 
     @property
     def num_tokens(self) -> int:

@@ -112,7 +112,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._last_moves: dict[AttemptKey, int] = {}
-        """Of the keys in `_ended`, and of some that were."""
+        """Number of the last move of each key in `_ended`, and of some keys that have left it."""
         self._last_generation = 0
 
     # ------------------------------------------------------------ inputs of this worker
@@ -369,7 +369,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self._last_moves[key] = move
 
     def _is_over(self, key: AttemptKey, move: int) -> bool:
-        """Whether this offer, or a later move of the sequence, ended here lately."""
+        """Whether this offer, or a later move of the sequence, ended here and is still remembered."""
         if len(self._last_moves) > 2 * len(self._ended) + 64:
             self._last_moves = {known: last for known, last in self._last_moves.items() if known in self._ended}
         return key in self._ended and move <= self._last_moves[key]

@@ -41,7 +41,7 @@ from disagg.proto.messages import SequenceSpec, TokenLogprobs
 
 
 class SendState(enum.Enum):
-    """Where the hand-over of an attempt is, seen from P."""
+    """State of the hand-over of an attempt, seen from P."""
 
     OFFERED = "offered"
     PREFILLING = "prefilling"
@@ -86,7 +86,7 @@ SEND_TABLE: Table[SendState, SendEvent] = Table(
 
 
 class SentChunkState(enum.Enum):
-    """Where a chunk is, seen from P."""
+    """State of a chunk, seen from P."""
 
     GATHERING = "gathering"
     ANNOUNCED_EARLY = "announced early"
@@ -153,7 +153,7 @@ class SendAttempt:
     move: int = 0
     """Number of the move where it is a running sequence; 0 for a prompt."""
     is_growing: bool = False
-    """It is a running sequence that was not held yet: it has more tokens than are known here."""
+    """Whether it is a running sequence that was not held yet: it has more tokens than are known here."""
     is_hold_ordered: bool = False
     num_planned: int = 0
     """The engine computes, or has computed, the tokens before this one."""
@@ -165,7 +165,7 @@ class SendAttempt:
     token_id: int | None = None
     """Output token 0, when the prompt is computed."""
     logprobs: TokenLogprobs | None = None
-    """Of that token, where requested."""
+    """Log probabilities of `token_id`, if requested."""
     kv_bytes: int = 0
     started: bool = False
     """Whether the engine runs or holds it: `StartPrefill` was issued, `ReleaseSequence` was not."""
@@ -246,7 +246,7 @@ class SentChunk:
     nbytes: int
     state: SentChunkState = SentChunkState.GATHERING
     checksum: int | None = None
-    """Known when it is gathered."""
+    """Checksum of the payload, known when it is gathered."""
     announced_at: float = 0.0
 
     @property
@@ -261,7 +261,7 @@ class SentChunk:
 
     @property
     def header(self) -> ChunkHeader:
-        """The announcement."""
+        """Message that announces this chunk."""
         request_id, number = self.attempt.key
         return ChunkHeader(
             request_id=request_id,
@@ -299,7 +299,7 @@ class SentChunk:
 
 
 class TokenRange(NamedTuple):
-    """Tokens [start, end)."""
+    """Half-open range [start, end) of tokens."""
 
     start: int
     end: int

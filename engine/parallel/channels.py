@@ -111,7 +111,7 @@ class RankChannels:
 
     @property
     def names(self) -> list[str]:
-        """Of the transports that the channels have, each once."""
+        """Names of the channels' transports, each once."""
         with self._lock:
             return sorted({channel.name for channel in self._channels.values()})
 
@@ -187,7 +187,7 @@ class RankChannels:
 
 
 def channel_name(pair_name: str, side: Side, rank: int, peer: int) -> str:
-    """Under which two ranks meet."""
+    """Name under which two ranks meet."""
     sender, receiver = (rank, peer) if side == "sender" else (peer, rank)
     return f"{pair_name}/{sender}-{receiver}"
 

@@ -85,7 +85,7 @@ def warm_up(runner: ModelRunner, config: WorkerConfig) -> None:
 
 
 NO_RENDEZVOUS = ""
-"""In place of the address, where no rank exchanges anything."""
+"""Address that stands for none, where no rank exchanges anything."""
 
 
 def open_rendezvous(config: WorkerConfig, secret: ClusterSecret) -> RendezvousServer | None:

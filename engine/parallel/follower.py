@@ -131,7 +131,7 @@ class Follower:
         self._stop_grace_s = stop_grace_s
         self._name = f"{config.worker_id} rank {shard.rank}"
         self._commands: queue.SimpleQueue[EngineCommand | Begin | Stop | None] = queue.SimpleQueue()
-        """For the engine thread; None when the connection has ended."""
+        """Commands for the engine thread; None when the connection has ended."""
         self._returned = threading.Event()
         self._staging: StagingParts | None = None
         self._transports: RankTransports | None = None

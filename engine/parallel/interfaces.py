@@ -35,27 +35,27 @@ class Followers(Protocol):
     """Ranks of the worker, rank 0 included."""
 
     def broadcast(self, command: RankCommand) -> None:
-        """To every follower; not answered."""
+        """Send a command to every follower; it is not answered."""
         ...
 
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """To one follower; its `call` is set here. `on_posted` is called when the follower sends `Posted`, at
-        most once and before its answer."""
+        """Send a call to one follower; its `call` is set here. `on_posted` is called when the follower sends `Posted`,
+        at most once and before its answer."""
         ...
 
 
 class NoFollowers(Followers):
-    """Of a worker of one rank."""
+    """Followers of a worker of one rank: none."""
 
     size = 1
 
     @override
     def broadcast(self, command: RankCommand) -> None:
-        """Nothing to do."""
+        """Does nothing: there are no other ranks."""
 
     @override
     def call(self, rank: int, command: RankCall, reply: Reply, on_posted: Callable[[], None] | None = None) -> None:
-        """Always an error."""
+        """Raises `AssertionError`: there are no other ranks."""
         raise AssertionError(f"{type(command).__name__} for rank {rank} of a worker of one")
 
 
@@ -89,7 +89,7 @@ class ShardRunner(ModelRunner, Protocol):
 
     shard: Shard
     checksum: Checksum
-    """Of what is gathered; to be set before the first `gather`."""
+    """Checksum function for gathered bytes; to be set before the first `gather`."""
 
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         """Take the exchange with the other ranks and the number of blocks, at most its own; once, before any step.

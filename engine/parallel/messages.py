@@ -54,9 +54,9 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     token_ids: bytes
     """int64, all tokens of the batch."""
     positions: bytes
-    """int64."""
+    """Position of each token in its sequence, int64."""
     slot_mapping: bytes
-    """int64."""
+    """Cache slot of each token, int64."""
     num_decodes: int
     decode_tables: bytes
     """int32, of each row the blocks up to the last one that is not 0, row by row. With one long sequence among short
@@ -66,7 +66,7 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     table_width: int
     """Columns of the table, which 0 fills up."""
     context_lens: bytes
-    """int32 [num_decodes]."""
+    """Tokens of each decoding sequence with KV after this step, int32 [num_decodes]."""
     prefills: tuple[tuple[int, int, bytes], ...]
     """(number of tokens, start, int32 block table) of each chunk, in the order of the batch."""
     sample_rows: bytes | None
@@ -82,7 +82,7 @@ class _CopyPart(Message, frozen=True, kw_only=True):
     buffer_bytes: int
     """Size of the part."""
     block_table: bytes
-    """int32."""
+    """Block table of the sequence, int32."""
     start: int
     end: int
     peer_tp: int
@@ -120,7 +120,8 @@ class OpenPair(Message, frozen=True, kw_only=True, tag=True):
     transport: str
     host: str
     store_address: str
-    """Of D's rendezvous. For each slice the two ranks meet under `<pair_name>/<sender rank>-<receiver rank>`."""
+    """Address of D's rendezvous. For each slice the two ranks meet under `<pair_name>/<sender rank>-<receiver
+    rank>`."""
 
 
 class SendPart(Message, frozen=True, kw_only=True, tag=True):
@@ -230,7 +231,7 @@ def decode_step(step: Step) -> BatchArrays:
 
 
 def _used_columns(tables_SM: I32) -> I64:
-    """Of each row the columns up to the last one that is not 0."""
+    """For each row, its columns up to the last one that is not 0."""
     is_used_SM = tables_SM[:, ::-1] != 0
     if not is_used_SM.size:
         return np.zeros(len(tables_SM), dtype=np.int64)

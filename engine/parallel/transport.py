@@ -110,7 +110,7 @@ class GroupTransport(PairTransport):
     @property
     @override
     def name(self) -> str:
-        """Of rank 0's channels; each may choose for itself."""
+        """Names of the transports of rank 0's channels; each may choose for itself."""
         return "+".join(self._channels.names) or self._end.transport
 
     # ------------------------------------------------------------ open and close

@@ -115,7 +115,7 @@ class GroupCollective(Collective):
 
     @override
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """In place."""
+        """Sum over the ranks, in place."""
         self._open_group().allreduce([tensor]).wait()
         return tensor
 
@@ -190,7 +190,7 @@ class NcclCollective(GroupCollective):
 
     @override
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """In place."""
+        """Sum over the ranks, in place."""
         with NCCL_CALLS:
             return super().all_reduce(tensor)
 

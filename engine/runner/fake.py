@@ -162,7 +162,7 @@ class FakeModelRunner(ModelRunner):
 
     @override
     def new_staging(self, nbytes: int) -> Buffer:
-        """A uint8 array."""
+        """An uninitialized uint8 array."""
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
@@ -180,7 +180,7 @@ class FakeModelRunner(ModelRunner):
         return ""
 
     def drop_captures(self) -> None:
-        """There are none."""
+        """Does nothing: there are no captures."""
 
     @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:

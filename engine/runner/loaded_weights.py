@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Of a model, or of one rank."""
+    """Weights of a model, or of one rank of it."""
 
     fingerprint: str
-    """Of the whole model."""
+    """Fingerprint of the whole model, also for one rank."""
     parameters: ModelParameters
 
 
 _kept: dict[tuple[WeightsSource, Any], LoadedWeights] = {}
-"""By source, and by the weight files as they were."""
+"""Weights by source, and by the weight files as they were."""
 
 
 def load_weights(
@@ -60,7 +60,7 @@ def load_weights(
 
 
 def whole_weights(source: WeightsSource, model: ModelConfig) -> LoadedWeights | None:
-    """Those of the whole model that are kept in this process, for a CPU; None where there are none."""
+    """Weights of the whole model that are kept in this process, for a CPU; None if there are none."""
     found = _kept.get((source, (model, weight_file_times(source.model_path)))) if _kept else None
     if found is not None:
         logger.info("weights are those of the template")

@@ -212,7 +212,7 @@ def sampled_logprobs(
 
 
 def logprobs_of_row(logits_V: Tensor, logprobs_V: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """Of a token and of the `num_top` likeliest ones of a row, both in fp32."""
+    """Log probabilities of a token and of the `num_top` likeliest ones of a row, both in fp32."""
     top_K = _likeliest(logits_V, num_top)
     return TokenLogprobs(
         logprob=float(logprobs_V[token_id]),

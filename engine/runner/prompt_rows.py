@@ -18,7 +18,7 @@ from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import TokenLogprobs
 
 _ROWS_AT_A_TIME = 16
-"""In fp32."""
+"""Rows of logits that are converted to fp32 at a time."""
 
 
 class _PromptRows(NamedTuple):

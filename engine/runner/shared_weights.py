@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def shared_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of packed weights, beside the models."""
+    """Folder of packed weights, beside the models."""
     return cache_folder("packed", environ)
 
 
@@ -85,7 +85,7 @@ class _SharedFile:
         return self.folder / f"{self.fingerprint}-{self.key}.weights"
 
     def mapped(self, log_reason: bool = False) -> ModelParameters | None:
-        """None where there is no such file, or it cannot be used."""
+        """Mapped weights; None if there is no such file, or it cannot be used."""
         try:
             parameters = _filled(self.model, self.dtype, map_tensors(self.path, self.key))
         except FileNotFoundError:

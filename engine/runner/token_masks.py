@@ -53,7 +53,7 @@ MAX_FORCED = 64
 
 
 class GrammarState:
-    """Of one sequence."""
+    """State of the grammar of one sequence."""
 
     def __init__(self, matcher: LLMatcher | None) -> None:
         self.matcher = matcher
@@ -133,7 +133,7 @@ class TokenMasks:
             self._pending = _on_a_thread(lambda: self._fill(rows))
 
     def wait(self) -> None:
-        """Until the masks of the last `start` are there."""
+        """Wait until the masks of the last `start` are computed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -184,7 +184,7 @@ class TokenMasks:
         )
 
     def _fill(self, sequences: Seq[Sequence]) -> None:
-        """On the thread."""
+        """Advance the grammars and fill the masks; runs on the thread."""
         rows: list[tuple[GrammarState, LLMatcher]] = []
         for sequence in sequences:
             if sequence.grammar_state is None:
@@ -226,7 +226,7 @@ class TokenMasks:
 
 
 def _is_current(sequence: Sequence) -> bool:
-    """Whether the mask of its next token is there."""
+    """Whether the mask of its next token is computed."""
     state = sequence.grammar_state
     return state is not None and state.num_taken == sequence.num_output_tokens and state.words is not None
 

@@ -41,7 +41,7 @@ class Target:
     """What a tensor of the checkpoint fills."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor in the checkpoint."""
     parameter: Tensor
     """A (slice of a) parameter, not packed yet; it has the shape of `part`."""
     dim: int = 0

@@ -70,7 +70,8 @@ def _sender_of(head: int, receiver: int, num_kv_heads: int, sender_tp: int, rece
 
 
 MAX_RANKS = 64
-"""Of a worker. A plan costs as much as the product of both sides' ranks, and a peer announces its own number."""
+"""Maximum number of ranks of a worker. The cost of a plan is proportional to the product of both sides' ranks, and a
+peer announces its own number."""
 
 
 @dataclass(frozen=True, slots=True)

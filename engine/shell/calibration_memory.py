@@ -42,11 +42,11 @@ class CalibrationMemory:
     """What is known of a worker."""
 
     samples: tuple[StepSample, ...] = ()
-    """Empty where nothing is."""
+    """Measured steps; empty if none are known."""
 
 
 def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of step times, beside the models."""
+    """Folder of step times, beside the models."""
     return cache_folder("calibration", environ)
 
 
@@ -89,7 +89,7 @@ def _key(runner: ModelRunner, config: WorkerConfig) -> str:
 
 
 def _read(path: Path) -> tuple[StepSample, ...]:
-    """Empty where there is no usable file."""
+    """Samples of the file; empty if there is no usable one."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())

@@ -58,11 +58,11 @@ class Batch:
     steps: tuple[StepSample, ...] = ()
     """The steps that were run since the last batch."""
     totals: EngineTotals = field(default_factory=EngineTotals)
-    """As of now."""
+    """Totals as of this batch."""
     added: tuple[AttemptKey, ...] = ()
     """Sequences that `load` counts and that of no earlier batch did; they may have ended meanwhile."""
     idle_step: StepSample | None = None
-    """One without sequences, see `core/idle_steps.py`."""
+    """Idle step, without sequences; see `core/idle_steps.py`."""
 
 
 class EngineThread:
@@ -82,7 +82,7 @@ class EngineThread:
         self._deliver = deliver
         self._on_crash = on_crash
         self._inbox: deque[tuple[float, Command]] = deque()
-        """With the time at which each was posted: from then on its sequence waits."""
+        """Commands with the time at which each was posted: from then on its sequence waits."""
         self._calls: deque[tuple[Callable[[EngineCore], Any], concurrent.futures.Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._pacing = TokenPacing(token_interval_s)
@@ -99,12 +99,12 @@ class EngineThread:
         """There is no sequence, and since the last one it was not checked that nothing is held."""
         self._clock = process_clock().now
         self._turn_began: float | None = None
-        """None between two turns."""
+        """Start of the current turn; None between two turns."""
         self._expected_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to run."""
+        """Start to handle commands and run steps."""
         self._thread.start()
 
     def post(self, command: Command) -> None:
@@ -126,12 +126,12 @@ class EngineThread:
         return future
 
     def turn_s(self) -> float:
-        """For how long the present turn has lasted; 0 between two turns. Any thread."""
+        """Duration of the current turn so far; 0 between two turns. Any thread."""
         began = self._turn_began
         return 0.0 if began is None else self._clock() - began
 
     def expected_s(self) -> float:
-        """For how long the present turn was predicted to last; 0 where no turn lasts long. Any thread."""
+        """Predicted duration of the current turn; 0 where no turn lasts long. Any thread."""
         return self._expected_s
 
     @property

@@ -45,7 +45,7 @@ class WorkerParts:
     """Wraps what takes the peer's control messages of one pair."""
     wrap_runner: Callable[[ModelRunner], ModelRunner] = _same_runner
     new_mailbox: Callable[[int], Mailbox[StepUpdate]] = _new_mailbox
-    """The updates for one gateway, of at most so many items."""
+    """Makes the queue of updates for one gateway, of at most that many items."""
 
 
 DEFAULT_PARTS = WorkerParts()

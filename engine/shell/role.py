@@ -25,7 +25,7 @@ class RoleContext(Protocol):
 
     config: WorkerConfig
     cluster_secret: ClusterSecret
-    """For calls to other workers."""
+    """Secret for calls to other workers."""
     outbox: Outbox
     parts: WorkerParts
     """What pairs are made of."""
@@ -88,7 +88,7 @@ class Role(Protocol):
         ...
 
     def dispatch(self, dispatch: Dispatch) -> None:
-        """Run an attempt."""
+        """Run an attempt on this worker."""
         ...
 
     def connect(self, peer: PeerRef) -> None:
@@ -121,7 +121,7 @@ class Role(Protocol):
         ...
 
     def tick(self, now: float) -> None:
-        """Called every heartbeat."""
+        """Do periodic work; called at every heartbeat."""
         ...
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:

@@ -86,11 +86,11 @@ class ServedWorker(Protocol):
         ...
 
     def turn_s(self) -> float:
-        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        """Duration of the engine's current turn so far; 0 where it waits. Any thread."""
         ...
 
     def expected_s(self) -> float:
-        """For how long that was predicted to last; 0 where no turn lasts long. Any thread."""
+        """Predicted duration of the engine's current turn; 0 where no turn lasts long. Any thread."""
         ...
 
     async def prefix_snapshot(self) -> BlocksSnapshot:
@@ -110,13 +110,13 @@ class _Watch:
         self.steps = StepSampler()
         self.needs_snapshot = True
         self.snapshot: asyncio.Future[BlocksSnapshot] | None = None
-        """One that the engine is to take."""
+        """Snapshot that the engine is to take."""
         self.changed = asyncio.Event()
 
     def note(
         self, kv_events: Sequence[KvEvent], steps: Sequence[StepSample], idle_step: StepSample | None = None
     ) -> None:
-        """Something changed."""
+        """Add KV events and steps to the next update."""
         for step in steps:
             self.steps.offer(step)
         if idle_step is not None:
@@ -149,7 +149,7 @@ class _Watch:
         return events
 
     def close(self) -> None:
-        """The stream ended."""
+        """Cancel a running snapshot, because the stream has ended."""
         if self.snapshot is not None:
             self.snapshot.cancel()
 

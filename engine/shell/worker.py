@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 """How long a thread may take to end beyond its grace period."""
 QUIET_SHARE = 0.9
-"""Of its core: with less, a worker says in its log that its step times were measured on a busy machine."""
+"""Share of its core that a worker has while it measures its steps. With less, it logs that the machine was busy."""
 LAST_TASKS_S = 1.0
-"""For what gRPC still has to do after its server stopped."""
+"""Seconds for what gRPC still has to do after its server stopped."""
 
 
 class RoleFactory(Protocol):
@@ -107,7 +107,7 @@ class Worker:
         self._roles: list[Role] = []
         self._pending_prompts = PendingPrompts()
         self._probes: dict[GatewayId, int] = {}
-        """Of probes whose prompt is computed here, until it is: its tokens, by the gateway that the prober is."""
+        """Prompt tokens of each probe whose prompt is being computed here, by the id of the gateway that probes."""
         self._info: WorkerInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event: asyncio.Event | None = None
@@ -117,7 +117,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run_loop, name="asyncio", daemon=True)
         self._now = process_clock().now
         self.stages = StartStages(time.monotonic)
-        """Of the start."""
+        """Stages of the worker's start."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -246,7 +246,7 @@ class Worker:
         logger.info("%s listens on %s", self.config.worker_id, self._info.address)
 
     async def _close(self) -> None:
-        """Each part ends, whatever becomes of the others."""
+        """End each part, also if another one fails to end."""
         ended = await asyncio.gather(*(role.stop() for role in self._roles), return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):
@@ -315,7 +315,7 @@ class Worker:
         return self._runner.digests
 
     def now(self) -> float:
-        """The process's clock."""
+        """Current time of the process's clock."""
         return self._now()
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
@@ -438,15 +438,15 @@ class Worker:
         return tuple(count for role in self._roles for count in role.transfers())
 
     def num_pending_prompt_tokens(self) -> int:
-        """Of prompts that were dispatched and that the engine's load does not count yet."""
+        """Number of tokens of prompts that were dispatched and that the engine's load does not count yet."""
         return self._pending_prompts.num_tokens(self._owns)
 
     def turn_s(self) -> float:
-        """For how long the engine has been in its present turn; 0 where it waits. Any thread."""
+        """Duration of the engine's current turn so far; 0 where it waits. Any thread."""
         return self._engine.turn_s()
 
     def expected_s(self) -> float:
-        """For how long that was predicted to last; 0 where no turn lasts long. Any thread."""
+        """Predicted duration of the engine's current turn; 0 where no turn lasts long. Any thread."""
         return self._engine.expected_s()
 
     async def prefix_snapshot(self) -> BlocksSnapshot:

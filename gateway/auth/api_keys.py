@@ -60,7 +60,7 @@ _TIME = re.compile(
 )
 _DAY_S = 86_400.0
 _MAX_SHOWN_CHARS = 40
-"""Of a wrong `expires`."""
+"""Characters of a wrong `expires` that the error shows."""
 
 _COUNT = Annotated[int, msgspec.Meta(ge=1)]
 _POSITIVE = Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -78,7 +78,7 @@ class LimitsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     queued: _COUNT | None = None
     """Answers that wait; further ones are refused."""
     weight: _POSITIVE = 1.0
-    """Its share of tokens while others wait, compared with theirs."""
+    """Share of tokens while others wait, compared with theirs."""
     max_priority: int = 0
     """Requests of a higher priority get this one."""
     min_ttft_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -94,7 +94,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     key: str | None = None
     """Printable ASCII without spaces."""
     sha256: _SHA256 | None = None
-    """Its SHA-256 in hex."""
+    """SHA-256 of the key, in hex."""
     certificate: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
     """Common name of a client certificate that stands for a key."""
     admin: bool = False
@@ -109,7 +109,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What it may do, instead of `admin` and `metrics`: send prompts, read exact counts, change the cluster (and
     read these). Without it `inference`, and what those two add."""
     limits: LimitsEntry | None = None
-    """Of the tenant. Where several of its keys have them, they must be equal."""
+    """Limits of the tenant. If several of its keys have limits, they must be equal."""
 
     def __repr__(self) -> str:
         return f"KeyEntry(tenant={self.tenant!r}, admin={self.admin})"
@@ -200,7 +200,7 @@ def parse_entries(text: str, path: str) -> list[KeyEntry]:
 
 
 def _limits_of(entries: Sequence[KeyEntry], path: str) -> dict[str, TenantLimits]:
-    """By tenant. Raises `ConfigError` where two keys of one have different limits."""
+    """Limits by tenant. Raises `ConfigError` where two keys of one have different limits."""
     found: dict[str, LimitsEntry] = {}
     for index, entry in enumerate(entries):
         if entry.limits is not None and found.setdefault(entry.tenant, entry.limits) != entry.limits:

@@ -23,7 +23,7 @@ logger.setLevel(logging.INFO)  # whatever the other loggers show
 BURST_LINES: Final = 20
 LINES_PER_S: Final = 0.5
 MAX_SHOWN_CHARS: Final = 200
-"""Of what a caller wrote."""
+"""Characters of a caller's text that the log shows."""
 _WORDS: Final[dict[Reason, str]] = {
     "missing": "no key",
     "malformed": "no `Bearer KEY`",

@@ -23,7 +23,7 @@ from disagg.proto.errors import AuthenticationError
 from disagg.router.api import NO_LIMITS, TenantLimits
 
 TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
-"""Names of tenants."""
+"""Pattern of the names of tenants."""
 
 _DIGEST: Final = "sha256:"
 _CERTIFICATE: Final = "certificate:"
@@ -42,7 +42,7 @@ class Caller(NamedTuple):
     is_admin: bool
     """Whether it may change the cluster and see other tenants' requests."""
     limits: TenantLimits = NO_LIMITS
-    """Of its tenant."""
+    """Limits of its tenant."""
     metrics: bool = False
     """Whether it may read exact counts of all tenants, such as `/metrics`; an admin may in any case."""
 
@@ -51,7 +51,7 @@ class Caller(NamedTuple):
     models: frozenset[str] | None = None
     """The only ones that it may use, by name; None for all."""
     expires_at: float | None = None
-    """In seconds since the epoch."""
+    """Expiry in seconds since the epoch."""
     credential: str = ""
     """What authenticated it, as `Authenticator.find` reads it: `sha256:HEX` of a key, `certificate:NAME`; empty where
     callers have neither. It is kept with work that is done later."""
@@ -87,10 +87,10 @@ PUBLIC = Caller("", False, metrics=True)
 """All callers of a gateway without keys that others can reach: its owner allowed requests of all."""
 
 AUTHORIZATION: Final = "authorization"
-"""The metadata, or header, of a key."""
+"""Name of the header, or metadata entry, that carries a key."""
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=UNAUTHENTICATED)
-"""Of the running call; set by the outermost layer of each protocol."""
+"""Caller of the running call; set by the outermost layer of each protocol."""
 
 KEY_NEEDED = "a valid API key is needed, as `authorization: Bearer KEY`"
 """The one answer to a missing, a malformed and an unknown key."""
@@ -107,7 +107,7 @@ _MESSAGES: Final[Mapping[Reason, str]] = {
 
 
 class Authenticator(Protocol):
-    """Authenticates callers."""
+    """Authenticates callers by API key or certificate."""
 
     @property
     def takes_certificates(self) -> bool:
@@ -216,7 +216,7 @@ class ApiKeys(Authenticator):
         return bool(self._known[1])
 
     def limits(self) -> dict[str, TenantLimits]:
-        """By tenant."""
+        """Limits of each tenant, by its name."""
         return {caller.tenant: caller.limits for caller in self._callers()}
 
     def take(self, other: ApiKeys) -> None:

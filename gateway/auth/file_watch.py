@@ -26,7 +26,7 @@ class Watched:
     """Files that belong together, such as a certificate and its key."""
 
     name: str
-    """Of the configuration's key, for the log."""
+    """Name of the configuration's key, for the log."""
     paths: tuple[str, ...]
     reload: Callable[[], str]
     """Reads all of them and uses their content from now on; returns a description for the log. Raises `ConfigError`,

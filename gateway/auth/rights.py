@@ -25,7 +25,7 @@ from disagg.gateway.auth.tls import name_of_peer
 from disagg.proto.errors import ModelDeniedError, PermissionDeniedError
 
 _MAX_SHOWN_CHARS: Final = 100
-"""Of the name of a model that a client wrote."""
+"""Characters of a model's name from a client that the error shows."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

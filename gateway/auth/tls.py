@@ -27,9 +27,9 @@ class ServerTls:
         self._files = files
         self._current = http_context(files)
         self.expires_at = _expiry(files)
-        """Of the certificate in use, in seconds since the epoch."""
+        """Expiry of the certificate in use, in seconds since the epoch."""
         self.http = http_context(files)
-        """For the HTTP server."""
+        """SSL context of the HTTP server."""
         self.http.sni_callback = self._use_current
         configuration = _grpc_configuration(files)
         self._changed: grpc.ServerCertificateConfiguration | None = None
@@ -39,10 +39,11 @@ class ServerTls:
             self._take_changed,  # type: ignore[arg-type]  # None is allowed, but missing in the stubs
             require_client_authentication=files.client_ca is not None,
         )
-        """For the gRPC server, whose library takes TLS 1.2 or newer."""
+        """Credentials of the gRPC server, whose library takes TLS 1.2 or newer."""
 
     def reload(self) -> None:
-        """Read the files and use them from now on. Raises `ConfigError`, and then goes on with those of before."""
+        """Read the files and use them from now on. Raises `ConfigError` and keeps those of before if they cannot be
+        used."""
         current, configuration = http_context(self._files), _grpc_configuration(self._files)
         expires_at = _expiry(self._files)
         self._current, self._changed, self.expires_at = current, configuration, expires_at
@@ -105,7 +106,7 @@ def _grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _expiry(files: TlsFiles) -> float:
-    """Of the first certificate. To be called after `http_context`."""
+    """Expiry of the first certificate. To be called after `http_context`."""
     from cryptography import x509  # 0.1 s, for those with TLS only
 
     try:

@@ -36,17 +36,17 @@ class Alternatives:
         self._alone: dict[int, bool] = {}
         """Tokens that have a match by themselves, or may have."""
         self._before = [b""] * len(scanners or ())
-        """By scanner the end of the text where a match may have begun, after the character before it."""
+        """End of the text where a match may have begun, with the character before it; one for each scanner."""
         self._starts = [0] * len(self._before)
-        """Where it begins."""
+        """Index in `_before` from which a match may have begun; one for each scanner."""
 
     def begin(self) -> Alternatives:
-        """New ones, with the same patterns, for another text."""
+        """New `Alternatives` with the same patterns, for another text."""
         return Alternatives(self._scanners, self._token_bytes)
 
     def shown(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprobs:
-        """Log-probabilities of the next token without alternatives that would show something; the text goes on with
-        it."""
+        """Log probabilities of the next token without alternatives that would show something; the token is added to the
+        text."""
         allowed = list(takewhile(lambda other: other == token_id or self._may_follow(other), logprobs.top_ids))
         self.go_on(token_id)
         if len(allowed) == len(logprobs.top_ids):
@@ -77,7 +77,7 @@ class Alternatives:
         return found
 
     def go_on(self, token_id: int) -> None:
-        """The text goes on with a token."""
+        """Add a token to the text."""
         for i, scanner in enumerate(self._scanners or ()):
             text, start = self._before[i] + self._token_bytes(token_id), self._starts[i]
             while (found := scanner.find(text, start, False)) is not None and found.pattern is not None:

@@ -43,7 +43,7 @@ class AnswerGuard:
         self._release = TokenRelease()
         self._runs: list[Run] = []
         self.num_tokens = 0
-        """Of the answer so far."""
+        """Number of tokens of the answer so far."""
         self._num_known = 0
         """Characters at the beginning that the client has, as far as they have not come out."""
 

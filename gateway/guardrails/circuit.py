@@ -15,26 +15,26 @@ from collections import Counter
 from typing import Final, Literal
 
 FAILURES: Final = 5
-"""In a row, after which it is asked no more."""
+"""Failures in a row after which the guardrail is asked no more."""
 PAUSE_S: Final = 5.0
-"""Until it is tried again."""
+"""Seconds until the guardrail is tried again."""
 
 Change = Literal["opened", "closed"] | None
 
 
 class Circuit:
-    """Of one tenant, or of all. Times are seconds of any monotonic clock."""
+    """Circuit breaker of one tenant, or of all. Times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self._num_failed = 0
         self._opened_at: float | None = None
         self._is_tried = False
         self.open_since: float | None = None
-        """When it was opened, whatever trials there were since; `None` while it is closed."""
+        """Time when it was opened, before any trials; `None` while it is closed."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not asked, but for trials."""
+        """Whether the guardrail is asked for trials only."""
         return self._opened_at is not None
 
     @property
@@ -52,13 +52,13 @@ class Circuit:
         return True
 
     def passed(self) -> Change:
-        """It gave a verdict."""
+        """Record that the guardrail gave a verdict."""
         was_open = self.is_open
         self._num_failed, self._opened_at, self._is_tried, self.open_since = 0, None, False, None
         return "closed" if was_open else None
 
     def failed(self, now: float) -> Change:
-        """It gave none."""
+        """Record that the guardrail gave no verdict."""
         self._num_failed += 1
         if self.is_open:
             if self._is_tried:
@@ -70,17 +70,17 @@ class Circuit:
         return "opened"
 
     def open(self, now: float) -> None:
-        """Do not ask."""
+        """Stop asking the guardrail, except for trials."""
         self._opened_at = now
         self.open_since = now if self.open_since is None else self.open_since
 
     def withdrawn(self) -> None:
-        """Whoever asked left before there was a verdict."""
+        """Record that the caller left before there was a verdict."""
         self._is_tried = False
 
 
 class Circuits:
-    """Of one guardrail: one for all, and one for each tenant whose last question failed."""
+    """Circuits of one guardrail: one for all, and one for each tenant whose last question failed."""
 
     def __init__(self) -> None:
         self._all = Circuit()
@@ -90,16 +90,16 @@ class Circuits:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not asked, for one tenant at least."""
+        """Whether the guardrail is not asked for at least one tenant."""
         return self._all.is_open or any(own.is_open for own in self._own.values())
 
     @property
     def is_outage(self) -> bool:
-        """Whether it is not asked for anybody, so that no tenant's texts can be why."""
+        """Whether the guardrail is asked for no tenant, so that no tenant's texts can be the reason."""
         return self._all.is_open
 
     def open_since(self, tenant: str) -> float | None:
-        """Since when it is not asked for a tenant; `None` where it is."""
+        """Time since which the guardrail is not asked for a tenant; `None` if it is asked."""
         own = self._own.get(tenant)
         return self._all.open_since if self._all.is_open or own is None else own.open_since
 

@@ -16,7 +16,7 @@ from disagg.proto.errors import ConfigError
 
 MAX_GUARDRAILS: Final = 16
 MAX_RULES: Final = 64
-"""Of one guardrail."""
+"""Maximum number of rules of one guardrail."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OBJECT: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|[A-Za-z0-9_.-]+")
 AppliesTo = Literal["both", "prompts", "answers"]
@@ -26,11 +26,11 @@ class RuleOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One of `rules`: a pattern, secrets, or a length."""
 
     name: str = ""
-    """Of the rule, in metrics and `disagg explain`; its position without."""
+    """Name of the rule in metrics and `disagg explain`; by default its position."""
     pattern: str | None = None
     """A regular expression of RE2 that has a longest match: no `*`, `+`, anchors. Found anywhere in a text."""
     ignore_case: bool = False
-    """Of the pattern."""
+    """Whether the pattern ignores case."""
     secrets: bool = False
     """Find API keys, tokens and private keys of common forms."""
     max_chars: Count | None = None
@@ -38,9 +38,9 @@ class RuleOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     action: Literal["stop", "replace"] = "stop"
     """Refuse the prompt, or end the answer before the text; or replace the text."""
     replacement: str = "[removed]"
-    """Of what is found, with `action: replace`."""
+    """Text that replaces a match, with `action: replace`."""
     reason: str = ""
-    """That clients are told."""
+    """Reason that clients are told."""
     applies_to: AppliesTo = "both"
 
 
@@ -65,7 +65,7 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """One of `gateway.guardrails`: `rules`, a `service`, or `python`. They are asked in their order."""
 
     name: Name
-    """In metrics, logs, errors and `disagg explain`."""
+    """Name in metrics, logs, errors and `disagg explain`."""
     rules: tuple[RuleOptions, ...] = ()
     """Built-in rules, which are checked in the gateway itself."""
     service: ServiceOptions | None = None
@@ -73,13 +73,14 @@ class GuardrailOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     python: PythonOptions | None = None
     """`{object, options}`: asked on a thread."""
     applies_to: AppliesTo = "both"
-    """Of a service and of Python."""
+    """Texts that the `service` or `python` object checks; each rule has its own."""
     piece_chars: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | Literal["whole"] = "whole"
-    """Of an answer that is asked about at a time: a stream is held back by so much. `whole` holds all of it back."""
+    """Characters of an answer that are asked about at a time; a stream is held back by as many. `whole` holds all of it
+    back."""
     context_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
-    """Of the answer before a piece, that go with it."""
+    """Characters of the answer before a piece that are sent with it."""
     timeout_s: Seconds = 1.0
-    """Until a question counts as failed; before, it waits for its place as long at most."""
+    """Seconds after which a question counts as failed; before it is asked, it waits for its place as long at most."""
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     """Questions at a time: connections of a service, threads of Python. Where there are several tenants, a quarter of
     them is never one tenant's, nor of those that wait."""

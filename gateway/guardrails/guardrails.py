@@ -244,16 +244,16 @@ class Guardrails:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By guardrail that is asked: how long its verdicts took, in all."""
+        """Total duration of the verdicts, by guardrail that is asked."""
         return {name: asked.seconds for name, asked in self._asked.items()}
 
     @property
     def open_circuits(self) -> dict[str, bool]:
-        """By guardrail that is asked: whether it fails so often that it is not asked."""
+        """Whether a guardrail fails so often that it is not asked, by guardrail that is asked."""
         return {name: asked.is_open for name, asked in self._asked.items()}
 
     def refused(self) -> Iterator[RequestTrace]:
-        """Prompts that were refused lately, the latest first."""
+        """Prompts that were refused, the latest first; only the most recent ones are kept."""
         return reversed(self._refused)
 
     async def close(self) -> None:

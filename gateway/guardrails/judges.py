@@ -50,7 +50,7 @@ REFUSED: Final = "it cannot be judged"
 """Reason of a stop where the judge refuses the question."""
 _RETRY_S: Final = 1.0
 _REFUSALS_LOGGED_S: Final = 60.0
-"""Between two lines of the log about refused questions."""
+"""Seconds between two lines of the log about refused questions."""
 MAX_REPLACEMENT_CHARS: Final = 1 << 20
 
 
@@ -68,14 +68,14 @@ class JudgeError(Exception):
 
 
 class Judge(Protocol):
-    """What gives verdicts."""
+    """Source of a guardrail's verdicts."""
 
     async def judge(self, question: Question) -> Verdict:
         """Raises `JudgeError`. Cancelled where it takes too long."""
         ...
 
     async def close(self) -> None:
-        """Nothing is asked any more."""
+        """Release what the judge holds; nothing is asked afterwards."""
         ...
 
 

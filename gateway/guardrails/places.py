@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 _RESERVED = 4
-"""One of so many places is for other tenants."""
+"""One in this number of places is for other tenants."""
 
 
 class PlacesError(Exception):
@@ -41,7 +41,7 @@ class Places:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
-        """By tenant; without zeros."""
+        """Questions that run, by tenant; without zeros."""
         self._waiting: dict[Ticket, None] = {}
         """The first that came is the first."""
 

@@ -19,18 +19,18 @@ from disagg.proto.messages import TokenLogprobs
 
 class _Token(NamedTuple):
     number: int
-    """Of all tokens of the answer, from 0."""
+    """Number of the token in the answer, from 0."""
     token_id: int
     logprobs: TokenLogprobs | None
     start: int
     end: int
-    """Of its text, in characters of the original one."""
+    """End of the token's text, in characters of the original text."""
 
 
 class _Piece(NamedTuple):
     start: int
     end: int
-    """In characters of the original text."""
+    """End in characters of the original text."""
     run: Run
 
 
@@ -43,11 +43,11 @@ class Part:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     skipped_chars: int = 0
-    """Of text before these tokens that has no token."""
+    """Characters of text before these tokens that belong to no token."""
     reasoning: list[str] = field(default_factory=list)
-    """Comes before the texts."""
+    """Reasoning, which comes before the texts."""
     calls: list[tuple[int, ToolCall]] = field(default_factory=list)
-    """Each with the number of characters of `texts` before it."""
+    """Calls, each with the number of characters of `texts` before it."""
 
     def add(self, run: Run) -> None:
         """Add what a client gets of a run."""

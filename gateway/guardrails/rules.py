@@ -54,7 +54,7 @@ class Rules:
         return bool(self._patterns[subject]) or self.max_chars[subject] is not None
 
     def stages(self, subject: Subject, may_replace: bool, note: Note) -> list[Stage]:
-        """For one text; none where no rule is for it."""
+        """Stages for one text; none where no rule is for it."""
         return [
             PatternStage(self._guardrail, patterns.scanner, patterns.rules, subject, may_replace, note)
             for patterns in self._patterns[subject]
@@ -62,7 +62,7 @@ class Rules:
 
     @property
     def answer_scanners(self) -> list[Scanner]:
-        """Of all patterns for answers."""
+        """Scanners of all patterns for answers."""
         return [patterns.scanner for patterns in self._patterns["answer"]]
 
     def limits(self, note: Note) -> list[Stage]:

@@ -22,7 +22,7 @@ from disagg.gateway.requests.verdicts import ALLOW, Question, Replace, Stop, Ver
 MAX_ANSWER_BYTES: Final = 4 << 20
 _OK: Final = 200
 _REFUSALS: Final = (400, 413, 422)
-"""Of a question that is wrong or too large for a service that works."""
+"""Statuses for a question that is wrong or too large, from a service that works."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 

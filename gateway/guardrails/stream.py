@@ -30,12 +30,12 @@ class Run(NamedTuple):
 
     text: str
     num_chars: int
-    """Of the original text."""
+    """Number of characters of the original text."""
     is_original: bool
     """Whether the text is the original one."""
     channel: Channel = "content"
     call: ToolCall | None = None
-    """In the channel `call`: takes the place of the text."""
+    """The tool call that takes the place of the text, in the channel `call`."""
 
 
 Work = Generator[Question, Verdict, list[Run]]
@@ -72,11 +72,11 @@ class _Kept:
     def __init__(self) -> None:
         self._runs: deque[Run] = deque()
         self._offset = 0
-        """Characters of the first run that are gone."""
+        """Characters of the first run that were taken."""
 
     @property
     def num_runs(self) -> int:
-        """That it has."""
+        """Number of runs that wait."""
         return len(self._runs)
 
     @property
@@ -85,7 +85,7 @@ class _Kept:
         return sum(len(run.text) for run in self._runs) - self._offset
 
     def add(self, runs: Sequence[Run]) -> None:
-        """The next runs."""
+        """Append the next runs."""
         self._runs.extend(runs)
 
     def take(self, num_chars: int, into: list[Run]) -> None:
@@ -127,7 +127,7 @@ class Rule:
     name: str
     reason: str
     replacement: str | None
-    """None stops."""
+    """Text that replaces a match; None stops the text."""
 
 
 Note = Callable[[Decision], None]

@@ -34,7 +34,7 @@ RESERVED: Final = frozenset(
 )
 """Variables that a request cannot set as one of `chat_template_kwargs`."""
 _MAX_TIME_CHARS = 256
-"""Of the form that a time is written in."""
+"""Maximum length of the format of a time."""
 _TOOLS_TEXT = (
     "You may call these functions. To call one, write a JSON object with its name and arguments between tags:"
     ' <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
@@ -63,7 +63,7 @@ class TemplateOptions(NamedTuple):
 
 NO_OPTIONS: Final = TemplateOptions()
 _CUT: Final = "\U000f0003"
-"""Of private use: where a turn that is continued ends."""
+"""Private-use character that marks where a continued turn ends."""
 
 
 class ChatTemplate:

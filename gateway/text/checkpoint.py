@@ -17,7 +17,7 @@ EosIds = int | list[int] | None
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """Of `config.json`."""
+    """Fields read from `config.json`."""
 
     vocab_size: int
     max_position_embeddings: int | None = None
@@ -25,7 +25,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
-    """Of `generation_config.json`."""
+    """Fields read from `generation_config.json`."""
 
     eos_token_id: EosIds = None
 
@@ -47,7 +47,7 @@ class NamedTemplate(msgspec.Struct, frozen=True):
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """Of `special_tokens_map.json`, and the same keys of `tokenizer_config.json`."""
+    """Fields of `special_tokens_map.json`, and the same keys of `tokenizer_config.json`."""
 
     bos_token: Token = None
     eos_token: Token = None
@@ -64,7 +64,7 @@ class SpecialTokens(msgspec.Struct, frozen=True):
 
 
 class TokenizerConfig(SpecialTokens, frozen=True):
-    """Of `tokenizer_config.json`."""
+    """Fields read from `tokenizer_config.json`."""
 
     chat_template: str | list[NamedTemplate] | None = None
 

@@ -104,7 +104,7 @@ class StopMatcher:
         return held
 
     def _find(self, text: str) -> int | None:
-        """Where the stop string begins that ends first; of several that end there, the longest."""
+        """Index where the stop string begins that ends first; of several that end there, the longest."""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if not found:
             return None
@@ -130,9 +130,9 @@ class Piece(NamedTuple):
     stopped: bool
     """A stop string ended the text."""
     reasoning: str = ""
-    """Of a text with think tags what is between them, and comes before `text`."""
+    """Text between think tags; it comes before `text`."""
     calls: tuple[tuple[int, ToolCall], ...] = ()
-    """Each with the number of characters of `text` before it."""
+    """Calls, each with the number of characters of `text` before it."""
 
 
 class TextStream:

@@ -18,7 +18,7 @@ _BEFORE_VALUE: Final = "[,:"
 
 
 class JsonPrefix:
-    """One text."""
+    """Reader of one JSON text that comes in pieces."""
 
     def __init__(self) -> None:
         self.in_string = False

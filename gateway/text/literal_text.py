@@ -19,7 +19,7 @@ import tokenizers
 from disagg.gateway.text.chat_template import ChatTurn
 
 _BEGIN, _END = "\U000f0000", "\U000f0001"
-"""Of private use, around marks and stand-ins."""
+"""Private-use characters around marks and stand-ins."""
 
 
 class LiteralText:

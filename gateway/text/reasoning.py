@@ -24,7 +24,7 @@ _SPACE: Final = " \t\r\n"
 
 
 class Phase(Enum):
-    """Where an answer is."""
+    """Phase in which an answer is."""
 
     UNDECIDED = auto()
     INSIDE = auto()
@@ -64,7 +64,7 @@ class ReasoningSplitter:
 
     @property
     def phase(self) -> Phase:
-        """Where the answer is."""
+        """The phase in which the answer is."""
         return self._phase
 
     def feed(self, text: str) -> list[Segment]:

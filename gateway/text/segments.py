@@ -10,11 +10,11 @@ Channel = Literal["reasoning", "content", "call", "none"]
 
 
 class ToolCall(NamedTuple):
-    """A complete call."""
+    """A complete call of a function."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as a JSON object."""
 
 
 class Segment(NamedTuple):
@@ -22,9 +22,9 @@ class Segment(NamedTuple):
 
     channel: Channel
     text: str
-    """As the model wrote it; of several calls in one piece of text only the first has it."""
+    """Text as the model wrote it; of several calls in one piece of text only the first has it."""
     call: ToolCall | None = None
-    """In the channel `call`."""
+    """The tool call, in the channel `call`."""
 
 
 class Parts(NamedTuple):
@@ -32,9 +32,9 @@ class Parts(NamedTuple):
 
     reasoning: str = ""
     content: str = ""
-    """Comes after the reasoning."""
+    """Text after the reasoning."""
     calls: tuple[tuple[int, ToolCall], ...] = ()
-    """Each with the number of characters of `content` before it."""
+    """Calls, each with the number of characters of `content` before it."""
 
 
 def parts_of(segments: Iterable[Segment]) -> Parts:
@@ -53,7 +53,7 @@ def parts_of(segments: Iterable[Segment]) -> Parts:
 
 
 def joined(segments: Iterable[Segment]) -> list[Segment]:
-    """Without empty texts, and neighbours of one channel as one; each call remains one of its own."""
+    """Segments without empty texts, and neighbours of one channel as one; each call remains one of its own."""
     found: list[Segment] = []
     texts: list[str] = []
     channel: Channel = "none"

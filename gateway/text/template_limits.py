@@ -24,14 +24,14 @@ from typing_extensions import override
 from disagg.gateway.text.written_json import WrittenNumber
 
 MAX_VALUE_CHARS = 1 << 20
-"""Length of what `*` or a method that fills up makes."""
+"""Maximum length of the result of `*` or of a method that pads."""
 _MAX_EXPONENT = 64
 _MAX_BITS = 4096
-"""Of an integer."""
+"""Maximum number of bits of an integer."""
 _MAX_DEPTH = 64
-"""Of lists within lists."""
+"""Maximum depth of lists within lists."""
 _MAX_INDENT = 16
-"""Of JSON, and the length of its separators."""
+"""Maximum indent of JSON, and maximum length of its separators."""
 _FILLING = frozenset({"center", "ljust", "rjust", "zfill"})
 _WIDE = re.compile(r"%(?:\([^)]*\))?[^%a-zA-Z]*(\d{5}|\*)")
 _WIDE_SPEC = re.compile(r"\d{5}|\{")
@@ -108,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return work.result(super().call(__context, __obj, *args, **kwargs))
 
     def step(self, num_chars: int) -> None:
-        """A round of a loop, whose body has so much text."""
+        """Count a round of a loop, by the size of the text of its body."""
         _WORK.get().step(num_chars)
 
     def read(self, value: Any) -> Any:
@@ -269,7 +269,7 @@ class _Work:
 
 
 _WORK: ContextVar[_Work] = ContextVar("template_work")
-"""Of the present rendering. There is none while a template is compiled, so that nothing is computed then."""
+"""Work of the present rendering. There is none while a template is compiled, so that nothing is computed then."""
 
 
 def render(template: jinja2.Template, num_turns: int, num_chars: int, variables: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ _NO_JSON: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """As models write it."""
+    """A tool call as models write it."""
 
     name: str
     arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -42,7 +42,7 @@ _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ToolParser(Protocol):
-    """Reads one answer."""
+    """Reads the tool calls of one answer."""
 
     def feed(self, text: str) -> list[Segment]:
         """What is certain after the next piece of text."""
@@ -71,9 +71,9 @@ class _HermesParser(ToolParser):
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._json: JsonPrefix | None = None
-        """Of the call that is read; `None` outside of one."""
+        """Reader of the current call; `None` outside of a call."""
         self._body: list[str] = []
-        """Its text, but for `_tail`."""
+        """Text of the current call, except for `_tail`."""
         self._tail = ""
         """Shorter than a tag, and may begin one."""
         self._after_call = False

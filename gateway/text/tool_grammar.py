@@ -14,7 +14,7 @@ import msgspec
 from disagg.gateway.text.tool_calls import ToolFormat
 
 MAX_CALLS: Final = 128
-"""In one turn."""
+"""Maximum number of calls in one turn."""
 _WHITE_SPACE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -25,11 +25,11 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 
 
 class Function(NamedTuple):
-    """One that may be called."""
+    """Function that may be called."""
 
     name: str
     schema: dict[str, Any]
-    """Of its arguments, an object."""
+    """JSON schema of its arguments, which are an object."""
     strict: bool
     """Whether keywords of the schema that grammars do not support are an error; else they are ignored."""
 

@@ -39,12 +39,12 @@ PROBE_TIMEOUT_S = 5.0
 
 
 class Address(NamedTuple):
-    """Of D, as text for `PairWelcome`."""
+    """Addresses of D, as text for `PairWelcome`."""
 
     choice: str
-    """Of the rendezvous server where both sides choose, and where a NIXL pair meets."""
+    """Address of the rendezvous server where both sides choose the transport, and where a NIXL pair meets."""
     fallback: str
-    """Name of the transport that is there in any case."""
+    """Name of the transport that is available in any case."""
     fallback_address: str
 
     @classmethod

@@ -12,7 +12,8 @@ from disagg.kernels.dispatch import digest_sums
 
 
 def digest(payload: Buffer, checksum: Checksum) -> int:
-    """Of a flat uint8 tensor on any device. Waits for the current stream, and so for what fills the tensor on it."""
+    """Digest of a flat uint8 tensor on any device. Waits for the current stream, and so for what fills the tensor on
+    it."""
     return checksum.of_sums(digest_sums(payload, checksum.seed).tolist(), payload.nbytes)
 
 

@@ -169,7 +169,7 @@ class _Lane(ABC):
         operation.done(False, CLOSED)
 
     def stop(self) -> None:
-        """No more operations."""
+        """Accept no more operations."""
         with self._changed:
             self._closed = True
             self._changed.notify()

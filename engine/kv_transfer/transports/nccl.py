@@ -275,7 +275,7 @@ class _DeviceThread:
         self._thread.start()
 
     def new_stream(self) -> OwnStream:
-        """For one pair."""
+        """A new stream of the device, for one pair."""
         return OwnStream(self._device)
 
     def submit(self, operation: _Operation) -> None:

@@ -60,9 +60,9 @@ from disagg.proto.messages import Message, decoder
 logger = logging.getLogger(__name__)
 
 _READ_POLL_S = 50e-6
-"""Between two looks at a read that is under way."""
+"""Seconds between two polls of a read that is under way."""
 _HELP_POLL_S = 500e-6
-"""Between two times that the sender lets UCX help the receiver."""
+"""Seconds between two times that the sender lets UCX help the receiver."""
 _LINK_KEY = "link"
 _MAX_FRAME_BYTES = 1 << 20
 _PROBE_BYTES = 64
@@ -78,7 +78,7 @@ class Agent(Message, frozen=True, kw_only=True, tag=True):
 
     metadata: bytes
     probe: bytes = b""
-    """From the sender: the bytes that the receiver reads first, and compares."""
+    """Bytes of the sender that the receiver reads first, and compares."""
 
 
 class Filled(Message, frozen=True, kw_only=True, tag=True):
@@ -89,7 +89,7 @@ class Filled(Message, frozen=True, kw_only=True, tag=True):
     kind: MemoryKind
     device: int
     metadata: bytes = b""
-    """Where the sender's memory is new to the receiver."""
+    """Metadata of the sender's memory, if the receiver does not know it yet."""
 
 
 class Taken(Message, frozen=True, kw_only=True, tag=True):
@@ -261,13 +261,13 @@ class NixlTransport(PairTransport):
         self._send_lock = threading.Lock()
         """Payloads are announced in the order of `_untaken`."""
         self._untaken: deque[Done] = deque()
-        """Of payloads that the peer has not read."""
+        """Callbacks of payloads that the peer has not read."""
         self._filled: deque[Filled] = deque()
         """Payloads of the peer without a receive."""
         self._receives: deque[_Receive] = deque()
         """Receives without a payload."""
         self._reads: deque[tuple[int, _Receive]] = deque()
-        """Under way. Owner: the thread that makes them."""
+        """Reads under way. Owner: the thread that makes them."""
         self._threads = (
             threading.Thread(target=self._listen, name="kv-nixl-link", daemon=True),
             threading.Thread(target=self._work, name="kv-nixl", daemon=True),

@@ -74,7 +74,7 @@ class Region:
 
 
 def region_of(buffer: Buffer) -> Region:
-    """Where a flat uint8 numpy array or tensor lies."""
+    """Region in which a flat uint8 numpy array or tensor lies."""
     if hasattr(buffer, "data_ptr"):
         is_on_gpu = bool(buffer.is_cuda)
         device = buffer.device.index if is_on_gpu else 0
@@ -83,7 +83,7 @@ def region_of(buffer: Buffer) -> Region:
 
 
 def ucx_options(host: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of the UCX backend of a worker that binds to `host`."""
+    """Options of the UCX backend of a worker that binds to `host`."""
     if "UCX_TLS" in environment:
         return {}
     return dict(WITHIN_A_HOST if ipaddress.ip_address(host).is_loopback else BETWEEN_HOSTS)
@@ -144,7 +144,7 @@ class NixlAgent:
         """Registered allocations by their address; they are not freed while they are registered."""
         self._peer = ""
         self._reads: dict[int, Any] = {}
-        """Those that are not over, by their number."""
+        """Reads that are not over, by their number."""
         self._numbers = itertools.count()
         self._gpu: int | None = None
         self._agent: Any = _new_agent(name, host)
@@ -152,7 +152,7 @@ class NixlAgent:
     @property
     @_ours
     def plugins(self) -> list[str]:
-        """Names of NIXL's backends that are there; only UCX is used."""
+        """Names of NIXL's backends that are installed; only UCX is used."""
         with self._lock:
             return list(self._open.get_plugin_list())
 

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def installed_version() -> str:
-    """Empty where it is not installed."""
+    """Version of NIXL; empty if it is not installed."""
     for module in MODULES:
         try:
             return importlib.metadata.version(module)

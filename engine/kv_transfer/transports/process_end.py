@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 5.0
 LONGEST_WAIT_S = 60.0
 EXIT_STATUS = 3
-"""Of a process that ends because of this."""
+"""Exit status of a process that `exit_process` ends."""
 
 
 def exit_process() -> None:
-    """At once, from any thread."""
+    """End the process at once, from any thread."""
     logging.shutdown()
     os._exit(EXIT_STATUS)
 

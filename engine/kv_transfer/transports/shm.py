@@ -330,7 +330,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_slots: int = NUM_SLOTS
 
     def send(self, connection: socket.socket, descriptors: list[int]) -> None:
-        """Raises OSError if the other end has gone."""
+        """Send this side with its descriptors. Raises OSError if the other end has gone."""
         socket.send_fds(connection, [msgspec.msgpack.encode(self)], descriptors)
 
 

@@ -53,23 +53,23 @@ class Checksum:
 
     @classmethod
     def of_secret(cls, secret: ClusterSecret) -> Self:
-        """That of a cluster's workers."""
+        """Checksum of a cluster's workers, keyed with its secret."""
         return cls(int.from_bytes(secret.sign("disagg kv checksum")[:8], "little"))
 
     def __call__(self, payload: Buffer) -> int:
-        """Of a flat uint8 numpy array or tensor in host memory."""
+        """Checksum of a flat uint8 numpy array or tensor in host memory."""
         host: Any = payload.numpy() if hasattr(payload, "numpy") else payload
         return xxhash.xxh3_64_intdigest(memoryview(host), seed=self.seed)
 
     def of_sums(self, sums: Sequence[int], nbytes: int) -> int:
-        """Of `nbytes` bytes with these two sums (`digest.py`): a multilinear hash of all three modulo 2^61 - 1."""
+        """Checksum of `nbytes` bytes with these two sums (`digest.py`): a multilinear hash of all three modulo 2^61 -
+        1."""
         parts = [nbytes, *(part for total in sums for part in (total & _LOW, total >> 32 & _LOW))]
         state = splitmix64(self.seed ^ MASK, 0)  # other keys than those of the sums
         return sum(splitmix64(state, index) % _PRIME * part for index, part in enumerate(parts)) % _PRIME
 
     def combined(self, checksums: Sequence[int]) -> int:
-        """One checksum of a payload that is in several parts, from those of its parts in order; of a single part its
-        own."""
+        """One checksum of a payload in several parts, from those of its parts in order; of a single part its own."""
         if len(checksums) == 1:
             return checksums[0]
         return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little") for part in checksums), seed=self.seed)
@@ -79,7 +79,7 @@ _LOW = (1 << 32) - 1
 _PRIME = (1 << 61) - 1
 
 UNKEYED = Checksum()
-"""Where there is no cluster."""
+"""Checksum without a secret, where there is no cluster."""
 
 
 def with_checksum(done: Received, buffer: Buffer, nbytes: int, checksum: Callable[[Buffer], int]) -> Done:
@@ -98,10 +98,10 @@ SET_UP_TIMEOUT_S = 20.0
 CLOSED = "the channel is closed"
 """The error text of an operation on a channel that this side has closed."""
 PEER_ENDED = "the peer ended the channel"
-"""That of one whose other side has ended."""
+"""The error text of an operation on a channel whose other side has ended."""
 
 RANK_OF: Mapping[Side, int] = MappingProxyType({"sender": 0, "receiver": 1})
-"""Of the members of a pair's group, where they meet."""
+"""Rank of each side in the group where the two members of a pair meet."""
 
 
 class TransportError(RuntimeError):
@@ -145,7 +145,7 @@ class Rendezvous(Protocol):
 
     @property
     def address(self) -> str:
-        """Where P finds it, as text for `PairWelcome`."""
+        """Address where P finds it, as text for `PairWelcome`."""
         ...
 
     def accept(self, pair_name: str) -> PairTransport:

@@ -33,21 +33,21 @@ class BatchArrays:
 
     token_ids_T: I64
     positions_T: I64
-    """From the start of each sequence."""
+    """Position of each token in its sequence."""
     slot_mapping_T: I64
     """block * block_size + offset, where the token's KV goes."""
     block_tables_SM: I32
-    """Of the decodes, which are rows [0, S) of the batch; padded with 0."""
+    """Block tables of the decodes, which are rows [0, S) of the batch; padded with 0."""
     context_lens_S: I32
     """Tokens of the sequence with KV once this step has written its own."""
     prefills: tuple[ChunkArrays, ...]
-    """In the order of the batch, after the decodes."""
+    """Prompt chunks in the order of the batch, after the decodes."""
     sample_rows: I64 | None
     """Rows whose logits are wanted, ascending; None stands for all rows."""
 
     @property
     def num_decodes(self) -> int:
-        """S."""
+        """Number S of decoding sequences."""
         return len(self.context_lens_S)
 
 

@@ -28,17 +28,17 @@ class Batch:
     """`BatchArrays` on a device. Shapes: T tokens, S decoding sequences, M blocks of a table."""
 
     token_ids_T: Tensor
-    """int64."""
+    """Token ids of the batch, int64."""
     positions_T: Tensor
-    """int64."""
+    """Position of each token in its sequence, int64."""
     slot_mapping_T: Tensor
-    """int64."""
+    """Cache slot of each token, int64."""
     num_decodes: int
     """Rows [0, num_decodes) are decodes."""
     block_tables_SM: Tensor
-    """int32, padded with 0."""
+    """Block tables of the decodes, int32, padded with 0."""
     context_lens_S: Tensor
-    """int32."""
+    """Tokens of each decoding sequence with KV after this step, int32."""
     prefills: Prefills | None
     """The rows behind the decodes; None where there are none."""
     sample_rows: Tensor | None

@@ -76,7 +76,7 @@ class Decoder:
                 block_size=cache.block_size,
             )
         )
-        """Of prompts; what batches are made for."""
+        """Provider of the attention of prompts, for which batches are made."""
         self._layers = tuple(
             _Layer(local, layer, rope, cache.layer(index), self.attention, collective)
             for index, layer in enumerate(parameters.layers)

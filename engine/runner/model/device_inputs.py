@@ -80,7 +80,7 @@ class Mark:
             self._event = _cuda.Event(blocking=True) if blocking else _cuda.Event()
 
     def set(self) -> None:
-        """Behind all that is queued by now."""
+        """Set the mark behind all that is queued by now."""
         if self._event is not None:
             self._event.record()
 
@@ -94,7 +94,7 @@ class Mark:
             stream.wait_event(self._event)
 
     def wait(self) -> None:
-        """Until what was queued before it is done; not at all before it was ever set."""
+        """Wait until what was queued before the mark is done; returns at once if it was never set."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -103,14 +103,14 @@ PADDING_SLOT = -1
 NO_SOURCE = -1
 
 _ROW_BYTES = 36
-"""Of a row without its table."""
+"""Bytes of a row without its block table."""
 
 
 class Pending(NamedTuple):
     """Tokens of a step that are known on the device only."""
 
     sources_S: I64
-    """For each row of the step the row of `sampled_R` that holds its token; `NO_SOURCE` where the host knows it."""
+    """For each row of the step, the row of `sampled_R` that holds its token; `NO_SOURCE` where the host knows it."""
     sampled_R: Tensor
     """What another step samples, int64; -1 where that failed."""
 

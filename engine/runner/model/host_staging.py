@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda
 """Untyped: torch's stubs lack types for streams."""
 
 MAX_PIECES = 8
-"""Of 64 MiB these are the 4096 tokens of a whole step of an 8B model."""
+"""Maximum number of pieces. At 64 MiB each, they hold the 4096 tokens of a whole step of an 8B model."""
 
 
 class HostStaging:
@@ -162,7 +162,7 @@ class GatheredPart(Copying):
         self._mark.wait()
 
     def checksums(self) -> list[int]:
-        """Of each slice."""
+        """Checksum of each slice."""
         if self._sums is None:
             return [checksum_of(each, self._checksum) for each in self._slices]
         return self._sums.digests(self._checksum)

@@ -22,11 +22,11 @@ class DigestSums:
     sizes: tuple[int, ...]
     """Bytes of each payload."""
     source_P2: Tensor | None = None
-    """What `sums_P2` is copied from, kept for so long."""
+    """Tensor from which `sums_P2` is copied, kept alive until then."""
 
     @classmethod
     def of(cls, payloads: Sequence[Tensor], checksum: Checksum) -> DigestSums:
-        """Of flat uint8 tensors; on a GPU they are only queued, on the current stream."""
+        """Digest sums of flat uint8 tensors; on a GPU they are only queued, on the current stream."""
         sums_P2 = torch.stack([digest_sums(payload, checksum.seed) for payload in payloads])
         return cls(sums_P2, tuple(payload.numel() for payload in payloads))
 
@@ -39,5 +39,5 @@ class DigestSums:
         return DigestSums(on_host, self.sizes, self.sums_P2)
 
     def digests(self, checksum: Checksum) -> list[int]:
-        """Of each payload."""
+        """Digest of each payload."""
         return [checksum.of_sums(sums, size) for sums, size in zip(self.sums_P2.tolist(), self.sizes, strict=True)]

@@ -19,7 +19,7 @@ from disagg.kernels.dispatch import PackedWeight, pack_weight
 from disagg.proto.errors import ConfigError
 
 Weight = Tensor | PackedWeight
-"""Of a linear layer, [out, in]; a tensor until it is packed."""
+"""Weight of a linear layer, [out, in]; a tensor until it is packed."""
 
 
 @dataclass(slots=True)

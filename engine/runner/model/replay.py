@@ -107,7 +107,7 @@ class ReplayedDecoder:
         self._vocab_size = vocab_size
         self._captured: dict[int, Captured[Scored]] = {}
         self._failed = ""
-        """Why nothing is captured any more."""
+        """Reason why nothing is captured any more, or empty."""
         self._capturer: Capturer | None = None
         try:
             self._capturer = capturer(device)

@@ -66,7 +66,7 @@ class DeviceStepQueue(StepQueue):
 
 
 def _sources(plan: StepPlan, num_pending: list[int], after: StepPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each entry the row of `after` that samples its token."""
+    """For each entry, the row of `after` that samples its token."""
     rows = {entry.sequence: row for row, entry in enumerate(after.decodes)}
     sources = [
         rows[entry.sequence] if pending else NO_SOURCE for entry, pending in zip(plan.decodes, num_pending, strict=True)
@@ -105,12 +105,12 @@ class _IdsOnHost:
         self._there = Mark(pinned=pinned)
 
     def copy(self, ids_S: Tensor) -> None:
-        """Queue the copy."""
+        """Queue the copy of the ids to the host."""
         self._ids[: len(ids_S)].copy_(ids_S, non_blocking=True)
         self._there.set()
 
     def read(self, num_ids: int) -> list[int]:
-        """Wait for it."""
+        """Wait for the copy and return its first `num_ids` ids."""
         self._there.wait()
         ids: list[int] = self._ids[:num_ids].tolist()
         return ids

@@ -17,17 +17,17 @@ else:
 
 _MAX_BYTES_A_CHAR: Final = 4
 _BLOCK_BYTES: Final = 16 << 10
-"""Of a long text, that are looked at at once for whether anything matches."""
+"""Bytes of a long text that are searched for any match at once."""
 _MAX_MEMORY: Final = 16 << 20
-"""Of one compiled pattern and its states."""
+"""Bytes of memory for one compiled pattern and its states."""
 
 
 class Found(NamedTuple):
-    """Where something matches, or may begin to."""
+    """Place where something matches, or may begin to."""
 
     start: int
     end: int
-    """In bytes. With `pattern` None the end of the text."""
+    """End in bytes. With `pattern` None the end of the text."""
     pattern: int | None
     """Index of the one that matches; of several that match so much, the first one. None where more text could make a
     match, or a longer one."""
@@ -89,7 +89,7 @@ class Scanner:
         return start
 
     def _index(self, text: bytes, start: int, end: int) -> int:
-        """Of the first pattern that matches text[start:end], the longest match there."""
+        """Index of the first pattern that matches text[start:end], the longest match there."""
         for index, pattern in enumerate(self._each):
             match = pattern.match(text, start)
             if match is not None and match.end() == end:
@@ -98,7 +98,7 @@ class Scanner:
 
 
 def _next_char(text: bytes, place: int) -> int:
-    """Where the character after the one at `place` begins."""
+    """Index at which the character after the one at `place` begins."""
     place += 1
     while place < len(text) and text[place] & 0xC0 == 0x80:
         place += 1

@@ -19,4 +19,4 @@ SECRETS: Final = {
     "json-web-token": r"\beyJ[A-Za-z0-9_-]{8,300}\.eyJ[A-Za-z0-9_-]{8,400}\.[A-Za-z0-9_-]{16,300}",
     "private-key": r"-----BEGIN (?:[A-Z]{2,10} ){0,2}PRIVATE KEY(?: BLOCK)?-----[A-Za-z0-9+/=\s]{0,900}",
 }
-"""By name. A private key is its first line, and up to 900 characters after it."""
+"""Patterns by name. A private key is its first line, and up to 900 characters after it."""

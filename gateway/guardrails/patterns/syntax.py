@@ -27,13 +27,13 @@ from typing import Final
 
 MAX_PATTERN_CHARS: Final = 2048
 MAX_MATCH_CHARS: Final = 1024
-"""That a rule may hold back."""
+"""Characters of the longest match, which a rule may hold back."""
 MAX_DEPTH: Final = 8
-"""Of groups: each may double the pattern of what can become a match."""
+"""Maximum depth of groups. Each may double the pattern of what can become a match."""
 _NUM_FIRST: Final = 2
 _MAX_FIRSTS: Final = 256
 _MAX_REPEATS: Final = 1000
-"""As in RE2."""
+"""The same limit as in RE2."""
 _ATOM: Final = re.compile(
     r"""\\[pP]\{\^?\w{1,64}\}|\\[pP]\w|\\x\{[0-9a-fA-F]{1,6}\}|\\x[0-9a-fA-F]{2}   # a property, a code point
     |\\[dDsSwWtnrfv]|\\[^\w\s]                                                       # a class, an escaped character
@@ -59,7 +59,7 @@ class PatternForms:
     first: str
     """Matches where one may begin: the first characters, or as many as there are at the end of the text."""
     max_chars: int
-    """Of the longest match; at least 1."""
+    """Characters of the longest match; at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
