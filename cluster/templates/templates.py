@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODULE: Final = "disagg.cluster.templates.template_process"
+MODULE: Final = "disagg.cluster.hosts.template_process"
 MAX_TEMPLATES: Final = 3
 """Largest number of templates in addition to one for each model. Each holds the code, and on CPU the weights, that its
 children share; beyond that the oldest one ends. On machines whose cores are nearer to one part of the memory than to
