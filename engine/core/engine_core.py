@@ -291,6 +291,7 @@ class EngineCore:
             events.append(scattered)
             if (kept := self._landing.take_join(scattered.key)) is not None:
                 events += self._join(*kept)
+        self._forget_ended(events)  # a join may end its sequence, whose deadline must not be looked at any more
         return events
 
     def _join(self, command: Join, now: float) -> list[Event]:

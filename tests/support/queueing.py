@@ -110,7 +110,7 @@ class QueueingRunner(FakeModelRunner):
         failing = self.failing.get(self.num_queued - 1)
         if failing == "enqueue":
             raise RuntimeError("enqueue is broken")
-        step = HostQueuedStep(plan, self._wait)
+        step = HostQueuedStep(plan, self.wait_for_device)
         entries = [_Copied.of(entry, after) for entry in plan.decodes]
 
         def compute() -> None:
@@ -126,27 +126,27 @@ class QueueingRunner(FakeModelRunner):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.runs.append(plan)
-        self._wait()
+        self.wait_for_device()
         return super().run(plan)
 
     @override
     def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
         """Waits for queued steps, since the checksum is computed on the host."""
-        self._wait()
+        self.wait_for_device()
         return super().gather(block_table, start, end, out, peer_tp)
 
     @override
     def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
         """Waits for it and the steps before it."""
         self.start_scatter(block_table, start, end, data, peer_tp)
-        self._wait()
+        self.wait_for_device()
 
     @override
     def start_scatter(
         self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
     ) -> Copying:
         """Queued, behind the steps before it; the buffer is read then."""
-        table, copying = list(block_table), HostCopying(self._wait)
+        table, copying = list(block_table), HostCopying(self.wait_for_device)
 
         def copy() -> None:
             super(QueueingRunner, self).scatter(table, start, end, data, peer_tp)
@@ -155,7 +155,7 @@ class QueueingRunner(FakeModelRunner):
         self._queue.append(copy)
         return copying
 
-    def _wait(self) -> None:
+    def wait_for_device(self) -> None:
         while self._queue:
             self._queue.popleft()()
 

@@ -121,7 +121,8 @@ class Piece:
         if self.memory.numel() < nbytes:
             if self.read is not None:
                 self.read.wait()  # it would be given back, and handed out again for the engine's stream
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.memory.device)
+            self.memory = self.memory.new_empty(0)  # both need not fit
+            self.memory = self.memory.new_empty(nbytes)
         elif self.read is not None and not self.read.is_done():
             self.read.hold_up(stream)
 

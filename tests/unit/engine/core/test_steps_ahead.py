@@ -418,6 +418,25 @@ class TestCopies:
         ]
         assert_idle(core)
 
+    @pytest.mark.parametrize(("is_corrupt", "reason"), [(False, "length"), (True, "failed")])
+    def test_a_join_that_waited_may_end_its_sequence_when_its_deadline_has_passed(
+        self, is_corrupt: bool, reason: str
+    ) -> None:
+        """The token is the last one, or the KV is not that of its digest; nothing looks at the deadline then."""
+        runner = QueueingRunner()
+        core = decoding(runner, num_steps=2, max_tokens=12)
+        prompt, key = make_prompt(20, seed=3), key_of("b")
+        data = kv_of(prompt, 0, len(prompt))
+        handle_all(core, Reserve(make_spec("b", prompt, max_tokens=1, timeout_s=1.0)))
+        handle_all(
+            core,
+            Scatter(key, 0, 0, len(prompt), data, digest=UNKEYED(data) ^ is_corrupt),
+            Join(key, expected_output(prompt, 1)[0]),
+        )
+        runner.wait_for_device()
+        assert [event.reason for event in core.step(2.0) if isinstance(event, Ended)] == [reason]
+        assert core.audit()[1] == []
+
     def test_a_join_that_waits_goes_with_its_sequence(self) -> None:
         """And another reservation of the same attempt gets nothing of the old one's copies."""
         core = decoding(QueueingRunner(), 2, max_tokens=12)
