@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 USAGE_PATH: Final = "/v1/usage"
 _MAX_SHOWN_CHARS: Final = 256
-"""Of a wrong path, as an error repeats it."""
+"""Number of characters of an unknown path that an error repeats."""
 _OPEN_PATHS: Final = ("/livez", "/readyz")
 """Answered without a key, beside the files of the page, which have no data."""
 _PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")

@@ -21,13 +21,13 @@ from disagg.router.api import TenantLimits
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Of one gateway."""
+    """What one gateway needs to let callers in."""
 
     authenticator: Authenticator
     rights: Rights
     tls: ServerTls | None
     watch: FileWatch
-    """Of the files; the gateway starts and stops it."""
+    """The watch for changed key and certificate files; the gateway starts and stops it."""
 
 
 def check_files(api_keys: str | None, tls: TlsFiles | None) -> None:

@@ -110,7 +110,7 @@ class DecodeLink(PairLink):
         self._take = context.parts.control_in(self._on_message)
         self._peer_tp = 1
         self._digests = False
-        """See `PairWelcome.digests`."""
+        """Whether checksums are digests that devices compute: `PairWelcome.digests`."""
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
         self._is_retired = False

@@ -32,15 +32,15 @@ class Delta:
     """One for each of `token_ids`, or none where the request has none."""
     answer_index: int = 0
     num_prompt_tokens: int = field(default=0, compare=False)
-    """Of the prompt that is answered."""
+    """Number of tokens of the prompt that is answered."""
     model_version: str = field(default="", compare=False)
-    """Of the model that makes the answer; with the first one only."""
+    """Version of the model that makes the answer; set in the first delta only."""
     reasoning: str = ""
     """What became final of the text between think tags, where it is asked for; comes before `text`."""
     calls: tuple[tuple[int, ToolCall], ...] = ()
-    """Of functions that the request offers, each with the number of characters of `text` before it."""
+    """Calls of functions that the request offers, each with the number of characters of `text` before it."""
     num_reasoning_tokens: int = field(default=0, compare=False)
-    """Of the answer so far."""
+    """Number of tokens between think tags in the answer so far."""
     prompt_token_ids: PackedTokenIds = field(default=PackedTokenIds(b""), compare=False)
     """With the first tokens of a prompt's first answer, where its log-probabilities are requested: they are in
     `logprobs[0].prompt`."""
@@ -61,7 +61,7 @@ class Finish:
     num_output_tokens: int
     answer_index: int = 0
     num_reasoning_tokens: int = 0
-    """Of the output tokens those up to the close tag."""
+    """Number of output tokens up to the close tag."""
     stop_string: str = field(default="", compare=False)
     """What ended the answer, where that was one of the stop strings; else empty."""
 

@@ -68,11 +68,11 @@ T = TypeVar("T")
 Events = AsyncGenerator[Delta | Finish, None]
 
 MAX_LISTED_IDS: Final = 65_536
-"""Of one call that takes or gives ids only, where the context is not longer."""
+"""Largest number of ids of a call that takes or gives ids only, unless the context is longer."""
 _MAX_TAG_IDS: Final = 16
-"""Of a tag at the end of a prompt, with white space."""
+"""Largest number of token ids of a tag at the end of a prompt, with white space."""
 _IDS_A_TURN: Final = 512
-"""Of a resumed answer, that become text in one turn of the event loop: about a millisecond."""
+"""Number of ids of a resumed answer that become text in one turn of the event loop: about a millisecond."""
 
 
 class _Resumed(NamedTuple):

@@ -49,7 +49,7 @@ class GuardedAnswer(Answer):
         super().__init__(router, routed, arrival, text, clock, answer_index)
         self._guard = guard
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        """Of the prompt, which come with the first token."""
+        """Logprobs of the prompt's tokens, which come with the first token of the answer."""
         self.note_decisions(guard.decisions.counts)
 
     @override

@@ -49,7 +49,7 @@ class Origin:
     """Where a call comes from: what is known of it before anything that its client wrote is read."""
 
     request_id: RequestId
-    """Never used before."""
+    """Id of the call; no other call has had it."""
     caller: Caller
     protocol: ProtocolName | None = None
     """The metrics count the call under it. None for a line of a batch, which is not counted, keeps no gateway from
@@ -57,7 +57,7 @@ class Origin:
     max_priority: int | None = None
     """The largest priority in the router's queue that the call may have; None for no bound but the router's own."""
     targets: Targets = NO_TARGETS
-    """Of a call whose client cannot name its own."""
+    """Latency targets of a call whose client cannot name its own."""
     trace_parent: str = ""
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""

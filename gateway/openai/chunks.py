@@ -64,12 +64,13 @@ class UsageCount:
 
     answers_each: int
     prompt_tokens: dict[int, int] = field(default_factory=dict)
-    """By prompt."""
+    """Number of tokens of each prompt, by the index of the prompt."""
     cached_tokens: dict[int, int] = field(default_factory=dict)
     output_tokens: dict[int, int] = field(default_factory=dict)
-    """By answer."""
+    """Number of tokens of each answer, by the index of the answer."""
     reasoning_tokens: dict[int, int] | None = None
-    """Of the output tokens; `None` where the model's reasoning is not told from its answers."""
+    """Number of output tokens that are reasoning, by the index of the answer; `None` where the model's reasoning is not
+    told from its answers."""
 
     def add(self, delta: Delta) -> None:
         """Count what a delta brings."""

@@ -29,7 +29,7 @@ _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeBody)
 _NAMES: Final = FieldNames("messages", "logprobs")
 _TEXT_NAMES: Final = FieldNames("prompt", "logprobs")
 _VALUES_A_PIECE: Final = 16_384
-"""Of a long list that is written."""
+"""Number of values of a long list that are written between two turns of the event loop."""
 
 B = TypeVar("B")
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ABSENT: Final = msgspec.Raw(b"null")
-"""Of fields that are only refused: what they hold is looked over and not built."""
+"""Value of fields that are only refused; their JSON is checked for its syntax, and no objects are built."""
 
 
 Integer = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -41,7 +41,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn."""
+    """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -150,7 +150,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
-    """Of a text, true by default; a conversation's template writes its own."""
+    """Whether a text gets the tokenizer's special tokens; true by default. A chat template writes its own."""
     tools: msgspec.Raw = ABSENT
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -48,7 +48,7 @@ _OUTPUTS: Final = msgspec.json.Decoder(_StructuredOutputs | None)
 _TEXT: Final = msgspec.json.Decoder(str | None)
 _CHOICE: Final = msgspec.json.Decoder(list[str] | None)
 _MAX_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
-"""Of JSON: escapes and what stands around a schema are more than it."""
+"""Largest size of the JSON, which with its escapes is longer than the schema in it."""
 
 
 def read_structured(body: GenerationBody) -> StructuredOutput | None:

@@ -15,7 +15,7 @@ from disagg.proto.errors import InvalidRequestError
 
 MAX_VARIABLES: Final = 32
 MAX_VARIABLES_BYTES: Final = 16 << 10
-"""Of JSON."""
+"""Largest size of the variables as JSON."""
 MAX_VARIABLE_DEPTH: Final = 8
 _FIELD: Final = "chat_template_kwargs"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

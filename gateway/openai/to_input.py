@@ -35,22 +35,22 @@ from disagg.gateway.text.chat_template import ChatTurn
 from disagg.proto.errors import InvalidRequestError
 
 MAX_PROMPTS: Final = 64
-"""Of one call."""
+"""Largest number of prompts of one call."""
 MAX_ANSWERS: Final = 128
-"""Of one call: prompts times `n`."""
+"""Largest number of answers of one call: prompts times `n`."""
 DEFAULT_MAX_TOKENS: Final = 16
-"""Of a text completion, as this API has always had it; a chat may fill the context."""
+"""Default of `max_tokens` for a text completion, as this API has always had it; a chat may fill the context."""
 _LEAST_SEED: Final = -(1 << 63)
 _NUM_SEEDS: Final = 1 << 64
 """Clients of this API send 64 bits with a sign: a negative seed is the one with the same bits."""
 _MAX_KEY_CHARS: Final = 20
-"""Of a token id as the key of an object."""
+"""Largest number of characters of a token id that is the key of an object."""
 
 _MAX_BIASES_BYTES: Final = 64 << 10
-"""Of JSON: 64 for each of the most biases that there may be."""
+"""Largest size of the biases as JSON: 64 bytes for each of the largest number of biases."""
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 _MAX_SMALL_BYTES: Final = 64
-"""Of the JSON of a field whose value may mean nothing."""
+"""Largest size of the JSON of a field that is accepted only with a value that changes nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "json_schema": _NEVER,
@@ -125,7 +125,7 @@ class ParsedCall:
     echo: bool = False
     """Each answer's text begins with its prompt."""
     num_shown: int = 1
-    """Of the answers to each prompt those that are shown, the likeliest ones first where they are not all."""
+    """Number of answers to each prompt that are shown: the likeliest ones where these are not all."""
     shows_logprobs: bool = False
     shows_prompt_logprobs: bool = False
     """As a field of their own, as vLLM does."""

@@ -24,11 +24,11 @@ from disagg.proto.errors import InvalidRequestError
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 256 << 10
-"""Of the JSON of all tools of a call."""
+"""Largest size of the JSON of all tools of a call."""
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
 MAX_CHOICE_BYTES: Final = 1024
-"""Of the JSON of `tool_choice`."""
+"""Largest size of the JSON of `tool_choice`."""
 LONG_ARGUMENTS: Final = 2048
 """Characters of calls after which other work of the event loop has its turn."""
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")

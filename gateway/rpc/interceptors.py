@@ -26,7 +26,7 @@ _WATCH = "/grpc.health.v1.Health/Watch"
 """The same, but its streams without a key are few: see `WatchPlaces`. A key that is refused counts as none."""
 _INFERENCE = "/disagg.v1.InferenceService/"
 _MODELS = f"{_INFERENCE}ListModels"
-"""For every caller."""
+"""A method that every caller may use."""
 
 
 class Authenticate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs

@@ -16,7 +16,7 @@ _REASONS = {
 
 
 def write_delta(delta: Delta) -> pb.TokenDelta:
-    """New tokens."""
+    """The message with the new tokens of an answer."""
     return pb.TokenDelta(
         first_index=delta.first_index,
         token_ids=delta.token_ids,

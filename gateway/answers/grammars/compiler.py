@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_CPU_S: Final = 0.1
-"""Of processor time for one grammar. A worker compiles it again, and the other rows of its batch wait meanwhile."""
+"""Seconds of processor time for one grammar. A worker compiles it again, and the other rows of its batch wait for
+that."""
 MAX_WALL_S: Final = 10.0
-"""By the clock: it could not get the processor."""
+"""Seconds by the clock, for a compiler that does not get the processor."""
 MAX_MORE_BYTES: Final = 64 << 20
-"""Of memory for one grammar, beside what the vocabulary takes."""
+"""Bytes of memory for one grammar, beside what the vocabulary takes."""
 STACK_BYTES: Final = 1 << 20
 """Less than what threads of workers have, which are to survive what survives here."""
 MESSAGE_BYTES: Final = 128 << 10
-"""Of one on the control socket: a grammar is shorter."""
+"""Size of a message on the control socket; a grammar is shorter."""
 VERDICT_BYTES: Final = 4096
-"""Of a verdict; a pipe takes as much at once."""
+"""Largest size of a verdict; a pipe takes as much at once."""
 BEGUN: Final = b"."
 """Comes first: from here on the grammar may be the reason for what happens."""
 DONE: Final = b"="
@@ -65,11 +66,11 @@ _TRIAL: Final = '{"grammars": [{"json_schema": {"type": "object"}}]}'
 
 
 class CompilerStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first message."""
+    """The first message on the control socket: what the process has to load."""
 
     tokenizer_file: str
     vocab_size: int
-    """Of the model."""
+    """Number of tokens of the model's vocabulary."""
     eos_token_ids: tuple[int, ...]
 
 
