@@ -9,6 +9,7 @@ import http.client
 import json
 import logging
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ from tests.support.gateway import MODEL_NAME, FakeRouter, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.ports import free_port
 from tests.support.secret import OTHER_SECRET, SECRET
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from tests.support.workers import wait_until_workers_idle
 
 KEY_A, KEY_B, KEY_ADMIN = "key-of-tenant-a-0001", "key-of-tenant-b-0002", "key-of-the-operators"
@@ -566,10 +567,17 @@ async def test_what_one_tenant_computed_is_no_hit_for_another(cluster: ProcessCl
             answer = await client.generate(prompt, max_tokens=2, ignore_eos=True, cache_salt=salt)
             return answer.usage.cached_tokens
 
+    async def hit(key: str) -> int:
+        """Tokens of the first hit: on a busy machine an attempt may be lost, and the next one computes again."""
+        ends_at = time.monotonic() + WAIT_S
+        while not (found := await cached(key)) and time.monotonic() < ends_at:
+            pass
+        return found
+
     assert await cached(KEY_A) == 0
-    assert (of_own := await cached(KEY_A)) > 0
+    assert (of_own := await hit(KEY_A)) > 0
     assert await cached(KEY_B) == 0
-    assert await cached(KEY_B) == of_own
+    assert await hit(KEY_B) == of_own
     assert await cached(KEY_A, salt="other") == 0
-    assert await cached(KEY_A) == of_own
+    assert await hit(KEY_A) == of_own
     await wait_until_workers_idle(cluster.workers, cluster.secret)
