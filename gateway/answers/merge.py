@@ -31,9 +31,16 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
     finally:
         for task in reading:
             task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
+        cancelled: asyncio.CancelledError | None = None
+        while not all(task.done() for task in reading):
+            try:
+                await asyncio.gather(*(asyncio.shield(task) for task in reading), return_exceptions=True)
+            except asyncio.CancelledError as error:  # once more: the streams are closed before it goes on
+                cancelled = error
         for stream in streams:
             await stream.aclose()
+        if cancelled is not None:
+            raise cancelled
 
 
 async def _next(stream: AsyncGenerator[T, None]) -> tuple[T, ...]:

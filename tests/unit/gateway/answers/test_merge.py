@@ -113,3 +113,35 @@ async def test_a_cancelled_consumer_closes_all() -> None:
         await task
     assert [source.closed for source in sources] == [True, True]
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("num_turns", range(1, 12))
+async def test_streams_are_closed_whenever_the_consumer_is_cancelled(num_turns: int) -> None:
+    """Also where one stream has failed, and the others are being closed for that."""
+    closed: list[str] = []
+
+    async def failing() -> AsyncGenerator[int, None]:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        raise ValueError("wrong")
+        yield 0
+
+    async def endless() -> AsyncGenerator[int, None]:
+        try:
+            while True:
+                yield 1
+                await asyncio.sleep(0)
+        finally:
+            closed.append("endless")
+
+    async def consume() -> None:
+        async with aclosing(merge([failing(), endless()])) as merged:
+            async for _ in merged:
+                await asyncio.sleep(0)
+
+    consumer = asyncio.create_task(consume())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    consumer.cancel()
+    await asyncio.gather(consumer, return_exceptions=True)
+    assert closed == ["endless"] if num_turns > 1 else closed in ([], ["endless"])
