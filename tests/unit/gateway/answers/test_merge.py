@@ -123,8 +123,9 @@ async def test_streams_are_closed_whenever_the_consumer_is_cancelled(num_turns: 
     async def failing() -> AsyncGenerator[int, None]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        for number in list[int]():
+            yield number
         raise ValueError("wrong")
-        yield 0
 
     async def endless() -> AsyncGenerator[int, None]:
         try:
