@@ -1,1 +1,1 @@
-"""Programs that measure, print one table each, and write `--json FILE` in one form; see README.md and common.py."""
+"""Programs that measure, print one table each, and write `--json FILE` in one form; see README.md."""

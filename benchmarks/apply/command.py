@@ -31,7 +31,6 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import positive, print_table, report, write_json
 from disagg.cli.operations.apply import ApplyOptions, run_apply
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
@@ -39,6 +38,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.models.catalog import resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError, DisaggError
+from tests.support.reports import positive, print_table, report, write_json
 
 Row = dict[str, Any]
 Version = tuple[str, str]

@@ -25,7 +25,6 @@ from typing import Any, get_args
 
 from benchmarks.autoscaler.loads import LOADS, MAX_MODEL_LEN, RISES
 from benchmarks.autoscaler.scaling import Resize, Scaler
-from benchmarks.common import print_table, report, write_json
 from disagg.autoscaler.config import AutoscalerOptions, ThresholdOptions
 from disagg.autoscaler.policies import make_policy
 from disagg.autoscaler.policy import PoolLimits
@@ -37,6 +36,7 @@ from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.phases import PlannedLoad
 from disagg.simulator.world.settings import ClusterSpec, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
+from tests.support.reports import print_table, report, write_json
 
 STEP = LinearSteps(base_ms=5.0, prefill_token_ms=0.4, attended_ms=1e-4, decode_ms=0.5, context_ms=1e-3)
 COLD_START_S = 30.0

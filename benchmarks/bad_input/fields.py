@@ -28,8 +28,6 @@ from google.protobuf.message import Message
 
 from benchmarks.bad_input import generated_http
 from benchmarks.bad_input.generated import Outcomes
-from benchmarks.clients.load import channel as channel_to
-from benchmarks.clients.pace import in_flight
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.gateway.batches.batch_handlers import BatchBody
@@ -37,6 +35,8 @@ from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBod
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.v1 import inference_pb2 as pb
+from tests.support.inference_stub import channel as channel_to
+from tests.support.pace import in_flight
 
 KEY: Final = "key-of-fields-0123456789"
 MAX_MODEL_LEN: Final = 1024

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from benchmarks.bad_input.fuzz_clients import Answer, Neighbour, Sender
 from benchmarks.bad_input.fuzz_messages import FAMILIES, Message, Served, Shape, make, mutated
-from benchmarks.common import percentile, print_table, report, write_json
-from benchmarks.gateway.rig import Rig
+from tests.support.gateway_rig.rig import Rig
+from tests.support.reports import percentile, print_table, report, write_json
 
 BUDGET_S: Final = 0.005
 """Of processor time on the event loop, in one turn."""

@@ -19,9 +19,9 @@ import grpc
 import grpc.aio
 
 from benchmarks.bad_input.fuzz_messages import Message
-from benchmarks.clients.raw import GENERATE, http_post
-from benchmarks.gateway.rig import FAKE_TOKENS
 from disagg.v1 import inference_pb2 as pb
+from tests.support.gateway_rig.rig import FAKE_TOKENS
+from tests.support.raw_clients import GENERATE, http_post
 
 TIMEOUT_S: Final = 30.0
 _PAUSE_S: Final = 0.001

@@ -17,13 +17,13 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.bad_input import generated_grpc, generated_http
-from benchmarks.clients.load import channel as channel_to
-from benchmarks.clients.pace import in_flight
-from benchmarks.clients.raw import GENERATE
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.gateway.text.tokenizer import ModelInfo, fake_model
 from disagg.v1 import inference_pb2 as pb
+from tests.support.inference_stub import channel as channel_to
+from tests.support.pace import in_flight
+from tests.support.raw_clients import GENERATE
 
 T = TypeVar("T")
 

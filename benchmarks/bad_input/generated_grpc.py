@@ -16,9 +16,9 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from benchmarks.clients.raw import GENERATE, frame, grpc_message, request_headers
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.v1 import inference_pb2 as pb
+from tests.support.raw_clients import GENERATE, frame, grpc_message, request_headers
 
 Dice = random.Random
 Change = Callable[[Dice, pb.GenerateRequest], None]

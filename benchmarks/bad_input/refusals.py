@@ -27,11 +27,11 @@ import grpc.aio
 
 from benchmarks.bad_input.fields import sweep
 from benchmarks.bad_input.generated import Outcomes, throw_at_a_cluster
-from benchmarks.clients.load import channel, only_model, service
-from benchmarks.common import percentiles, print_table, report, write_json
-from benchmarks.launch import LAUNCHERS, launched
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support.inference_stub import channel, only_model, service
+from tests.support.launch import LAUNCHERS, launched
+from tests.support.reports import percentiles, print_table, report, write_json
 
 TARGET_MS = 10.0
 WARMUP = 20

@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import percentiles
 from disagg.client import AsyncClient, Options
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import DisaggError
+from tests.support.reports import percentiles
 
 TTFT_MS, TPOT_MS = 1000.0, 100.0
 RATE_PER_S = 1.0

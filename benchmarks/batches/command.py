@@ -24,10 +24,10 @@ import httpx
 
 from benchmarks.batches.beside import beside, ratios
 from benchmarks.batches.usage import usage_cost, usage_figures
-from benchmarks.common import print_table, report, write_json
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.runner.fake import fake_generate
+from tests.support.reports import print_table, report, write_json
 
 ENDPOINT = "/v1/completions"
 NUM_TOKENS = 16

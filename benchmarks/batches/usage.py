@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import percentiles
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.config import UsageOptions
 from disagg.gateway.requests.request import Call
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
+from tests.support.reports import percentiles
 
 NUM_CALLS = 4000
 NUM_TENANTS = 20

@@ -26,10 +26,11 @@ import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common import REPOSITORY, percentile, positive, print_table, report, write_json
-from benchmarks.launch import LAUNCHERS, free_port, log_tail, stop
 from disagg.client import Client
 from disagg.proto.errors import UnavailableError
+from tests.support.launch import LAUNCHERS, log_tail, stop
+from tests.support.ports import free_port
+from tests.support.reports import REPOSITORY, percentile, positive, print_table, report, write_json
 
 POLL_S = 0.01
 LIMIT_S = 120.0

@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.elastic.day import DAY
 from benchmarks.elastic.grid import TPOT_S, TTFT_S, Column, Row, Settings, day_row
 from benchmarks.elastic.heat_map import as_text, grids_of, short, write_png
 from benchmarks.elastic.runs import TIMING, Runs
 from disagg.cli.planning.simulate import read_times
+from tests.support.reports import positive, print_table, report, write_json
 
 WORKLOADS = ("512/64", "512/128", "varied", "mooncake")
 CACHE = Path("build/elastic-runs.sqlite")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from benchmarks.common import percentile
 from benchmarks.elastic.day import DAY, day_requests
 from benchmarks.elastic.runs import LAST, TWIN, Brings, Point, Runs, Seen, first_come, hopeless_last
 from benchmarks.elastic.workloads import lengths
@@ -21,6 +20,7 @@ from disagg.proto.messages import StepCoefficients
 from disagg.router.config import num_split
 from disagg.simulator.twin.load import Arrival
 from disagg.simulator.twin.settings import settings_of
+from tests.support.reports import percentile
 
 TTFT_S = (0.5, 0.75, 1.0, 2.0, 4.0)
 TPOT_S = (0.012, 0.015, 0.020, 0.030, 0.050)

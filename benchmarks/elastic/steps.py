@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import percentile, positive, print_table, report, write_json
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Outcomes, Slo
@@ -40,6 +39,7 @@ from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.world.settings import ClusterSpec, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest
+from tests.support.reports import percentile, positive, print_table, report, write_json
 
 STEP = LinearSteps(base_ms=5.0, prefill_token_ms=0.4, attended_ms=1e-4, decode_ms=0.5, context_ms=1e-3)
 MAX_MODEL_LEN = 4096

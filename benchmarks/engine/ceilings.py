@@ -24,10 +24,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.common import print_table
 from disagg.cluster.system.cores import available_cores
 from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
+from tests.support.reports import print_table
 
 READ_BYTES = 512 << 20
 """Of all cores together; more than any cache."""

@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPOSITORY, positive, print_table, report, write_json
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.rig import LoopShape
 from benchmarks.engine.steps import PROMPTS, Kind, add_engine_arguments, kinds, prompts_name, worker_config
 from disagg.cluster.models.catalog import resolve_model
+from tests.support.reports import REPOSITORY, positive, print_table, report, write_json
 
 LOOP_ROUNDS = 3
 """Requests of a loop for each place in it."""

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.engine.ceilings import Ceilings, measure, print_ceilings
 from benchmarks.engine.kernel_cases import Call, Case, makers
 from benchmarks.engine.step_limit import Work
@@ -30,6 +29,7 @@ from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.kernels.cpu import build
 from disagg.kernels.dispatch import describe
+from tests.support.reports import positive, print_table, report, write_json
 
 REFERENCE_S = 0.3
 """The reference is called until this time is over, or all copies had their turn."""

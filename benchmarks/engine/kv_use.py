@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import positive, print_table, report, write_json
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import new_sequence
@@ -29,6 +28,7 @@ from disagg.loadtests.workload.traces import TraceRequest, read_trace
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
+from tests.support.reports import positive, print_table, report, write_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import print_table, report, write_json
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.sampler import Sampler
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
+from tests.support.reports import print_table, report, write_json
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
 KINDS: dict[str, dict[str, Any]] = {

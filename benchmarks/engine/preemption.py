@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.commands import Add, TokenSampled
 from disagg.engine.config import WorkerConfig
@@ -32,6 +31,7 @@ from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
+from tests.support.reports import print_table, report, write_json
 
 BLOCK = 16
 

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.common import REPOSITORY
 from benchmarks.engine.ceilings import Ceilings, measure
 from benchmarks.engine.rig import EngineRig, LoopResult, LoopShape
 from disagg.cluster.system.cores import pin_process
@@ -29,6 +28,7 @@ from disagg.cluster.system.process_tools import freeze_start, thread_environment
 from disagg.engine.config import WorkerConfig
 from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
+from tests.support.reports import REPOSITORY
 
 STOP_TIMEOUT_S = 20.0
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.clients.load import random_prompt
+from benchmarks.load import random_prompt
 from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Reserve, Reserved, Scatter, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore

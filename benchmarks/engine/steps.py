@@ -28,7 +28,6 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.engine.ceilings import Ceilings, print_ceilings
 from benchmarks.engine.llamacpp import LlamaCpp, PeerRun, folder_of, open_llama_cpp
 from benchmarks.engine.process import Engine, running_engine
@@ -38,6 +37,7 @@ from disagg.cluster.system.cores import available_cores
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import Quantization, WorkerConfig
 from disagg.kernels.cpu import build
+from tests.support.reports import positive, print_table, report, write_json
 
 BATCHES = [1, 2, 4, 6, 8, 16, 32]
 SHARED_BATCHES = (1, 8, 32)

@@ -10,16 +10,16 @@ import grpc
 import grpc.aio
 
 from benchmarks.bad_input.refusals import measure
-from benchmarks.clients.load import service
-from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up, until
 from benchmarks.faults.kills import NUM_TOKENS, RATE
 from benchmarks.faults.load import Load, Model, send
 from benchmarks.faults.row import Row, all_right, of_streams
-from benchmarks.processes import rss_bytes
 from disagg.client import AsyncClient
 from disagg.client.failures import error_of
 from disagg.v1 import inference_pb2 as pb
+from tests.support.inference_stub import service
+from tests.support.process_figures import rss_bytes
+from tests.support.reports import percentile
 
 CAP_BYTES = 256 << 10
 """Memory that one unread stream may cost the gateway."""

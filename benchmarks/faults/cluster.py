@@ -24,10 +24,7 @@ from typing import Any, Self
 import grpc.aio
 import yaml
 
-from benchmarks.common import REPOSITORY
 from benchmarks.faults.up import SECRET_VARIABLE
-from benchmarks.launch import LaunchError, free_port, log_tail
-from benchmarks.processes import children
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
@@ -36,6 +33,10 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.messages import AuditReport, AuditRequest, decoder, encode
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
 from disagg.v1 import inference_pb2 as pb
+from tests.support.launch import LaunchError, log_tail
+from tests.support.ports import free_port
+from tests.support.process_figures import children
+from tests.support.reports import REPOSITORY
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0

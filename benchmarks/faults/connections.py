@@ -16,12 +16,12 @@ from typing import Final
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.common import percentile
 from benchmarks.faults.cluster import OPERATOR, Up, until
 from benchmarks.faults.load import Model
 from benchmarks.faults.row import Row
-from benchmarks.processes import rss_bytes
 from disagg.proto.errors import DisaggError
+from tests.support.process_figures import rss_bytes
+from tests.support.reports import percentile
 
 SENDER: Final = "sender-of-bodies"
 KEYS: Final[Mapping[str, str]] = {SENDER: "key-of-the-tenant-with-the-bodies"}

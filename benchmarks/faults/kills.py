@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.faults.cluster import POLL_S, Up, until
 from benchmarks.faults.load import Load, Model, Stream, send
 from benchmarks.faults.row import Row, all_right, of_streams
-from benchmarks.processes import is_running
+from tests.support.process_figures import is_running
 
 RATE = 4.0
 NUM_TOKENS = 150

@@ -22,10 +22,10 @@ from pathlib import Path
 import grpc.aio
 from typing_extensions import override
 
-from benchmarks.clients.pace import on_time, steady
 from disagg.client import AsyncClient, Targets
 from disagg.engine.runner.fake import DEFAULT_VOCAB_SIZE, fake_generate
 from disagg.proto.errors import DisaggError, OverloadedError
+from tests.support.pace import on_time, steady
 
 NUM_PROMPTS = 16
 MIN_PROMPT, MAX_PROMPT = 20, 200

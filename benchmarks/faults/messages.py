@@ -18,13 +18,13 @@ from typing import Final
 
 from benchmarks.bad_input.fuzz_clients import Answer, Sender
 from benchmarks.bad_input.fuzz_messages import Message, Served, Shape, make
-from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.kills import LEFT_S
 from benchmarks.faults.load import Load, Model, Stream
 from benchmarks.faults.row import Row, all_right, of_streams
-from benchmarks.processes import is_running
 from disagg.gateway.config import GatewayConfig, ModelSource
+from tests.support.process_figures import is_running
+from tests.support.reports import percentile
 
 NEIGHBOUR: Final = "neighbour"
 ATTACKER: Final = "attacker"

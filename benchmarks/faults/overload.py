@@ -27,12 +27,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.clients.pace import on_time, steady
-from benchmarks.common import percentile
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.load import Model, Stream, send
 from benchmarks.faults.row import Row
 from disagg.client import AsyncClient, Targets
+from tests.support.pace import on_time, steady
+from tests.support.reports import percentile
 
 TTFT_MS = 1000.0
 WARM_S = 4.0

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import report, write_json
 from benchmarks.faults import connections, messages
 from benchmarks.faults.clients import bad_input, disconnect, slow_reader
 from benchmarks.faults.cluster import Up
@@ -51,6 +50,7 @@ from benchmarks.faults.surroundings import (
     full_logs,
     gcs_killed,
 )
+from tests.support.reports import report, write_json
 
 RowFunction = Callable[[Up, Model], Awaitable[Row]]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.common import print_table
 from benchmarks.faults.load import Stream
+from tests.support.reports import print_table
 
 
 @dataclass(frozen=True, kw_only=True)

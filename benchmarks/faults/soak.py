@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
 from benchmarks.faults.soak_rest import Footprint, at_rest, fired, footprints
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
@@ -40,6 +39,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
+from tests.support.reports import print_table, report, write_json
 
 FAILPOINTS = ";".join(
     [

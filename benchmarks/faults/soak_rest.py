@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults.cluster import audit
-from benchmarks.processes import rss_bytes
 from disagg.client import AsyncClient
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FIRED
+from tests.support.process_figures import rss_bytes
 
 REST_TIMEOUT_S = 30.0
 """Leases, and memories of ended attempts that fade, are over by then."""

@@ -16,7 +16,7 @@ from benchmarks.faults.cluster import Up, until
 from benchmarks.faults.kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
 from benchmarks.faults.load import Load, Model
 from benchmarks.faults.row import Row, all_right
-from benchmarks.processes import children
+from tests.support.process_figures import children
 
 CLEAR_EXIT_S = 60.0
 NUM_FAILED_STARTS = 3

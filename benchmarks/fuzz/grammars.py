@@ -33,12 +33,12 @@ from typing import Any, Final
 
 import httpx
 
-from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.fuzz.grammar_cases import Case, make_case
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import DisaggError
+from tests.support.reports import percentile, positive, print_table, report, write_json
 
 MODEL: Final = "tiny"
 _KEYS: Final = {"other": "other-key-0123456789abcdef", "fuzz": "fuzz-key-0123456789abcdef"}

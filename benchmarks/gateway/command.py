@@ -5,8 +5,9 @@ thousand live streams.
     python -m benchmarks.gateway --slow [--json FILE]   clients that never read and connections that never speak
 
 A real gateway process with its router talks to a worker without a model that sends a token per stream and step
-(worker.py); the text is detokenized with the default model's tokenizer. Clients (clients/raw.py) and worker share
-another process. CPU time is user and system time of the gateway's process, all threads.
+(tests/support/gateway_rig); the text is detokenized with the default model's tokenizer. Clients
+(tests/support/raw_clients.py) and worker share another process. CPU time is user and system time of the gateway's
+process, all threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
 from benchmarks.gateway.cost import (
     LIVE_STEP_S,
     LIVE_STREAMS,
@@ -28,10 +28,11 @@ from benchmarks.gateway.cost import (
     medians,
     summary,
 )
-from benchmarks.gateway.rig import Rig
 from benchmarks.gateway.slow import measure_slow, show_slow, slow_summary
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.proto.errors import ConfigError
+from tests.support.gateway_rig.rig import Rig
+from tests.support.reports import print_table, report, write_json
 
 TARGET_RATIO = 1.5
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.gateway.rig import PROTOCOLS, Protocol, Rig, wait_until
+from tests.support.gateway_rig.rig import PROTOCOLS, Protocol, Rig, wait_until
 
 STEP_S = {1: 0.002, 8: 0.008, 32: 0.02, 128: 0.064}
 """Pace of every stream, by the number of streams: 500 to 2,000 tokens/s together, which a gateway can follow."""

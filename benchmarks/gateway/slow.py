@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from benchmarks.clients.raw import Stream
-from benchmarks.common import percentile, print_table
-from benchmarks.gateway.rig import PROTOCOLS, Protocol, Rig, wait_until
+from tests.support.gateway_rig.rig import PROTOCOLS, Protocol, Rig, wait_until
+from tests.support.raw_clients import Stream
+from tests.support.reports import percentile, print_table
 
 Kind = Literal["never_reads", "never_speaks"]
 

@@ -32,8 +32,6 @@ from unittest.mock import patch
 
 import httpx
 
-from benchmarks.common import print_table, report, write_json
-from benchmarks.processes import cpu_seconds
 from disagg.client import AsyncClient, Delta
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
@@ -41,6 +39,8 @@ from disagg.cluster.system.process_tools import allow_open_files
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import GatewayRecord
 from disagg.proto.errors import ConfigError, UnavailableError
+from tests.support.process_figures import cpu_seconds
+from tests.support.reports import print_table, report, write_json
 
 STEP_MS = 25
 """Pause before each step of a worker."""

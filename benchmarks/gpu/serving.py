@@ -23,11 +23,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.clients import load
+from benchmarks import load
 from benchmarks.gpu import model
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, parse, read_ceilings, row_file
-from benchmarks.launch import launched
+from tests.support import inference_stub
+from tests.support.launch import launched
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 GIB = 1 << 30
@@ -149,9 +150,9 @@ def measure_loop(rows: RowFile, name: str, asked: Load, address: str, streams: i
 async def run(address: str, asked: Load, streams: int) -> load.Run:
     """Two requests for each stream."""
     shape = load.Shape(input_tokens=asked.input_tokens, output_tokens=asked.output_tokens)
-    async with load.channel(address) as connection:
-        stub = load.service(connection)
-        served = await load.only_model(stub)
+    async with inference_stub.channel(address) as connection:
+        stub = inference_stub.service(connection)
+        served = await inference_stub.only_model(stub)
         work = load.requests(served, shape, first_seed=1000 * streams, count=2 * streams)
         elapsed_s, timings = await load.closed_loop(stub, work, streams)
     return load.Run(mode="", concurrency=streams, repeat=0, elapsed_s=elapsed_s, timings=timings)

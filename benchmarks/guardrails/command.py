@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.common import print_table, report, write_json
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.gateway.answers.answer import Answer
 from disagg.gateway.answers.guarded import GuardedAnswer
@@ -35,6 +34,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import Sampling
 from disagg.proto.token_ids import pack_token_ids
 from disagg.router.api import Completion, RequestTrace, RoutedRequest, TokenBatch
+from tests.support.reports import print_table, report, write_json
 
 CARD: Final = RuleOptions(pattern=r"\b[0-9]{4}(?:[ -]?[0-9]{4}){3}\b", action="replace")
 EMAIL: Final = RuleOptions(pattern=r"\b[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,120}\.[A-Za-z]{2,24}\b", action="replace")

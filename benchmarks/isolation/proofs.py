@@ -29,15 +29,15 @@ from typing import Any, Final
 
 import grpc.aio
 
-from benchmarks.clients.raw import COMPLETIONS, http_request
-from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.load import Model
-from benchmarks.processes import is_running, rss_bytes
 from disagg.client import AsyncClient
 from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
+from tests.support.process_figures import is_running, rss_bytes
+from tests.support.raw_clients import COMPLETIONS, http_request
+from tests.support.reports import percentile, print_table, report, write_json
 
 KEYS: Final = {name: f"key-of-the-{name}-tenant" for name in ("neighbour", "attacker")}
 MAX_MODEL_LEN: Final = 16_384

@@ -34,7 +34,6 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.common import print_table, report, write_json
 from benchmarks.isolation.sampling_settings import Settings
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.commands import (
@@ -64,6 +63,7 @@ from disagg.proto.token_ids import num_token_ids, pack_token_ids
 from tests.support.captured import CapturedRunner, captured_steps
 from tests.support.engine import VOCAB_SIZE
 from tests.support.rank_connections import fake_group
+from tests.support.reports import print_table, report, write_json
 from tests.support.sampling import SampledRunner
 
 GUESTS = 24

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from google.protobuf.message import Message
 
-from benchmarks.common import in_one_go
 from disagg.gateway.openai.schema import CompletionBody, decode
 from disagg.gateway.openai.to_input import read_completion
 from disagg.gateway.requests.request import GenerationInput
@@ -24,6 +23,7 @@ from disagg.gateway.rpc.from_protobuf import read_request
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.messages import Sampling
 from disagg.v1 import inference_pb2 as pb
+from tests.support.reports import in_one_go
 
 _FLOAT_RANGES = {
     "temperature": (0.0, 100.0),

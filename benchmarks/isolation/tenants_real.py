@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.pace import on_time, steady
-from benchmarks.clients.raw import COMPLETIONS, http_request
-from benchmarks.common import percentile, print_table, report, write_json
 from benchmarks.faults.cluster import Up
 from benchmarks.faults.load import Model, Stream, send
 from disagg.client import AsyncClient, Targets
+from tests.support.pace import on_time, steady
+from tests.support.raw_clients import COMPLETIONS, http_request
+from tests.support.reports import percentile, print_table, report, write_json
 
 STEP_MS = 30.0
 TOKEN_BUDGET = 512

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.models.catalog import resolve_model
+from tests.support.reports import print_table, report, write_json
 
 SUBJECTS = ("rivers", "bread", "glass", "the moon", "bees", "old maps", "steel", "wool", "tides", "chess")
 QUESTIONS = ("What is known about {}?", "Write a short story about {}.", "List five facts about {}.", "Who uses {}?")

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import percentiles, positive, print_table, report, write_json
 from disagg.cluster.system.cores import available_cores
 from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE, GeneratorOptions, play
@@ -29,6 +28,7 @@ from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload, plan_requests
+from tests.support.reports import percentiles, positive, print_table, report, write_json
 
 STALL_AT_S = 2.0
 STALL_S = 0.5

@@ -19,7 +19,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.common import REPOSITORY, print_table, report, write_json
 from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
@@ -32,6 +31,7 @@ from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.parameters import pack_parameters
 from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.weights import load_parameters
+from tests.support.reports import REPOSITORY, print_table, report, write_json
 
 TEXTS = ("README.md", "docs/architecture.md", "docs/observability.md")
 BLOCK_SIZE = 16

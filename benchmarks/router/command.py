@@ -25,10 +25,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.common import REPOSITORY, positive, print_table, report, write_json
 from benchmarks.router.lookups import compare_lookups, load_radix_tree
 from benchmarks.router.placements import CLOCKS, measure_placements
 from disagg.router.config import PolicyName
+from tests.support.reports import REPOSITORY, positive, print_table, report, write_json
 
 Row = dict[str, Any]
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from benchmarks.common import print_table, report, write_json
-from benchmarks.processes import cpu_seconds
 from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
 from disagg.cluster.config.cluster_config import PoolConfig, parse_config
@@ -34,6 +32,8 @@ from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ControlState, ScaleRequest
 from disagg.proto.ids import WorkerId
+from tests.support.process_figures import cpu_seconds
+from tests.support.reports import print_table, report, write_json
 
 WAIT_S = 180.0
 CONFIG = {

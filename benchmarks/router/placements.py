@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import percentile
 from disagg.cluster.system.process_tools import freeze_start
 from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
@@ -46,6 +45,7 @@ from disagg.router.api import RoutedRequest
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
+from tests.support.reports import percentile
 
 BLOCK_TOKENS = 16
 NUM_PROMPTS = 16

@@ -16,11 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import load
-from benchmarks.common import print_table, report, write_json
-from benchmarks.processes import cpu_seconds
+from benchmarks import load
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from tests.support import inference_stub
+from tests.support.process_figures import cpu_seconds
+from tests.support.reports import print_table, report, write_json
 
 KINDS = ("off", "on")
 
@@ -44,9 +45,9 @@ def pids_of(cluster: ProcessCluster) -> list[int]:
 
 async def measure(address: str, options: argparse.Namespace, repeat: int) -> tuple[float, int]:
     """Closed loop with prompts of the repeat's own: seconds and output tokens."""
-    async with load.channel(address) as connection:
-        stub = load.service(connection)
-        model = await load.only_model(stub)
+    async with inference_stub.channel(address) as connection:
+        stub = inference_stub.service(connection)
+        model = await inference_stub.only_model(stub)
         shape = load.Shape(input_tokens=64, output_tokens=options.tokens)
         count = options.clients * options.rounds
         elapsed_s, timings = await load.closed_loop(

@@ -27,15 +27,16 @@ from typing import Any
 
 import yaml
 
-from benchmarks.clients import load
-from benchmarks.clients.pace import on_time, steady
-from benchmarks.common import percentile, positive, print_table, report, write_json
-from benchmarks.launch import LAUNCHERS, launched
+from benchmarks import load
 from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.gateway.requests.validate import TPOT_METADATA
 from disagg.loadtests.generator.load_generator import GENERATOR_NICE
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support import inference_stub
+from tests.support.launch import LAUNCHERS, launched
+from tests.support.pace import on_time, steady
+from tests.support.reports import percentile, positive, print_table, report, write_json
 
 SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "disaggregated": ("disaggregated", {}),
@@ -138,9 +139,9 @@ async def measure(
 ) -> Measurement:
     """All streams from start to end, with or without arrivals, for `max_seconds` at most."""
     kind = 2 * repeat + with_arrivals
-    async with load.channel(address) as channel:
-        stub = load.service(channel)
-        model = await load.only_model(stub)
+    async with inference_stub.channel(address) as channel:
+        stub = inference_stub.service(channel)
+        model = await inference_stub.only_model(stub)
         first_seed = STREAM_SEED + kind * options.streams
         streams = [
             generate_request(model, first_seed + index, options.stream_input_tokens, options.stream_output_tokens)

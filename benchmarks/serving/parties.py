@@ -17,14 +17,16 @@ from typing import Any
 
 from typing_extensions import override
 
-from benchmarks.clients import load, load_http
+from benchmarks import load, load_http
 from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.rig import LoopShape
-from benchmarks.launch import cluster_config, free_port, launched
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.control.plan import worker_config
 from disagg.cluster.system.cores import available_cores
 from disagg.engine.config import WorkerConfig
+from tests.support import inference_stub
+from tests.support.launch import cluster_config, launched
+from tests.support.ports import free_port
 
 WARM_UP_SEED = 1 << 40
 """Prompts of the warm-up; measured ones count up from 0."""
@@ -73,9 +75,9 @@ class GrpcParty(Party):
     @override
     def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
         async def measure() -> tuple[float, tuple[load.Timing, ...]]:
-            async with load.channel(self._address) as channel:
-                stub = load.service(channel)
-                model = await load.only_model(stub)
+            async with inference_stub.channel(self._address) as channel:
+                stub = inference_stub.service(channel)
+                model = await inference_stub.only_model(stub)
                 return await load.closed_loop(stub, load.requests(model, shape, first_seed, count), concurrency)
 
         return self._made(concurrency, repeat, asyncio.run(measure()))
@@ -177,6 +179,6 @@ def _workers(cluster: ClusterConfig, model_path: Path) -> list[WorkerConfig]:
 
 
 async def _vocab_size(address: str) -> int:
-    async with load.channel(address) as channel:
-        model = await load.only_model(load.service(channel))
+    async with inference_stub.channel(address) as channel:
+        model = await inference_stub.only_model(inference_stub.service(channel))
         return int(model.vocab_size)

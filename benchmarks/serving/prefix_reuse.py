@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import load
-from benchmarks.common import percentile, print_table, report, write_json
-from benchmarks.launch import LAUNCHERS, launched
+from benchmarks import load
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import AdminServiceStub
+from tests.support import inference_stub
+from tests.support.launch import LAUNCHERS, launched
+from tests.support.reports import percentile, print_table, report, write_json
 
 BLOCK_TOKENS = 16
 
@@ -85,9 +86,9 @@ class Outcome:
 
 async def measure(address: str, workload: Workload, concurrency: int, policy: str, repeat: int) -> Outcome:
     """The workload in a closed loop on one fresh cluster."""
-    async with load.channel(address) as channel:
-        stub = load.service(channel)
-        work = workload.requests(await load.only_model(stub))
+    async with inference_stub.channel(address) as channel:
+        stub = inference_stub.service(channel)
+        work = workload.requests(await inference_stub.only_model(stub))
         elapsed_s, timings = await load.closed_loop(stub, work, concurrency)
         admin = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         routes = [

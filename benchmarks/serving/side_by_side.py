@@ -20,13 +20,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import load, load_http
-from benchmarks.common import print_table
+from benchmarks import load, load_http
 from benchmarks.serving.parties import WARM_UP_SEED, HttpParty, Party, our_parties
 from benchmarks.serving.vllm import serving_vllm
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.models.catalog import resolve_model
 from disagg.engine.checkpoint.checkpoint import read_model_config
+from tests.support.reports import print_table
 
 PEER_VLLM = "vllm"
 

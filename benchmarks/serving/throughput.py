@@ -21,14 +21,15 @@ from typing import Any
 
 import yaml
 
-from benchmarks.clients import load
-from benchmarks.common import positive, print_table, report, write_json
-from benchmarks.launch import LAUNCHERS, launched
+from benchmarks import load
 from benchmarks.serving import side_by_side
 from benchmarks.serving.parties import SHAPES, WARM_UP_SEED
 from benchmarks.serving.side_by_side import num_requests
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support import inference_stub
+from tests.support.launch import LAUNCHERS, launched
+from tests.support.reports import positive, print_table, report, write_json
 
 
 async def measure(address: str, mode: str, options: argparse.Namespace) -> list[load.Run]:
@@ -36,9 +37,9 @@ async def measure(address: str, mode: str, options: argparse.Namespace) -> list[
     shape = load.Shape(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
     runs: list[load.Run] = []
     next_seed = options.seed
-    async with load.channel(address) as channel:
-        stub = load.service(channel)
-        model = await load.only_model(stub)
+    async with inference_stub.channel(address) as channel:
+        stub = inference_stub.service(channel)
+        model = await inference_stub.only_model(stub)
         await load.closed_loop(stub, load.requests(model, shape, WARM_UP_SEED, 2), 2)
         for concurrency in options.concurrency:
             for repeat in range(options.repeats):

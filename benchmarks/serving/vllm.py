@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.clients import load_http
-from benchmarks.common import REPOSITORY
-from benchmarks.launch import free_port, stop, wait_ready
+from benchmarks import load_http
+from tests.support.launch import stop, wait_ready
+from tests.support.ports import free_port
+from tests.support.reports import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "peers" / "vllm_cpu.sh"
 START_TIMEOUT_S = 600.0

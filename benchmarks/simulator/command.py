@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import percentile, positive, print_table, report, write_json
 from benchmarks.simulator.accuracy import compare_folders, point_rows
 from benchmarks.simulator.accuracy import summary as accuracy_summary
 from benchmarks.simulator.decision import decide
@@ -51,6 +50,7 @@ from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 from disagg.step_times.interface import LinkTimes, StepWork
+from tests.support.reports import percentile, positive, print_table, report, write_json
 
 Row = dict[str, Any]
 POLICIES: tuple[PolicyName, ...] = ("joint", "prefix", "least_loaded", "round_robin")

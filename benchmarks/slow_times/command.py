@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table, report, write_json
 from benchmarks.slow_times.cells import Cell, Outcome, Who, compare, pool_of
+from tests.support.reports import print_table, report, write_json
 
 Row = dict[str, Any]
 LOADS = {

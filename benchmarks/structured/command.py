@@ -26,13 +26,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common import REPOSITORY, print_table, report, write_json
 from benchmarks.structured import forced, requests, steps
 from benchmarks.structured.suite import Case, fetched, read_cases
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.loadtests.verdict.goodput import quantile
+from tests.support.reports import REPOSITORY, print_table, report, write_json
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}

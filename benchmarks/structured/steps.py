@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.clients.load import random_prompt
+from benchmarks.load import random_prompt
 from disagg.engine.commands import Add, Release
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import positive, print_table, report, write_json
 from benchmarks.transfer.handover import Handover, Load, measure_handovers, quantiles, rows
 from benchmarks.transfer.ranks import IN_FLIGHT, Tp, measure_ranks
 from benchmarks.transfer.rates import Case, measure_rates
 from disagg.engine.kv_transfer.transports.nixl_agent import MODULES as NIXL_MODULES
+from tests.support.reports import positive, print_table, report, write_json
 
 KIB = 1 << 10
 SIZES_KIB = [64, 256, 1024, 4096, 16384]

@@ -35,13 +35,13 @@ from unittest import mock
 
 import msgspec
 
-from benchmarks.clients.load import random_prompt
-from benchmarks.common import REPOSITORY, percentile
+from benchmarks.load import random_prompt
 from benchmarks.transfer.worker import FOLDER_VARIABLE, Timeline
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster
+from tests.support.reports import REPOSITORY, percentile
 
 OUTPUT_TOKENS = 8
 STREAM_PROMPT_TOKENS = 32

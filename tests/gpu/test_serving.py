@@ -71,7 +71,7 @@ def test_a_prefill_and_a_decode_worker_on_one_device_under_load(
     """Right, not fast: the two take turns on the device, and NCCL goes through sockets."""
     pytest.importorskip("grpc")
     client = pytest.importorskip("disagg.client")
-    from benchmarks.launch import free_port
+    from tests.support.ports import free_port
 
     folder = make_checkpoint("qwen3", tmp_path / "model")
     logs = Path(os.environ.get("DISAGG_GPU_CHECK_LOGS", tmp_path))

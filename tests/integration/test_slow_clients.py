@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bad_input.generated_http import exchange
-from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.gateway.server import GatewayServer
@@ -30,6 +29,7 @@ from tests.support.gateway import (
     write_checkpoint,
 )
 from tests.support.gateway_server import running
+from tests.support.raw_clients import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
 from tests.support.waiting import eventually
 
 WAIT_S = 60.0

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.clients import pace
-from benchmarks.clients.pace import in_flight, on_time, steady
+from tests.support import pace
+from tests.support.pace import in_flight, on_time, steady
 
 
 class Clock:

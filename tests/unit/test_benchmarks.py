@@ -12,11 +12,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from benchmarks import common
+from benchmarks import load
 from benchmarks.bad_input import refusals
-from benchmarks.clients import load
-from benchmarks.clients.load import Run, Timing
-from benchmarks.launch import cluster_config
+from benchmarks.load import Run, Timing
 from benchmarks.serving.side_by_side import num_requests
 from benchmarks.serving.throughput import parse_arguments
 from disagg.cluster.config.cluster_config import parse_config
@@ -26,6 +24,8 @@ from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support import reports as common
+from tests.support.launch import cluster_config
 
 MODEL = pb.Model(name="tiny", max_model_len=64, vocab_size=100)
 

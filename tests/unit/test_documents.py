@@ -277,7 +277,7 @@ def test_planted_faults_are_found() -> None:
     ]
     lines = "```\ndisagg up --port 0\ndisagg fly\ndisagg load run --wings 2\n.venv/bin/disagg status # now\n```\n"
     assert command_findings(lines) == ["disagg fly", "disagg load run --wings 2"]
-    good = "python -m benchmarks.router --part x; `benchmarks.engine.commits --turns 2`, `benchmarks/common.py`"
+    good = "python -m benchmarks.router --part x; `benchmarks.engine.commits --turns 2`, `benchmarks/load.py`"
     assert benchmark_findings(f"{good}, `benchmarks.engine.rig`; python -m benchmarks.kernels --json x") == [
         "benchmarks.engine.rig",
         "benchmarks.kernels",

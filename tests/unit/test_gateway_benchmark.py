@@ -13,12 +13,9 @@ import pytest
 
 from benchmarks.bad_input import generated_grpc, generated_http
 from benchmarks.bad_input.generated import MODEL, Outcomes
-from benchmarks.clients.raw import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
 from benchmarks.gateway.command import parse_arguments
 from benchmarks.gateway.cost import Cost, medians, orders, summary
-from benchmarks.gateway.rig import split
 from benchmarks.gateway.slow import Slow, slow_summary, timings
-from benchmarks.gateway.worker import Steps
 from disagg.gateway.rpc.decoding import decode
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
@@ -26,6 +23,9 @@ from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, 
 from disagg.proto.token_ids import pack_token_ids
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import make_turns
+from tests.support.gateway_rig.rig import split
+from tests.support.gateway_rig.worker import Steps
+from tests.support.raw_clients import GENERATE, GrpcStreams, HttpStream, frame, grpc_message, http_request
 from tests.support.router import ROOT
 
 

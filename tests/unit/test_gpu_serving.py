@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.gpu import serving
 from benchmarks.gpu.timing import Ceilings
-from benchmarks.launch import cluster_config
 from disagg.cluster.config.cluster_config import parse_config
+from tests.support.launch import cluster_config
 from tests.support.stepping import make_runner, make_sequence, prefill
 
 

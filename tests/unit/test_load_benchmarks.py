@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch import cluster_config
 from benchmarks.quality import load_generator
 from benchmarks.serving import interference
 from benchmarks.serving.interference import Measurement
@@ -15,6 +14,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload.workload import plan_requests
+from tests.support.launch import cluster_config
 
 
 def measurement(shape: str, with_arrivals: bool, *gaps_ms: float) -> Measurement:

@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from benchmarks.clients import load, load_http
-from benchmarks.clients.load import Run, Shape, Timing
-from benchmarks.clients.load_http import HttpCall
+from benchmarks import load, load_http
+from benchmarks.load import Run, Shape, Timing
+from benchmarks.load_http import HttpCall
 from benchmarks.serving import side_by_side, throughput
 from benchmarks.serving.parties import Party, divided
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.common import report, write_json
 from benchmarks.transfer import command, rates
 from benchmarks.transfer.handover import Asked, Handover, handover, rest_of_step, rows
 from benchmarks.transfer.rates import Case, in_turn, measure_rates
@@ -18,6 +17,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes, worker_host
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell import worker
+from tests.support.reports import report, write_json
 
 ASKED = Asked(request_id="r", prompt_tokens=512, streams=4)
 P = Timeline(steps=[(0.0, 1.0)], computed={"r": 1.0, "other": 9.0})

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.common import in_one_go
 from disagg.gateway.openai.schema import ChatBody, CompletionBody
 from disagg.gateway.openai.to_input import FieldNames, ParsedCall, read_chat, read_completion
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, TextPrompt
 from disagg.gateway.text.chat_template import ChatTurn
 from disagg.proto.errors import ContextLengthError, InvalidRequestError
+from tests.support.reports import in_one_go
 
 USER = {"role": "user", "content": "hi"}
 

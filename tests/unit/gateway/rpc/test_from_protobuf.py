@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common import in_one_go
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.rpc.from_protobuf import read_request, read_turns
@@ -10,6 +9,7 @@ from disagg.gateway.text.chat_template import ChatTurn
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb
+from tests.support.reports import in_one_go
 
 CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="robot", content="")])
 MODEL = ModelInfo(name="tiny", max_model_len=64, vocab_size=100, eos_token_ids=(2,))

@@ -16,9 +16,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from benchmarks.clients.load import Shape, Timing, random_prompt
-from benchmarks.clients.pace import in_flight
-from benchmarks.clients.raw import COMPLETIONS, HttpStream, http_request
+from benchmarks.load import Shape, Timing, random_prompt
+from tests.support.pace import in_flight
+from tests.support.raw_clients import COMPLETIONS, HttpStream, http_request
 
 _STATUS_OK = b"HTTP/1.1 200"
 _TAIL_BYTES = 8192

@@ -1,7 +1,7 @@
 """The measured process of the gateway's benchmark: router and gateway as `gateway_host.py` puts them
 together, without a controller.
 
-    python -m benchmarks.gateway.process, then lines of JSON:
+    python -m tests.support.gateway_rig.process, then lines of JSON:
 
     in   `GatewayJob`                       out  {"grpc": "127.0.0.1:...", "http": "127.0.0.1:..."}
     in   an empty line, any number of times out  {"cpu_s": ..., "rss_bytes": ..., "turn_s": ..., "turn_cpu_s": ...}
@@ -27,10 +27,10 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
-from benchmarks.gateway.server import open_gateway
 from disagg.cluster.system.process_tools import allow_open_files, freeze_start
 from disagg.gateway.config import GatewayConfig
 from disagg.proto.messages import WorkerInfo
+from tests.support.gateway_rig.server import open_gateway
 
 NUM_PROFILE_LINES = 45
 

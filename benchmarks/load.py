@@ -17,14 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc.aio
-
-from benchmarks.clients.pace import in_flight
-from benchmarks.common import percentiles
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
-
-CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
+from tests.support.pace import in_flight
+from tests.support.reports import percentiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +118,6 @@ async def closed_loop(
     started = time.perf_counter()
     await in_flight(one, work, concurrency)
     return time.perf_counter() - started, tuple(timings)
-
-
-async def only_model(stub: InferenceServiceStub) -> pb.Model:
-    """The model that the cluster serves."""
-    response: pb.ListModelsResponse = await stub.ListModels(pb.ListModelsRequest())
-    return response.models[0]
-
-
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to a gateway; not through a proxy of the environment."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-def service(connection: grpc.aio.Channel) -> InferenceServiceStub:
-    """The stub; the one call into generated code without types."""
-    return InferenceServiceStub(connection)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- what is reported

@@ -14,14 +14,14 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from benchmarks.clients.raw import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
-from benchmarks.common import REPOSITORY
-from benchmarks.gateway.process import GatewayJob, Sample, Started
-from benchmarks.gateway.worker import FINGERPRINT, PacedWorker
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.gateway.text.tokenizer import FAKE_MODEL_PATH, load_model
 from disagg.v1 import inference_pb2 as pb
+from tests.support.gateway_rig.process import GatewayJob, Sample, Started
+from tests.support.gateway_rig.worker import FINGERPRINT, PacedWorker
+from tests.support.raw_clients import COMPLETIONS, GrpcStreams, HttpStream, Stream, http_request, open_grpc, open_http
+from tests.support.reports import REPOSITORY
 
 Protocol = Literal["grpc", "http"]
 PROTOCOLS: tuple[Protocol, Protocol] = ("grpc", "http")
@@ -79,7 +79,7 @@ class Rig:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "benchmarks.gateway.process",
+            "tests.support.gateway_rig.process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, percentiles, one table, one JSON form.
+"""What every program that measures shares: where it ran, percentiles, one table, one JSON form.
 
 A report is `{machine, commit, command, rows, summary}`: `rows` has every measurement, `summary` is a flat object of
 named figures.
@@ -24,7 +24,7 @@ from disagg.loadtests.verdict.goodput import quantile
 
 T = TypeVar("T")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run of one benchmark, in the form that all of them share."""
+    """One run of one program, in the form that all of them share."""
 
     machine: Machine
     commit: str
@@ -120,7 +120,7 @@ def command(argv: Sequence[str] | None = None) -> str:
     puts the path of the module first, and here it is the module's name."""
     script, *arguments = sys.argv if argv is None else argv
     path = Path(script).resolve()
-    if not path.is_relative_to(REPOSITORY / "benchmarks"):
+    if not any(path.is_relative_to(REPOSITORY / folder) for folder in ("benchmarks", "tests")):
         return shlex.join(["python", path.name, *arguments])
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return shlex.join(["python", "-m", ".".join(part for part in parts if part != "__main__"), *arguments])

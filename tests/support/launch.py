@@ -1,4 +1,4 @@
-"""A cluster for the length of a benchmark, started the way a user starts it.
+"""A cluster for the length of a measurement, started the way a user starts it.
 
 launched(mode) -> `disagg up --config FILE` as a child -> address, once it lists its model -> Ctrl-C, wait
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,9 @@ from typing import Any
 import grpc.aio
 import yaml
 
-from benchmarks.clients.load import channel, only_model, service
 from disagg.cluster.system.process_tools import sigterm_raises
+from tests.support.inference_stub import channel, only_model, service
+from tests.support.ports import free_port
 
 LAUNCHERS = ("ray", "processes")
 START_TIMEOUT_S = 240.0
@@ -69,13 +69,6 @@ def launched(mode: str, base: dict[str, Any], launcher: str) -> Iterator[str]:
             yield address
         finally:
             stop(process, process.send_signal)
-
-
-def free_port() -> int:
-    """A free port of loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_ready(

@@ -1,1 +1,0 @@
-"""Load clients that several benchmarks share."""
