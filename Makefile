@@ -134,8 +134,8 @@ bench-gateway: model ## cost of a token for the gateway, by protocol, and of slo
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.gateway --json build/gateway.json $(ARGS)
 	@$(BIN)/python -m benchmarks.gateway --slow --json build/gateway-slow.json
-	@$(BIN)/python -m benchmarks.bad_input --generated 12000 --json build/bad-input.json
-	@$(BIN)/python -m benchmarks.bad_input --fields 0 --json build/fields.json
+	@$(BIN)/python -m tests.acceptance.bad_input --generated 12000 --json build/bad-input.json
+	@$(BIN)/python -m tests.acceptance.bad_input --fields 0 --json build/fields.json
 
 gpu-check: ## tests and benchmarks of the GPU path, in less than fifteen minutes; needs a GPU, but neither .venv nor a network
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py $(ARGS)
@@ -192,12 +192,12 @@ fuzz: export OMP_NUM_THREADS = 1
 fuzz: export TOKENIZERS_PARALLELISM = false
 fuzz: $(STAMP) ## 100,000 generated schemas, expressions and grammars against a real cluster (half an hour; ARGS='--count 5000')
 	@mkdir -p build
-	@$(BIN)/python -m benchmarks.fuzz.grammars --json build/fuzz-grammars.json $(ARGS)
+	@$(BIN)/python -m tests.acceptance.fuzz.grammars --json build/fuzz-grammars.json $(ARGS)
 
 soak: export OMP_NUM_THREADS = 1
 soak: $(STAMP) ## ten thousand requests through a cluster with injected faults (about seven minutes)
 	@mkdir -p build
-	@$(BIN)/python -m benchmarks.faults.soak --json build/soak.json $(ARGS)
+	@$(BIN)/python -m tests.acceptance.faults.soak --json build/soak.json $(ARGS)
 
 $(PROTO_TOOLS)/.install-stamp: Makefile
 	@mkdir -p build

@@ -1,8 +1,8 @@
 """Bad input of every kind, over HTTP and gRPC, against a whole cluster: each is refused, nothing is computed or held,
 and good requests are answered as before.
 
-`python -m benchmarks.bad_input --generated 12000` does the same with more of them, `--fields 0` with each value of each
-field.
+`python -m tests.acceptance.bad_input --generated 12000` does the same with more of them, `--fields 0` with each value
+of each field.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_input.fields import configuration, try_all
-from benchmarks.bad_input.generated import CONFIG, MODEL, answers_well, run
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from tests.acceptance.bad_input.fields import configuration, try_all
+from tests.acceptance.bad_input.generated import CONFIG, MODEL, answers_well, run
 from tests.support.workers import wait_until_workers_idle
 
 NUM_REQUESTS = 1500

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from benchmarks.faults.load import Model
-from benchmarks.faults.promises import run, summary
+from tests.acceptance.faults.load import Model
+from tests.acceptance.faults.promises import run, summary
 
 
 @pytest.mark.slow

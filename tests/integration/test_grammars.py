@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from benchmarks.fuzz.grammar_cases import make_case
 from disagg.client import AsyncClient
 from disagg.gateway.answers.grammars.compiler import CompilerStart
 from disagg.gateway.answers.grammars.compiler_process import CompilerProcess
@@ -24,6 +23,7 @@ from disagg.gateway.requests.request import GenerationInput, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput, check_structured
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import grammar_tokenizer, new_matcher
+from tests.acceptance.fuzz.grammar_cases import make_case
 from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, tokenizer_json, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.processes import children_of

@@ -1,6 +1,6 @@
 """The worst messages that each limit lets through, against a gateway on loopback: each is answered or refused with what
 is wrong, and none makes one turn of the event loop do much work. Work is counted in calls of functions, so that the
-outcome is the same on a slow machine; `benchmarks.bad_input.fuzz` measures time, and searches for more.
+outcome is the same on a slow machine; `tests.acceptance.bad_input.fuzz` measures time, and searches for more.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bad_input.fuzz_clients import Answer, Sender
-from benchmarks.bad_input.fuzz_messages import FAMILIES, Served, make
 from disagg.gateway.event_loop import turns
 from disagg.gateway.server import GatewayServer
+from tests.acceptance.bad_input.fuzz_clients import Answer, Sender
+from tests.acceptance.bad_input.fuzz_messages import FAMILIES, Served, make
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
 

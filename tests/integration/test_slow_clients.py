@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_input.generated_http import exchange
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.gateway.server import GatewayServer
 from disagg.router.api import Completion, RoutedRequest
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input.generated_http import exchange
 from tests.support.gateway import (
     MODEL_NAME,
     FakeHandle,

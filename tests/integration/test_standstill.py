@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.load import Model
-from benchmarks.faults.standstill import standstill
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.load import Model
+from tests.acceptance.faults.standstill import standstill
 
 LIMITS = {"suspect_after_s": 5.0, "kill_after_s": 5.0, "stuck_after_s": 5.0, "gateway_stuck_after_s": 5.0}
 STILL_S = 12.0

@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from benchmarks import load
-from benchmarks.bad_input import refusals
 from benchmarks.load import Run, Timing
 from benchmarks.serving.side_by_side import num_requests
 from benchmarks.serving.throughput import parse_arguments
@@ -24,6 +23,7 @@ from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.acceptance.bad_input import refusals
 from tests.support import reports as common
 from tests.support.launch import cluster_config
 

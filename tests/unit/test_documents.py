@@ -19,11 +19,12 @@ from tests.support.architecture import REPOSITORY
 
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
-    for pattern in ("*.md", "benchmarks/*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
+    for pattern in ("*.md", "benchmarks/*.md", "tests/**/*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 MAP = "docs/architecture.md"
-BENCHMARKS = "benchmarks/README.md"
+PROGRAMS = {"benchmarks": "benchmarks/README.md", "tests.acceptance": "tests/acceptance/README.md"}
+"""The table of each folder of programs that measure."""
 BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"}
 """Programs that benchmarks start."""
 CODE_TOPS = (
@@ -122,15 +123,15 @@ def _is_command(words: list[str]) -> bool:
 
 def benchmark_findings(text: str) -> list[str]:
     """Benchmarks that are named after `python -m`, or quoted, and cannot be run."""
-    named = re.findall(r"(?:python -m |[`\"])(benchmarks(?:\.[a-z]\w*)+)(?![\w/.])", text)
+    named = re.findall(r"(?:python -m |[`\"])((?:benchmarks|tests\.acceptance)(?:\.[a-z]\w*)+)(?![\w/.])", text)
     return [name for name in named if name not in benchmark_programs()]
 
 
 @cache
 def benchmark_programs() -> frozenset[str]:
-    """Every module of the benchmarks that runs its `main` when it is started, and every package that has one."""
+    """Every module of `PROGRAMS` that runs its `main` when it is started, and every package that has one."""
     found = set()
-    for path in (REPOSITORY / "benchmarks").rglob("*.py"):
+    for path in (path for top in PROGRAMS for path in (REPOSITORY / top.replace(".", "/")).rglob("*.py")):
         if _calls_main(ast.parse(path.read_text(encoding="utf-8"))):
             parts = path.relative_to(REPOSITORY).with_suffix("").parts
             found.add(".".join(part for part in parts if part != "__main__"))
@@ -183,12 +184,12 @@ def test_named_benchmarks_can_be_run(path: str) -> None:
     assert benchmark_findings(read(path)) == []
 
 
-def test_every_benchmark_is_in_the_table() -> None:
-    commands = re.findall(
-        r"^\| [^|]+ \| `python -m (benchmarks[\w.]+)[^`|]*` \| [^|]+ \|$", read(BENCHMARKS), re.MULTILINE
-    )
-    others = {name for name in benchmark_programs() if name.startswith("benchmarks.gpu.")} | BENCHMARK_PROCESSES
-    assert set(commands) == benchmark_programs() - others
+@pytest.mark.parametrize(("folder", "table"), PROGRAMS.items())
+def test_every_benchmark_is_in_the_table(folder: str, table: str) -> None:
+    row = rf"^\| [^|]+ \| `python -m ({re.escape(folder)}[\w.]+)[^`|]*` \| [^|]+ \|$"
+    programs = {name for name in benchmark_programs() if name.startswith(f"{folder}.")}
+    others = {name for name in programs if name.startswith("benchmarks.gpu.")} | BENCHMARK_PROCESSES
+    assert set(re.findall(row, read(table), re.MULTILINE)) == programs - others
 
 
 def test_every_code_folder_is_on_the_map() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults.load import Model, Stream
-from benchmarks.faults.overload import TTFT_MS, WINDOW_S, is_good, rate
-from benchmarks.faults.promises import GROUPS, summary
-from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.engine.runner.fake import fake_generate
+from tests.acceptance.faults.load import Model, Stream
+from tests.acceptance.faults.overload import TTFT_MS, WINDOW_S, is_good, rate
+from tests.acceptance.faults.promises import GROUPS, summary
+from tests.acceptance.faults.row import Row, all_right, of_streams
 
 EXPECTED = (5, 6, 7)
 

@@ -11,8 +11,6 @@ from typing import cast
 
 import pytest
 
-from benchmarks.bad_input import generated_grpc, generated_http
-from benchmarks.bad_input.generated import MODEL, Outcomes
 from benchmarks.gateway.command import parse_arguments
 from benchmarks.gateway.cost import Cost, medians, orders, summary
 from benchmarks.gateway.slow import Slow, slow_summary, timings
@@ -22,6 +20,8 @@ from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut
 from disagg.proto.token_ids import pack_token_ids
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input import generated_grpc, generated_http
+from tests.acceptance.bad_input.generated import MODEL, Outcomes
 from tests.support.gateway import make_turns
 from tests.support.gateway_rig.rig import split
 from tests.support.gateway_rig.worker import Steps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.isolation.proofs import empty_turns, summary
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.isolation.proofs import empty_turns, summary
 
 
 def test_turns_without_a_field() -> None:

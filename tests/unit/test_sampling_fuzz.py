@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from benchmarks.isolation.sampling_fuzz import WAYS, fuzz
+from tests.acceptance.isolation.sampling_fuzz import WAYS, fuzz
 
 
 @pytest.mark.parametrize("way", WAYS)

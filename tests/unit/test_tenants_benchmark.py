@@ -7,9 +7,18 @@ import sys
 
 import pytest
 
-from benchmarks.isolation.tenants import FLOODS, KV_FLOODS, arrivals, kv_row, large_row, main, neighbour_row, summary
 from benchmarks.virtual_cluster import VirtualCluster, Wish
 from disagg.router.api import TenantLimits
+from tests.acceptance.isolation.tenants import (
+    FLOODS,
+    KV_FLOODS,
+    arrivals,
+    kv_row,
+    large_row,
+    main,
+    neighbour_row,
+    summary,
+)
 
 
 def test_a_request_takes_the_time_that_its_workers_take() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.bad_input.generated_http import Bodies
 from disagg.gateway.auth.auth import ANONYMOUS, Caller
 from disagg.gateway.calls.call_scope import Origin
 from disagg.gateway.openai.order import read_priority, tier_of
@@ -18,6 +17,7 @@ from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
+from tests.acceptance.bad_input.generated_http import Bodies
 from tests.support.gateway import BOS, MAX_MODEL_LEN, FakeRouter, Step
 from tests.support.http_app import TEXT, TestApp, error_of, events_of
 

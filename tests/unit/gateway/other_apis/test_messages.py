@@ -11,7 +11,6 @@ import httpx
 import msgspec
 import pytest
 
-from benchmarks.bad_input.generated_http import Bodies
 from disagg.gateway.answers.generator import Finish
 from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.gateway.event_loop.turns import in_pieces
@@ -28,6 +27,7 @@ from disagg.gateway.text.tokenizer import fake_model
 from disagg.proto.errors import InvalidRequestError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import Completion
+from tests.acceptance.bad_input.generated_http import Bodies
 from tests.support.gateway import FakeRouter, Wait
 from tests.support.http_app import AsgiCall, TestApp, error_of
 

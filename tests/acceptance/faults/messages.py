@@ -16,13 +16,13 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Final
 
-from benchmarks.bad_input.fuzz_clients import Answer, Sender
-from benchmarks.bad_input.fuzz_messages import Message, Served, Shape, make
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.kills import LEFT_S
-from benchmarks.faults.load import Load, Model, Stream
-from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.gateway.config import GatewayConfig, ModelSource
+from tests.acceptance.bad_input.fuzz_clients import Answer, Sender
+from tests.acceptance.bad_input.fuzz_messages import Message, Served, Shape, make
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.kills import LEFT_S
+from tests.acceptance.faults.load import Load, Model, Stream
+from tests.acceptance.faults.row import Row, all_right, of_streams
 from tests.support.process_figures import is_running
 from tests.support.reports import percentile
 
@@ -39,8 +39,9 @@ WORST: Final = (
     ("chat_turns", Shape(count=4096, part=200)),
     ("tokenize_strings", Shape(part=1 << 20, text="two_bytes")),
 )
-"""What `benchmarks.bad_input.fuzz --seconds 60 --seed 1` found to hold the event loop longest, one for each connection.
-Not those whose answers workers compute for long: many prompts in one call are a matter of a tenant's limits."""
+"""What `tests.acceptance.bad_input.fuzz --seconds 60 --seed 1` found to hold the event loop longest, one for each
+connection. Not those whose answers workers compute for long: many prompts in one call are a matter of a
+tenant's limits."""
 RATE: Final = 4.0
 NUM_TOKENS: Final = 60
 PERIOD_S: Final = 6.0

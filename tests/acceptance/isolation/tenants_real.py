@@ -1,7 +1,8 @@
-"""What a tenant sees of another one that offers ten times its share: `benchmarks.isolation.tenants`
+"""What a tenant sees of another one that offers ten times its share: `tests.acceptance.isolation.tenants`
 on a real `disagg up`, whose model has no weights and whose steps take `STEP_MS`.
 
-    python -m benchmarks.isolation.tenants_real [--answers N] [--stated] [--loads NAMES] [--record FOLDER] [--json FILE]
+    python -m tests.acceptance.isolation.tenants_real [--answers N] [--stated] [--loads NAMES] [--record FOLDER]
+        [--json FILE]
 
 The neighbour asks for a quarter of what the cluster can do, one answer a call over gRPC, alone and then beside the
 flood, which comes over HTTP in each of four manners: many calls, n = 16, long prompts, refused ones. The flood begins
@@ -26,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.load import Model, Stream, send
 from disagg.client import AsyncClient, Targets
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.load import Model, Stream, send
 from tests.support.pace import on_time, steady
 from tests.support.raw_clients import COMPLETIONS, http_request
 from tests.support.reports import percentile, print_table, report, write_json

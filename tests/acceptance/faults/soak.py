@@ -1,6 +1,6 @@
 """Many requests through a real cluster that fails on purpose: is every answer exact, and does everything go back?
 
-python -m benchmarks.faults.soak --requests 10000 --json FILE
+python -m tests.acceptance.faults.soak --requests 10000 --json FILE
 
 Two prefill and two decode workers as child processes, with the deterministic model. A fifth of the clients go away at
 a random moment; failpoints fall on bytes, control messages and steps, at least five in a hundred requests. Prompts have
@@ -32,13 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.soak_rest import Footprint, at_rest, fired, footprints
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
 from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
+from tests.acceptance.faults.soak_rest import Footprint, at_rest, fired, footprints
 from tests.support.reports import print_table, report, write_json
 
 FAILPOINTS = ";".join(

@@ -24,7 +24,6 @@ from typing import Any, Self
 import grpc.aio
 import yaml
 
-from benchmarks.faults.up import SECRET_VARIABLE
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
@@ -33,6 +32,7 @@ from disagg.proto.errors import DisaggError
 from disagg.proto.messages import AuditReport, AuditRequest, decoder, encode
 from disagg.proto.services import AUDIT, CHANNEL_OPTIONS
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.faults.up import SECRET_VARIABLE
 from tests.support.launch import LaunchError, log_tail
 from tests.support.ports import free_port
 from tests.support.process_figures import children
@@ -126,7 +126,7 @@ class Up:
             arguments += ["--log-dir", str(self.logs)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.faults.up", *arguments],
+                [sys.executable, "-m", "tests.acceptance.faults.up", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

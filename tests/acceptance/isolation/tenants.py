@@ -1,7 +1,7 @@
 """What a tenant sees of another one that offers ten times its share, and what small requests see of a large one that
 waits for room. The router core itself, with workers that only take time, in virtual time: figures repeat exactly.
 
-    python -m benchmarks.isolation.tenants [--seconds 60] [--json FILE]
+    python -m tests.acceptance.isolation.tenants [--seconds 60] [--json FILE]
 
 Two tenants (flood, and a neighbour that asks for a quarter of what the cluster can do): the share of the neighbour's
 requests that had their first token within 0.5 s, beside that without the other tenant. `one tenant` is the same load

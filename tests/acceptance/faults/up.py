@@ -1,6 +1,6 @@
 """`disagg up` as a user runs it, with a cluster secret that the benchmark has: so it can read what workers hold.
 
-DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m benchmarks.faults.up up --config FILE ...
+DISAGG_BENCH_SECRET=<64 hexadecimal digits> python -m tests.acceptance.faults.up up --config FILE ...
 """
 
 from __future__ import annotations

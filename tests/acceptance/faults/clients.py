@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from benchmarks.bad_input.refusals import measure
-from benchmarks.faults.cluster import Up, until
-from benchmarks.faults.kills import NUM_TOKENS, RATE
-from benchmarks.faults.load import Load, Model, send
-from benchmarks.faults.row import Row, all_right, of_streams
 from disagg.client import AsyncClient
 from disagg.client.failures import error_of
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input.refusals import measure
+from tests.acceptance.faults.cluster import Up, until
+from tests.acceptance.faults.kills import NUM_TOKENS, RATE
+from tests.acceptance.faults.load import Load, Model, send
+from tests.acceptance.faults.row import Row, all_right, of_streams
 from tests.support.inference_stub import service
 from tests.support.process_figures import rss_bytes
 from tests.support.reports import percentile

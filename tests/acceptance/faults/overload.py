@@ -27,10 +27,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.load import Model, Stream, send
-from benchmarks.faults.row import Row
 from disagg.client import AsyncClient, Targets
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.load import Model, Stream, send
+from tests.acceptance.faults.row import Row
 from tests.support.pace import on_time, steady
 from tests.support.reports import percentile
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.faults.load import Stream
+from tests.acceptance.faults.load import Stream
 from tests.support.reports import print_table
 
 

@@ -1,7 +1,7 @@
 """What proofs of a review did to a gateway, again on a real cluster: each load of one tenant beside another that sends
 short requests one after the other.
 
-    python -m benchmarks.isolation.proofs [--seconds 6] [--json FILE]
+    python -m tests.acceptance.isolation.proofs [--seconds 6] [--json FILE]
 
     empty fields    messages of the largest size, of as many empty sub-messages as fit, three at a time (gRPC)
     empty lists     the same of lists (HTTP)
@@ -29,12 +29,12 @@ from typing import Any, Final
 
 import grpc.aio
 
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.load import Model
 from disagg.client import AsyncClient
 from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.load import Model
 from tests.support.process_figures import is_running, rss_bytes
 from tests.support.raw_clients import COMPLETIONS, http_request
 from tests.support.reports import percentile, print_table, report, write_json

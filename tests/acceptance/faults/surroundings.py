@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cluster import Up, until
-from benchmarks.faults.kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
-from benchmarks.faults.load import Load, Model
-from benchmarks.faults.row import Row, all_right
+from tests.acceptance.faults.cluster import Up, until
+from tests.acceptance.faults.kills import AFTER_S, NUM_TOKENS, RATE, WARM_S, afterwards
+from tests.acceptance.faults.load import Load, Model
+from tests.acceptance.faults.row import Row, all_right
 from tests.support.process_figures import children
 
 CLEAR_EXIT_S = 60.0

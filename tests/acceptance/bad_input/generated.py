@@ -16,11 +16,11 @@ from typing import TypeVar
 import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.bad_input import generated_grpc, generated_http
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.gateway.text.tokenizer import ModelInfo, fake_model
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input import generated_grpc, generated_http
 from tests.support.inference_stub import channel as channel_to
 from tests.support.pace import in_flight
 from tests.support.raw_clients import GENERATE

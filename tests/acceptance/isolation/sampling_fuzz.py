@@ -1,6 +1,6 @@
 """No sampling settings of one request may change another's tokens, or fail a step.
 
-    python -m benchmarks.isolation.sampling_fuzz [--count 100000] [--ways whole,ranks] [--json FILE]
+    python -m tests.acceptance.isolation.sampling_fuzz [--count 100000] [--ways whole,ranks] [--json FILE]
 
 Settings are generated (`sampling_settings.py`) and go through the gateway's own validation, as JSON and as protobuf.
 Every accepted one runs through the real sampler, 24 at a time in a batch with innocent requests, whose tokens must
@@ -34,7 +34,6 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.isolation.sampling_settings import Settings
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.commands import (
     Add,
@@ -60,6 +59,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec, encode
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
+from tests.acceptance.isolation.sampling_settings import Settings
 from tests.support.captured import CapturedRunner, captured_steps
 from tests.support.engine import VOCAB_SIZE
 from tests.support.rank_connections import fake_group

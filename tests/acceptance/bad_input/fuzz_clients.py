@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple, Self
 import grpc
 import grpc.aio
 
-from benchmarks.bad_input.fuzz_messages import Message
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input.fuzz_messages import Message
 from tests.support.gateway_rig.rig import FAKE_TOKENS
 from tests.support.raw_clients import GENERATE, http_post
 

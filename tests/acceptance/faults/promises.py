@@ -1,6 +1,7 @@
 """Every promise about faults against a real `disagg up` with two prefill and two decode workers, under open-loop load.
 
-    python -m benchmarks.faults [--rows kill_decode,overload_10x] [--model tiny|fake] [--transport nixl] [--json FILE]
+    python -m tests.acceptance.faults [--rows kill_decode,overload_10x] [--model tiny|fake] [--transport nixl]
+        [--json FILE]
 
 Each row is one promise: streams completed, output against the reference (greedy, fp32), longest gap between tokens,
 time to recover, what is held afterwards. Rows of one configuration share a cluster. Exit status 1 where one is not met.
@@ -18,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import connections, messages
-from benchmarks.faults.clients import bad_input, disconnect, slow_reader
-from benchmarks.faults.cluster import Up
-from benchmarks.faults.connections import silent_connections
-from benchmarks.faults.kills import (
+from tests.acceptance.faults import connections, messages
+from tests.acceptance.faults.clients import bad_input, disconnect, slow_reader
+from tests.acceptance.faults.cluster import Up
+from tests.acceptance.faults.connections import silent_connections
+from tests.acceptance.faults.kills import (
     FAILPOINTS,
     MOVES_LAST,
     failing_worker,
@@ -36,12 +37,12 @@ from benchmarks.faults.kills import (
     stop_decode,
     stop_prefill,
 )
-from benchmarks.faults.load import Model, TinyModel
-from benchmarks.faults.messages import worst_messages
-from benchmarks.faults.overload import overload_decode, overload_kv, overload_prefill
-from benchmarks.faults.row import Row, show
-from benchmarks.faults.standstill import still_for
-from benchmarks.faults.surroundings import (
+from tests.acceptance.faults.load import Model, TinyModel
+from tests.acceptance.faults.messages import worst_messages
+from tests.acceptance.faults.overload import overload_decode, overload_kv, overload_prefill
+from tests.acceptance.faults.row import Row, show
+from tests.acceptance.faults.standstill import still_for
+from tests.acceptance.faults.surroundings import (
     checkpoint_at_restart,
     checkpoint_at_start,
     clock_jump,
@@ -199,7 +200,9 @@ def main() -> int:
     """Run what was asked for; the exit status."""
     names = [name for group in GROUPS for name in group.rows]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.acceptance.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--model", choices=("tiny", "fake"), default="tiny")

@@ -15,12 +15,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from benchmarks.faults.cluster import Up, until
-from benchmarks.faults.kills import afterwards
-from benchmarks.faults.load import Model, Stream, send
-from benchmarks.faults.row import Row, all_right
 from disagg.client import AsyncClient
 from disagg.cluster.system.process_tools import ProcessRef
+from tests.acceptance.faults.cluster import Up, until
+from tests.acceptance.faults.kills import afterwards
+from tests.acceptance.faults.load import Model, Stream, send
+from tests.acceptance.faults.row import Row, all_right
 
 NUM_CLIENTS = 6
 NUM_TOKENS = 150

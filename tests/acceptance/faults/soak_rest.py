@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.cluster import audit
 from disagg.client import AsyncClient
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.faults.faulty import FIRED
+from tests.acceptance.faults.cluster import audit
 from tests.support.process_figures import rss_bytes
 
 REST_TIMEOUT_S = 30.0

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.faults.cluster import POLL_S, Up, until
-from benchmarks.faults.load import Load, Model, Stream, send
-from benchmarks.faults.row import Row, all_right, of_streams
+from tests.acceptance.faults.cluster import POLL_S, Up, until
+from tests.acceptance.faults.load import Load, Model, Stream, send
+from tests.acceptance.faults.row import Row, all_right, of_streams
 from tests.support.process_figures import is_running
 
 RATE = 4.0

@@ -1,6 +1,6 @@
 """Does a cluster survive whatever form clients ask of its answers, and what do other tenants see of it?
 
-    python -m benchmarks.fuzz.grammars [--count 100000] [--first 0] [--connections 4] [--json FILE]
+    python -m tests.acceptance.fuzz.grammars [--count 100000] [--first 0] [--connections 4] [--json FILE]
 
 A prefill and a decode worker with a tiny model, in processes. One tenant asks for the cases of `grammar_cases.py`, each
 by its number, in the fields of one of four APIs; what is taken is answered with a few tokens, so workers compile and
@@ -33,11 +33,11 @@ from typing import Any, Final
 
 import httpx
 
-from benchmarks.fuzz.grammar_cases import Case, make_case
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.proto.errors import DisaggError
+from tests.acceptance.fuzz.grammar_cases import Case, make_case
 from tests.support.reports import percentile, positive, print_table, report, write_json
 
 MODEL: Final = "tiny"

@@ -16,10 +16,10 @@ from typing import Final
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.faults.cluster import OPERATOR, Up, until
-from benchmarks.faults.load import Model
-from benchmarks.faults.row import Row
 from disagg.proto.errors import DisaggError
+from tests.acceptance.faults.cluster import OPERATOR, Up, until
+from tests.acceptance.faults.load import Model
+from tests.acceptance.faults.row import Row
 from tests.support.process_figures import rss_bytes
 from tests.support.reports import percentile
 

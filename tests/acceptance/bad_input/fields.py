@@ -1,6 +1,6 @@
 """Every field of every request, with every kind of value: each is answered, and the gateway goes on as it was.
 
-    python -m benchmarks.bad_input --fields 0 [--seed 1] [--json FILE]      all of them; another number takes a sample
+    python -m tests.acceptance.bad_input --fields 0 [--seed 1] [--json FILE]  all of them; another number takes a sample
 
 Other generated input is certainly wrong and must be refused. This is what a type and a size make of each place in a
 body, in a message, in a query or in a header: a number of 31 digits, a list of thousands, nothing at all. Some of it is
@@ -26,8 +26,6 @@ import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from benchmarks.bad_input import generated_http
-from benchmarks.bad_input.generated import Outcomes
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.gateway.batches.batch_handlers import BatchBody
@@ -35,6 +33,8 @@ from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBod
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.v1 import inference_pb2 as pb
+from tests.acceptance.bad_input import generated_http
+from tests.acceptance.bad_input.generated import Outcomes
 from tests.support.inference_stub import channel as channel_to
 from tests.support.pace import in_flight
 

@@ -1,6 +1,6 @@
 """Which messages cost a gateway most: worst cases of both protocols up to the size limit, and a search beside them.
 
-    python -m benchmarks.bad_input.fuzz [--seconds 60] [--seed 1] [--families chat_turns,prompts] [--json FILE]
+    python -m tests.acceptance.bad_input.fuzz [--seconds 60] [--seed 1] [--families chat_turns,prompts] [--json FILE]
 
 A gateway without weights in a process of its own, with keys. One tenant sends the messages of `fuzz_messages.py`, one
 at a time, while another reads streams. For each message: the answer, the longest turn of the gateway's event loop, by
@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.bad_input.fuzz_clients import Answer, Neighbour, Sender
-from benchmarks.bad_input.fuzz_messages import FAMILIES, Message, Served, Shape, make, mutated
+from tests.acceptance.bad_input.fuzz_clients import Answer, Neighbour, Sender
+from tests.acceptance.bad_input.fuzz_messages import FAMILIES, Message, Served, Shape, make, mutated
 from tests.support.gateway_rig.rig import Rig
 from tests.support.reports import percentile, print_table, report, write_json
 

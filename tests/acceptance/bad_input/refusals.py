@@ -1,8 +1,8 @@
 """How long a client waits for the refusal of bad input, and whether all of it is refused.
 
-    python -m benchmarks.bad_input [--address 127.0.0.1:8470] [--json FILE]      times, one kind a row
-    python -m benchmarks.bad_input --generated 12000 [--seed 1] [--json FILE]    generated input, over HTTP and gRPC
-    python -m benchmarks.bad_input --fields 0 [--seed 1] [--json FILE]           every field with every kind of value
+    python -m tests.acceptance.bad_input [--address 127.0.0.1:8470] [--json FILE]    times, one kind a row
+    python -m tests.acceptance.bad_input --generated 12000 [--seed 1] [--json FILE]  generated input, over HTTP and gRPC
+    python -m tests.acceptance.bad_input --fields 0 [--seed 1] [--json FILE]         every field, every kind of value
 
 Times are of everything that can be seen before tokenizing. Requests go one at a time over one open connection, so the
 figure is the round trip plus the check. The target is 10 ms. A deadline that has passed already is not here: the
@@ -25,10 +25,10 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from benchmarks.bad_input.fields import sweep
-from benchmarks.bad_input.generated import Outcomes, throw_at_a_cluster
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.acceptance.bad_input.fields import sweep
+from tests.acceptance.bad_input.generated import Outcomes, throw_at_a_cluster
 from tests.support.inference_stub import channel, only_model, service
 from tests.support.launch import LAUNCHERS, launched
 from tests.support.reports import percentiles, print_table, report, write_json
@@ -203,7 +203,9 @@ def measure_somewhere(options: argparse.Namespace) -> list[Measured]:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bad_input", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.acceptance.bad_input",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--address", help="host:port of a running cluster; without it one is started")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="ray", help="what starts the processes")
