@@ -1,4 +1,4 @@
-"""As tests/integration/test_tensor_parallel.py, with workers of four ranks: more than the model has KV heads."""
+"""As tests/integration/workers/test_tensor_parallel.py, with workers of four ranks: more than the model has KV heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_tensor_parallel import NARROW, Pair, check_answers
+from tests.integration.workers.test_tensor_parallel import NARROW, Pair, check_answers
 from tests.support.tiny_models import make_checkpoint
 
 PAIRS = [Pair(4, 2, NARROW), Pair(2, 4, NARROW), Pair(4, 1, NARROW), Pair(1, 4, NARROW)]
