@@ -3,11 +3,10 @@ in fp32.
 
     python -m benchmarks.quality.flips [--prompts 32] [--tokens 64] [--json FILE]
 
-In fp32 all of them agree (tests/integration/answers/test_exactness.py). In bf16 another batch, or another order of sums,
-flips a near tie now and then. Two answers are compared up to their first difference, because after it their contexts
-differ: the flip rate is the number of answers that differ over the number of tokens compared, in flips per 1,000
-tokens.
-"""
+In fp32 all of them agree (tests/integration/answers/test_exactness.py). In bf16 another batch, or another order of
+sums, flips a near tie now and then. Two answers are compared up to their first difference, because after it their
+contexts differ: the flip rate is the number of answers that differ over the number of tokens compared, in flips per
+1,000 tokens."""
 
 from __future__ import annotations
 

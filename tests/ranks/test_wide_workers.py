@@ -1,4 +1,5 @@
-"""As tests/integration/workers/test_tensor_parallel.py, with workers of four ranks: more than the model has KV heads."""
+"""The tests of tests/integration/workers/test_tensor_parallel.py with workers of four ranks: more than the model has KV
+heads."""
 
 from __future__ import annotations
 

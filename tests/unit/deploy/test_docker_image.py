@@ -20,7 +20,7 @@ from disagg.cli.doctor.health import run_health
 from disagg.cli.main import app
 from disagg.kernels.cpu import build
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = REPOSITORY / "deploy" / "docker"
 BUILT = "dist/disagg-*.whl"
 """By `make wheel`."""

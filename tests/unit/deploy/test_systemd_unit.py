@@ -16,7 +16,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.cluster.hosts.processes import STOP_TIMEOUT_S
 from disagg.cluster.models.catalog import cache_dir
 
-FILE = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "disagg.service"
+FILE = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "disagg.service"
 ANALYZE = shutil.which("systemd-analyze")
 
 

@@ -15,7 +15,7 @@ import yaml
 from disagg.cli.main import app
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, load_config
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FILE = REPOSITORY / "deploy" / "kuberay" / "disagg.yaml"
 UID = 10001
 """As in the images."""

@@ -20,7 +20,7 @@ from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision
 from disagg.proto.messages import StartPhase
 from tests.support.metrics import busy_view, read_samples
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 KEYWORDS = {"and", "or", "unless", "bool"}
 _STRING = re.compile(r'"[^"]*"')

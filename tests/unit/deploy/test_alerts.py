@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from disagg.gateway.metrics.cluster import ROLES, STATES
-from tests.unit.test_dashboards import DEPLOY, known_labels, labels_in, names_in
+from tests.unit.deploy.test_dashboards import DEPLOY, known_labels, labels_in, names_in
 
 ALERTS = DEPLOY / "prometheus-alerts.yml"
 OF_PROMETHEUS = {"up": {"job", "instance"}}

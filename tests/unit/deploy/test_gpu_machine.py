@@ -16,7 +16,7 @@ import pytest
 
 from scripts import gpu_cubins, trim_nixl
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def filled_cache(cache: Path) -> dict[str, bytes]:
