@@ -10,13 +10,8 @@ planned. The server's lag, how late it handed its messages to gRPC, is part of t
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +23,12 @@ from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload, plan_requests
+from tests.support.fake_server import fake_server
 from tests.support.reports import percentiles, positive, print_table, report, write_json
 
 STALL_AT_S = 2.0
 STALL_S = 0.5
 MAX_MODEL_LEN = 1 << 20
-
-
-@dataclass
-class FakeServer:
-    """A running fake server; `lag` is there when it has ended."""
-
-    address: str
-    lag: dict[str, float]
-
-
-@contextmanager
-def fake_server(timing: FakeTiming, nice: int = 0) -> Iterator[FakeServer]:
-    """A fake server for as long as the block, pinned to the last core."""
-    options = {
-        "ttft-ms": timing.ttft_s * 1e3,
-        "tpot-ms": timing.tpot_s * 1e3,
-        "spread": timing.spread,
-        "stall-at-s": timing.stall_at_s,
-        "stall-s": timing.stall_s,
-        "refuse-every": timing.refuse_every,
-        "fail-every": timing.fail_every,
-        "core": available_cores()[-1],
-        "nice": nice,
-    }
-    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    command = [sys.executable, "-m", "disagg.loadtests.generator.fake_server", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            server = FakeServer(json.loads(process.stdout.readline())["address"], {})
-            yield server
-        finally:
-            process.terminate()
-            output = process.stdout.read()
-        server.lag |= json.loads(output)
 
 
 def scenario_of(rate_per_s: float, duration_s: float, isl: int, osl: int, seed: int) -> Scenario:

@@ -3,9 +3,9 @@
     python -m benchmarks.router.many_workers [--workers 400] [--rest-s 10] [--json FILE]
 
 A real controller (in this process), a real gateway process, and two processes of idle workers, half P, half D
-(many_workers_fleet.py). The cluster starts with one P and one D, so that the gateway is there while all the others
-register, and is then scaled. One row has the cost of that and the time until one more worker is used; one row a size
-has the rate at which the router core places requests among so many workers.
+(tests/support/worker_fleet.py). The cluster starts with one P and one D, so that the gateway is there while all the
+others register, and is then scaled. One row has the cost of that and the time until one more worker is used; one row a
+size has the rate at which the router core places requests among so many workers.
 """
 
 from __future__ import annotations
@@ -18,55 +18,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
-from benchmarks.router.many_workers_fleet import Counts, FleetProcess
 from benchmarks.router.placements import measure_placements
-from disagg.cluster.config.cluster_config import PoolConfig, parse_config
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.core.gateways import GATEWAY
-from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
-from disagg.engine.config import WorkerConfig
 from disagg.proto.control import ControlState, ScaleRequest
-from disagg.proto.ids import WorkerId
 from tests.support.process_figures import cpu_seconds
 from tests.support.reports import print_table, report, write_json
+from tests.support.worker_fleet import CONFIG, Counts, FleetLauncher, FleetProcess
 
 WAIT_S = 180.0
-CONFIG = {
-    "model": {"path": "fake"},
-    "gateway": {"port": 0},
-    "transfer": {"transport": "shm"},
-    "controller": {"probes": False},  # they have no engine
-    "pools": {"prefill": {"size": 1}, "decode": {"size": 1}},
-}
 PLACEMENT_BLOCKS, PLACEMENT_REQUESTS, PLACEMENT_REPEATS = 100_000, 5_000, 3
-
-
-class FleetLauncher(ProcessLauncher):
-    """Its gateway is a process; its workers live in fleets."""
-
-    def __init__(self, log_dir: Path, secret: ClusterSecret, fleets: Sequence[FleetProcess]) -> None:
-        super().__init__(log_dir, secret)
-        self._fleets = fleets
-        self._num_started = 0
-        self._fleet_of: dict[str, FleetProcess] = {}
-
-    @override
-    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
-        fleet = self._fleets[self._num_started % len(self._fleets)]
-        self._num_started += 1
-        self._fleet_of[config.worker_id] = fleet
-        fleet.start(config, controller_address)
-
-    @override
-    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
-        for fleet in self._fleets:
-            if mine := [worker_id for worker_id in worker_ids if self._fleet_of.get(worker_id) is fleet]:
-                fleet.stop(mine)
 
 
 class Cluster:

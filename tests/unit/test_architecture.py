@@ -157,6 +157,21 @@ def test_only_the_start_of_a_worker_imports_the_faults() -> None:
     assert {path for path in importers if not path.startswith("engine/faults/")} == {"cluster/hosts/worker_host.py"}
 
 
+TESTS_OF_BENCHMARKS = (
+    "tests/unit/benchmarks/*",
+    "tests/integration/gpu/*",
+    "tests/gpu/*",
+    "tests/gpu_stub/*",
+)
+
+
+def test_only_tests_of_benchmarks_import_them() -> None:
+    """What benchmarks and other tests share is in tests/support."""
+    others = [path for path in TESTS if path.startswith("tests/") and not arch.matches(path, TESTS_OF_BENCHMARKS)]
+    importers = {path for path in others for found in arch.imports(path, arch.read(path)) if found.root == "benchmarks"}
+    assert importers == set()
+
+
 def test_every_folder_is_linked_under_src() -> None:
     package = arch.REPOSITORY / "src" / "disagg"
     links = {entry.name: entry.readlink().as_posix() for entry in package.iterdir() if entry.is_symlink()}

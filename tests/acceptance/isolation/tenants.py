@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.virtual_cluster import STEP_MS, Seen, VirtualCluster, Wish
 from disagg.router.api import TenantLimits
 from disagg.router.config import RouterConfig
+from tests.acceptance.isolation.virtual_cluster import STEP_MS, Seen, VirtualCluster, Wish
 from tests.support.reports import percentile, print_table, report, write_json
 
 TARGET_S = 0.5

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.quality.load_generator import fake_server
 from disagg.cli import load_commands as commands
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.campaign.shapes import parse_shapes
 from disagg.loadtests.generator.fake_server import FakeTiming
 from disagg.loadtests.generator.load_generator import GeneratorOptions
 from disagg.loadtests.scenario import Overrides
+from tests.support.fake_server import fake_server
 
 SCENARIO = """
 workload: {kind: random, isl: [8, 40], osl: 6}

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality.load_generator import fake_server
 from disagg.cluster.system.children import LaunchError
 from disagg.loadtests.generator.fake_server import FAKE_VOCAB_SIZE, FakeTiming, fake_answer
 from disagg.loadtests.generator.gateway_client import digest
@@ -28,6 +27,7 @@ from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload, plan_requests
 from disagg.proto.errors import ConfigError
+from tests.support.fake_server import fake_server
 from tests.support.ports import free_port
 
 QUICK = FakeTiming(ttft_s=0.02, tpot_s=0.002)

@@ -6,8 +6,6 @@ import asyncio
 import os
 from pathlib import Path
 
-from benchmarks.router.many_workers import CONFIG, FleetLauncher
-from benchmarks.router.many_workers_fleet import FleetProcess
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import GatewaySpec, plan_cluster
@@ -19,6 +17,7 @@ from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer
 from tests.support.secret import SECRET
 from tests.support.waiting import eventually
+from tests.support.worker_fleet import CONFIG, FleetLauncher, FleetProcess
 
 SIDE = 10
 WAIT_S = 60.0

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from benchmarks.virtual_cluster import VirtualCluster, Wish
 from disagg.router.api import TenantLimits
 from tests.acceptance.isolation.tenants import (
     FLOODS,
@@ -19,6 +18,7 @@ from tests.acceptance.isolation.tenants import (
     neighbour_row,
     summary,
 )
+from tests.acceptance.isolation.virtual_cluster import VirtualCluster, Wish
 
 
 def test_a_request_takes_the_time_that_its_workers_take() -> None:

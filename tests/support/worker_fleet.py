@@ -1,7 +1,7 @@
 """A process of workers without engines: each listens, registers with the controller, beats and reports as a real one
 does, and computes nothing. Beside them a follower that counts what a gateway gets of the membership.
 
-    FleetProcess (in the benchmark) ──Start, Stop, Follow, Ask──> run_fleet (the process) ──Seen, Stopped, Counts──>
+    FleetProcess (in the program) ───Start, Stop, Follow, Ask──> run_fleet (the process) ──Seen, Stopped, Counts──>
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 import msgspec
+from typing_extensions import override
 
+from disagg.cluster.config.cluster_config import PoolConfig
+from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.process_tools import allow_open_files
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
@@ -48,6 +52,14 @@ from disagg.proto.services import (
     service_and_method,
 )
 
+CONFIG = {
+    "model": {"path": "fake"},
+    "gateway": {"port": 0},
+    "transfer": {"transport": "shm"},
+    "controller": {"probes": False},  # they have no engine
+    "pools": {"prefill": {"size": 1}, "decode": {"size": 1}},
+}
+"""A cluster of them before it is scaled."""
 REPORT_IDLE_S = 0.27
 """An idle worker reports so often, see `WorkerConfig`."""
 WAIT_S = 120.0
@@ -348,3 +360,26 @@ class FleetProcess:
                     case Stopped(worker_ids=worker_ids):
                         self._stopped.update(worker_ids)
                 self._changed.notify_all()
+
+
+class FleetLauncher(ProcessLauncher):
+    """Its gateway is a process; its workers live in fleets."""
+
+    def __init__(self, log_dir: Path, secret: ClusterSecret, fleets: Sequence[FleetProcess]) -> None:
+        super().__init__(log_dir, secret)
+        self._fleets = fleets
+        self._num_started = 0
+        self._fleet_of: dict[str, FleetProcess] = {}
+
+    @override
+    def start_worker(self, config: WorkerConfig, controller_address: str, pool: PoolConfig) -> None:
+        fleet = self._fleets[self._num_started % len(self._fleets)]
+        self._num_started += 1
+        self._fleet_of[config.worker_id] = fleet
+        fleet.start(config, controller_address)
+
+    @override
+    def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
+        for fleet in self._fleets:
+            if mine := [worker_id for worker_id in worker_ids if self._fleet_of.get(worker_id) is fleet]:
+                fleet.stop(mine)
