@@ -47,7 +47,7 @@ class Sequence:
     first_at: float | None = None
     """When the request's first token was sampled, or came from the worker that did; on this process's monotonic clock.
     Noted at the plan behind that step, for scheduling `slack` only."""
-    is_hopeless: bool = False
+    cannot_meet_ttft: bool = False
     """Its prompt waits, or was begun, when it could not meet its TTFT target any more; see `core/slack.py`."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt, emitted and generated tokens."""

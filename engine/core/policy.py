@@ -58,13 +58,13 @@ it. Otherwise they would wait for all of its steps."""
 
 
 def queue_order(sequence: Sequence, token_budget: int) -> SortKey:
-    """The order of admission: larger priority, then preempted ones, then those that are not hopeless (scheduling
-    `slack` only), then the earlier arrival, where a prompt that is computed for another worker and has more than
-    `token_budget` tokens counts as if it had come `PASS_S` later. What comes after that time goes behind it, so that it
-    does not starve."""
+    """The order of admission: larger priority, then preempted ones, then those that can meet their TTFT target
+    (scheduling `slack` only), then the earlier arrival, where a prompt that is computed for another worker and has more
+    than `token_budget` tokens counts as if it had come `PASS_S` later. What comes after that time goes behind it, so
+    that it does not starve."""
     is_long = sequence.hold_after_prefill and sequence.num_given_tokens > token_budget
     is_first, arrival = sequence.num_preemptions == 0, sequence.arrival + PASS_S * is_long
-    return (-sequence.spec.priority, is_first, sequence.is_hopeless, arrival)
+    return (-sequence.spec.priority, is_first, sequence.cannot_meet_ttft, arrival)
 
 
 def chunk_length(start: int, num_uncomputed: int, budget: int, block_size: int, *, first: bool) -> int:

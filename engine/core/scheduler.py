@@ -63,7 +63,7 @@ from disagg.engine.core.policy import (
     queue_order,
 )
 from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
-from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Room, Slack, is_overdue, may_be_in_time
+from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Slack, StepBudget, is_overdue, may_be_in_time
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
@@ -249,13 +249,13 @@ class Scheduler:
                 num_preempted = self.num_preempted
                 decodes = self._plan_decodes()
                 may_admit = self.num_preempted == num_preempted
-                room = UNLIMITED
+                step_budget = UNLIMITED
                 if self._slack is not None and (
                     len(self.waiting) or any(s.has_prompt_left for s in self.running.values())
                 ):
                     counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in decodes]
-                    room = self._slack.room(counted, self._now)
-                plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, room))
+                    step_budget = self._slack.step_budget(counted, self._now)
+                plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, step_budget))
                 self._num_without = 0 if plan.prefills else self._num_without + 1
             case "prefill_first":
                 plan = self._plan_one_kind(may_admit=True)
@@ -323,13 +323,13 @@ class Scheduler:
         self.waiting.push(self._order(sequence), sequence)
 
     def _plan_prefills(
-        self, decodes: Seq[ScheduledSequence], may_admit: bool, room: Room = UNLIMITED
+        self, decodes: Seq[ScheduledSequence], may_admit: bool, step_budget: StepBudget = UNLIMITED
     ) -> tuple[ScheduledSequence, ...]:
-        """Prompt chunks beside these decodes that take up `room` at most."""
+        """Prompt chunks beside these decodes that take up `step_budget` at most."""
         budget = self.token_budget - len(decodes)
         if self._slack is not None:
             for sequence in self.running.values():  # those that wait are looked at by `advance`
-                sequence.is_hopeless = sequence.is_hopeless and not is_overdue(sequence, self._now)
+                sequence.cannot_meet_ttft = sequence.cannot_meet_ttft and not is_overdue(sequence, self._now)
         started = deque(sorted((s for s in self.running.values() if s.has_prompt_left), key=self._order))
         planned: list[ScheduledSequence] = []
         num_ended, left_ms = 0, math.inf
@@ -337,7 +337,7 @@ class Scheduler:
             left_ms = self._limit.left_ms(decodes)
 
         def fitting_of(sequence: Sequence) -> Fitting:
-            fitting = self._num_fitting(sequence, budget, room)
+            fitting = self._num_fitting(sequence, budget, step_budget)
             if self._limit is None or left_ms == math.inf:
                 return fitting
             most = self._limit.num_tokens(sequence.num_computed_tokens, left_ms, first=not planned)
@@ -347,7 +347,7 @@ class Scheduler:
             if num_ended == 0 or self._slack is None:
                 return True
             num_left, start = len(self.waiting) + len(started), sequence.num_computed_tokens
-            return self._slack.saves_time(start, sequence.num_uncomputed_tokens, num_ended, num_left, room)
+            return self._slack.saves_time(start, sequence.num_uncomputed_tokens, num_ended, num_left, step_budget)
 
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
@@ -372,17 +372,17 @@ class Scheduler:
             if self._limit is not None and left_ms < math.inf:
                 left_ms -= self._limit.prompt_ms(entry.start, entry.num_tokens)
             if self._slack is not None:
-                room = room.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
+                step_budget = step_budget.less(self._slack.prompt_ms(entry.start, entry.num_tokens))
                 num_ended += entry.samples and may_be_in_time(sequence, self._now)
             if is_at_tail(entry, self.tail_tokens, self.blocks.block_size):
                 break
         return tuple(planned)
 
-    def _num_fitting(self, sequence: Sequence, budget: int, room: Room) -> Fitting:
+    def _num_fitting(self, sequence: Sequence, budget: int, step_budget: StepBudget) -> Fitting:
         if self._slack is None:
             return Fitting(budget, True)
         start = sequence.num_computed_tokens
-        return self._slack.num_fitting(sequence, start, budget, room, self._num_without, self._now)
+        return self._slack.num_fitting(sequence, start, budget, step_budget, self._num_without, self._now)
 
     def _fits(self, sequence: Sequence, fitting_of: Callable[[Sequence], Fitting]) -> bool:
         """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""

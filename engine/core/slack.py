@@ -3,13 +3,14 @@
 A TPOT target is the mean over a whole answer, so a sequence that decodes faster saves time. What all sequences of a
 worker have saved, each its slack (`step_times/pace.py`), may be spent on prompts, in one long chunk as well as in
 many short ones: the next step may take as long as the least slack. A deadline of the request counts as that of its last
-token. A sequence that would be late even alone on the worker is lost: it holds nothing back, as one without a target.
+token. A sequence that would be late even alone on the worker cannot meet its TPOT target: it holds nothing back, as one
+without a target.
 Without targets that can be met nothing limits a step but the token budget, and decodes and chunks are those of
 `decode_first`.
 
-Prompts: one that would miss its TTFT target even if it were computed at once is hopeless and goes behind the others of
-its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that has waited
-so long, it gets up to a block of tokens after STARVED_STEPS steps without prompts, whatever the slack.
+Prompts: one that would miss its TTFT target even if it were computed at once (`cannot_meet_ttft`) goes behind the
+others of its priority, until it has waited for OVERDUE times its target. So that no flow of answers starves one that
+has waited so long, it gets up to a block of tokens after STARVED_STEPS steps without prompts, whatever the slack.
 
 The first token of a prompt waits for the end of its step. So behind prompts that can still meet their TTFT target and
 end in a step, another one joins it only if that saves those behind, which wait for a step less, at least the time that
@@ -41,7 +42,7 @@ class SlackSequence(Protocol):
     deadline: float | None
     arrival: float
     first_at: float | None
-    is_hopeless: bool
+    cannot_meet_ttft: bool
 
     @property
     def num_given_tokens(self) -> int:
@@ -63,7 +64,7 @@ class Decode(NamedTuple):
     """Tokens that its next decode attends to."""
 
 
-class Room(NamedTuple):
+class StepBudget(NamedTuple):
     """Milliseconds of prompt tokens that a step may have beside its decodes."""
 
     ms: float
@@ -75,12 +76,12 @@ class Room(NamedTuple):
     least: Decode | None = None
     """The sequence with the least slack; None where nothing decodes."""
 
-    def less(self, ms: float) -> Room:
+    def less(self, ms: float) -> StepBudget:
         """The rest after `ms` of it is taken."""
-        return Room(self.ms - ms, self.most_ms - ms, self.step_ms, self.least)
+        return StepBudget(self.ms - ms, self.most_ms - ms, self.step_ms, self.least)
 
 
-UNLIMITED = Room(math.inf, math.inf, math.inf)
+UNLIMITED = StepBudget(math.inf, math.inf, math.inf)
 
 
 class Fitting(NamedTuple):
@@ -110,7 +111,7 @@ class Slack(Generic[S]):
         self._max_itl_ms = math.inf if max_itl_ms is None else max_itl_ms
         self._block_size = block_size
         self._changes: LazyHeap[S] = LazyHeap()
-        """Waiting prompts by when they become hopeless or overdue."""
+        """Waiting prompts by when they can no longer meet their TTFT target or become overdue."""
 
     def observe(self, step: StepSample) -> None:
         """A step was measured."""
@@ -118,11 +119,11 @@ class Slack(Generic[S]):
 
     # ------------------------------------------------------------ steps
 
-    def room(self, decodes: Seq[Decode], now: float) -> Room:
-        """What a step may have beside these decodes."""
+    def step_budget(self, decodes: Seq[Decode], now: float) -> StepBudget:
+        """The time that prompts may take in the next step beside these decodes."""
         base_ms, _, _, decode_ms, context_ms = self.model.coefficients
         if not decodes:
-            return Room(math.inf, math.inf, base_ms)
+            return StepBudget(math.inf, math.inf, base_ms)
         step_ms = base_ms + sum([decode_ms + decode.num_attended * context_ms for decode in decodes])
         most_ms = self._max_itl_ms - step_ms
         if most_ms < self.prompt_ms(0, 1):
@@ -132,7 +133,7 @@ class Slack(Generic[S]):
             its_ms = self.longest_ms(decode, step_ms, now)
             if its_ms < longest_ms:
                 least, longest_ms = decode, its_ms
-        return Room(min(most_ms, longest_ms - step_ms), most_ms, step_ms, least)
+        return StepBudget(min(most_ms, longest_ms - step_ms), most_ms, step_ms, least)
 
     def longest_ms(self, decode: Decode, step_ms: float, now: float) -> float:
         """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
@@ -158,20 +159,22 @@ class Slack(Generic[S]):
         """The most tokens of a prompt, from `start` on, that add at most `room_ms`: a whole number, or infinite."""
         return self.model.coefficients.num_tokens(start, room_ms)
 
-    def num_fitting(self, sequence: S, start: int, budget: int, room: Room, num_without: int, now: float) -> Fitting:
+    def num_fitting(
+        self, sequence: S, start: int, budget: int, step_budget: StepBudget, num_without: int, now: float
+    ) -> Fitting:
         """The most tokens of a prompt, from `start` on, in the next step; `num_without` steps before it had none."""
-        if room.ms == math.inf:
+        if step_budget.ms == math.inf:
             return Fitting(budget, True)
-        most = self.num_tokens(start, room.ms)
-        is_exact = most >= budget or room.ms == room.most_ms
+        most = self.num_tokens(start, step_budget.ms)
+        is_exact = most >= budget or step_budget.ms == step_budget.most_ms
         if most < self._block_size and num_without >= STARVED_STEPS and is_overdue(sequence, now):
-            most, is_exact = min(self._block_size, max(1, self.num_tokens(start, room.most_ms))), True
+            most, is_exact = min(self._block_size, max(1, self.num_tokens(start, step_budget.most_ms))), True
         return Fitting(budget if most >= budget else int(most), is_exact)
 
-    def saves_time(self, start: int, num_tokens: int, num_ended: int, num_left: int, room: Room) -> bool:
+    def saves_time(self, start: int, num_tokens: int, num_ended: int, num_left: int, step_budget: StepBudget) -> bool:
         """Whether a prompt of which so many tokens are left should join a step in which `num_ended` prompts end that
         can still meet their targets, of `num_left` behind them the first."""
-        return num_ended == 0 or num_ended * self.prompt_ms(start, num_tokens) <= num_left * room.step_ms
+        return num_ended == 0 or num_ended * self.prompt_ms(start, num_tokens) <= num_left * step_budget.step_ms
 
     # ------------------------------------------------------------ the order of prompts
 
@@ -188,16 +191,16 @@ class Slack(Generic[S]):
 
     @property
     def next_change(self) -> float:
-        """When the next waiting prompt becomes hopeless or overdue; infinite where none does."""
+        """When the next waiting prompt can no longer meet its TTFT target or becomes overdue; infinite if none does."""
         head = self._changes.peek()
         return math.inf if head is None else head[0][0]
 
     def changed(self, now: float) -> Iterator[S]:
-        """Waiting prompts whose place changes: `is_hopeless` was set or reset."""
+        """Waiting prompts whose place changes: `cannot_meet_ttft` was set or reset."""
         while (head := self._changes.peek()) is not None and head[0][0] <= now:
             sequence = head[1]
-            sequence.is_hopeless = not is_overdue(sequence, now)
-            if sequence.is_hopeless:
+            sequence.cannot_meet_ttft = not is_overdue(sequence, now)
+            if sequence.cannot_meet_ttft:
                 self._changes.push((overdue_at(sequence),), sequence)
             else:
                 self._changes.discard(sequence)
@@ -206,7 +209,7 @@ class Slack(Generic[S]):
 
 def may_be_in_time(sequence: SlackSequence, now: float) -> bool:
     """Whether a prompt has a TTFT target that it can still meet."""
-    return now < _first_due(sequence) < math.inf and not sequence.is_hopeless
+    return now < _first_due(sequence) < math.inf and not sequence.cannot_meet_ttft
 
 
 def _first_due(sequence: SlackSequence) -> float:

@@ -180,7 +180,7 @@ class Policy(Protocol):
     """Whether the cost of a pair depends on its being formed."""
     decodes: Decodes | None
     """Where answers decode, for policies that have this setting. May be changed between two placements."""
-    hopeless_last: bool
+    late_last: bool
     """Whether requests that can no longer meet their TTFT target go behind the others of the queue."""
     weighs_local: bool
     """Whether local prefill competes with pairs. Else it is used only if there is no prefill worker."""

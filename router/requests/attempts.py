@@ -78,8 +78,8 @@ class Attempts:
         self._fleet = fleet
         self._policy = policy
         self._draw = draw
-        self.hopeless_last = policy.hopeless_last
-        """The value of `Policy.hopeless_last`."""
+        self.late_last = policy.late_last
+        """The value of `Policy.late_last`."""
         self._num_started = 0
         self.decisions: Counter[str] = Counter()
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
@@ -88,7 +88,7 @@ class Attempts:
     def configure(self, config: RouterConfig, policy: Policy) -> None:
         """Follow another configuration and policy from the next placement on."""
         self._config, self._policy = config, policy
-        self.hopeless_last = policy.hopeless_last
+        self.late_last = policy.late_last
 
     def try_start(
         self, record: RequestRecord, now: float, queued_ms: float, kept: Collection[WorkerId], may_have: MayHave

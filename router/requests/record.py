@@ -152,7 +152,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     num_refusals_by_idle: int = 0
     """Number of refusals in a row by workers without other sequences, on which waiting would not help."""
     avoid_until: Mapping[WorkerId, float] = _NO_WORKERS
-    is_hopeless: bool = False
+    cannot_meet_ttft: bool = False
     """Whether it became too late for its TTFT target in the queue; then `due` was moved back."""
     is_boosted: bool = False
     """Whether it is queued by a target of its own."""

@@ -69,7 +69,7 @@ class Waiting:
         self._records = records
         self._fleet = fleet
         self._attempts = attempts
-        self._hopeless_last = attempts.hopeless_last
+        self._late_last = attempts.late_last
         self._timers = timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
         self._isolated: RequestRecord | None = None
@@ -174,7 +174,7 @@ class Waiting:
 
     def configure(self, config: RouterConfig) -> None:
         """Follow another configuration: the policy of the attempts, the grace and the costs may have changed."""
-        self._config, self._hopeless_last = config, self._attempts.hopeless_last
+        self._config, self._late_last = config, self._attempts.late_last
         self.costs_changed()
 
     def limits_changed(self) -> None:
@@ -186,7 +186,7 @@ class Waiting:
         over."""
         self._must_look = True
         since = record.unservable_since
-        if record.request_id in self.queue and self._hopeless_in_s(record, now) == 0.0:
+        if record.request_id in self.queue and self._late_in_s(record, now) == 0.0:
             self._take_out(record)
             self._push(record, now)
         return since is not None and self._is_grace_over(record, since, now)
@@ -386,19 +386,19 @@ class Waiting:
         return bool(record.output.released) and num_tokens < fleet.longest_continued_sequence
 
     def _push(self, record: RequestRecord, now: float) -> None:
-        in_s = self._hopeless_in_s(record, now)
+        in_s = self._late_in_s(record, now)
         if in_s == 0.0:
-            record.is_hopeless = True
+            record.cannot_meet_ttft = True
             record.due += record.due - record.trace.arrival
         elif in_s < math.inf:
             self._timers.add(now + in_s, record.request_id)
         cost = 0 if record.is_charged else record.cost
         self.queue.push(record.request_id, record.urgency, self._work_ms(record, now), record.tenant.share, cost)
 
-    def _hopeless_in_s(self, record: RequestRecord, now: float) -> float:
+    def _late_in_s(self, record: RequestRecord, now: float) -> float:
         """Seconds from now until a request misses its TTFT target even if it is computed at once. Infinite if that is
         already noted, or it has no such target."""
-        if not self._hopeless_last or record.is_hopeless or record.trace.ttft_slo_s is None or record.output.released:
+        if not self._late_last or record.cannot_meet_ttft or record.trace.ttft_slo_s is None or record.output.released:
             return math.inf
         return max(0.0, record.due - self._work_ms(record, now) / 1000 - now)
 

@@ -397,7 +397,7 @@ class ExactEngine(ABC):
         jump.num_done += num_steps
         self._untold += self.core.run_alike(self._runner.rows(self.core.planned, num_steps))
         for sample, end in zip(jump.samples[first : jump.num_done], jump.ends[first:], strict=False):
-            self._reports.offer_late(sample, end)
+            self._reports.add_past_step(sample, end)
         self._note_times(jump, first, jump.num_done)
 
     def _note_times(self, jump: _Jump, first: int, last: int) -> None:
@@ -434,7 +434,7 @@ class ExactEngine(ABC):
         self._advance(self._loop.now - self._world.overheads.message_s)
         if self._untold:
             self._tell_late()
-            self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+            self._reports.force_report(lambda report: self._world.gateway_now(events.WorkerReported(report)))
 
     def _tell_late(self) -> None:
         untold, self._untold = self._untold, []

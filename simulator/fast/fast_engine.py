@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import accumulate, repeat
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.slack import Room
+from disagg.engine.core.slack import StepBudget
 from disagg.proto.messages import EndReason, StepSample, WorkerInfo
 from disagg.simulator.fast.chunk_run import ChunkRun
 from disagg.simulator.fast.fast_room import FastRoom, FastSequence
@@ -81,7 +81,7 @@ class FastEngine(ABC):
         self._version = 0
         """Version of the planned end of the jump or of the run; a plan with an older one is void."""
         self._num_steps = 0
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._gap_s = world.overheads.step_s
         """Seconds between two steps."""
         self._to_client_s = world.overheads.message_s + world.overheads.token_s
@@ -142,9 +142,9 @@ class FastEngine(ABC):
 
     def _begin_step(self) -> None:
         scheduler = self._scheduler
-        prefills, num_decodes, budget, room = scheduler.plan()
+        prefills, num_decodes, budget, step_budget = scheduler.plan()
         if prefills:
-            if len(prefills) == 1 and self._begin_chunks(*prefills[0], num_decodes, budget, room):
+            if len(prefills) == 1 and self._begin_chunks(*prefills[0], num_decodes, budget, step_budget):
                 return
             tokens = sum(n for _, _, n in prefills)
             attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
@@ -285,8 +285,8 @@ class FastEngine(ABC):
         if not self._decoding:
             self._times.clear()
             self._first_time = scheduler.steps
-        elif self._loop.now - self._told_at >= TELL_S:
-            self._told_at = self._loop.now
+        elif self._loop.now - self._reported_at >= TELL_S:
+            self._reported_at = self._loop.now
             self._reports.note()
             for sequence in self._decoding:
                 self._tell_tokens(sequence)
@@ -336,13 +336,21 @@ class FastEngine(ABC):
     # ------------------------------------------------------------ runs of chunks
 
     def _begin_chunks(
-        self, sequence: FastSequence, start: int, num_tokens: int, num_decodes: int, budget: int, room: Room
+        self,
+        sequence: FastSequence,
+        start: int,
+        num_tokens: int,
+        num_decodes: int,
+        budget: int,
+        step_budget: StepBudget,
     ) -> bool:
         """Compute several steps of this prompt together, if more than one will be alike. Returns whether it does."""
         is_last = sequence.num_known - start - num_tokens <= budget
         scheduler = self._scheduler
-        may_change = self._machine is not None or scheduler.resumed or any(s.is_hopeless for s in scheduler.started)
-        if is_last or sequence.holds or room.ms < math.inf or may_change:
+        may_change = (
+            self._machine is not None or scheduler.resumed or any(s.cannot_meet_ttft for s in scheduler.started)
+        )
+        if is_last or sequence.holds or step_budget.ms < math.inf or may_change:
             return False
         most = min(scheduler.next_end(), scheduler.safe_until) - scheduler.steps if num_decodes else MAX_JUMP
         others_need = scheduler.others_need(sequence)

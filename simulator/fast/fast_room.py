@@ -51,6 +51,7 @@ class FastSequence:
         "arrival",
         "attends",
         "cached_tokens",
+        "cannot_meet_ttft",
         "computed",
         "deadline",
         "end_at",
@@ -58,7 +59,6 @@ class FastSequence:
         "first_at",
         "gateway_id",
         "holds",
-        "is_hopeless",
         "joined_at",
         "key",
         "keys",
@@ -74,11 +74,11 @@ class FastSequence:
         "phase",
         "promised",
         "queue_s",
+        "reported_at",
         "sent",
         "sizes",
         "spec",
         "swapped",
-        "told_at",
         "transfer_began",
     )
 
@@ -109,7 +109,7 @@ class FastSequence:
         streamed_s = None if spec.targets is None else spec.targets.streamed_s
         self.first_at = None if streamed_s is None else now - streamed_s
         """When the request's first token was sampled or received; only set for scheduling `slack`."""
-        self.is_hopeless = False
+        self.cannot_meet_ttft = False
         self.alloc_wait_s = 0.0
         self.computed = 0
         self.cached_tokens = 0
@@ -125,7 +125,7 @@ class FastSequence:
         """Number of output tokens that the gateway has or gets from another worker."""
         self.joined_at = 0
         """The worker's count of decode steps when it began to decode."""
-        self.told_at = 0
+        self.reported_at = 0
         """The count of decode steps whose tokens were sent."""
         self.attends = 0
         """Number of tokens that its first decode step attends to."""

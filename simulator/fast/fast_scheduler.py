@@ -19,7 +19,7 @@ from typing import NamedTuple
 from disagg.engine.blocks.swap import slot_tokens_for
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.policy import PASS_S, before_tail, chunk_length
-from disagg.engine.core.slack import UNLIMITED, Room, may_be_in_time
+from disagg.engine.core.slack import UNLIMITED, StepBudget, may_be_in_time
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, WorkerInfo
 from disagg.simulator.fast.fast_room import FastRoom, FastSequence
@@ -38,7 +38,7 @@ class FastPlan(NamedTuple):
     """Sequences that decode beside the prompts; all that decode if there are no prompts."""
     budget: int
     """Most prompt tokens of the step."""
-    room: Room
+    step_budget: StepBudget
     """The time that prompts may take, by the slack of the decodes."""
 
 
@@ -121,7 +121,7 @@ class FastScheduler:
     def _order(self, sequence: FastSequence) -> tuple[float, ...]:
         is_long = sequence.holds and sequence.num_given > self._config.token_budget
         is_first = sequence.num_preemptions == 0
-        return (-sequence.spec.priority, is_first, sequence.is_hopeless, sequence.arrival + PASS_S * is_long)
+        return (-sequence.spec.priority, is_first, sequence.cannot_meet_ttft, sequence.arrival + PASS_S * is_long)
 
     def release(self, sequence: FastSequence) -> None:
         """Drop a sequence and release all that it holds. Idempotent."""
@@ -167,29 +167,29 @@ class FastScheduler:
                 self._form_batch()
         budget = self._config.token_budget - (0 if alone_first else num_decodes)
         prefills: list[PlannedPrompt] = []
-        room = UNLIMITED if self._slack is None else self._slack_room(self._slack)
+        step_budget = UNLIMITED if self._slack is None else self._slack_budget(self._slack)
         if self.started or self.num_waiting:
-            prefills = self._plan_prefills(budget, may_admit, room)
+            prefills = self._plan_prefills(budget, may_admit, step_budget)
         if self._slack is not None:
             self._slack.planned(has_prompts=bool(prefills))
         if prefills:
             num_decodes = 0 if alone_first else num_decodes and len(self.decoding)
-        return FastPlan(prefills, num_decodes, budget, room)
+        return FastPlan(prefills, num_decodes, budget, step_budget)
 
     def _form_batch(self) -> None:
         while (head := self.head()) is not None and self._admit(head):
             pass
 
-    def _slack_room(self, slack: FastSlack) -> Room:
+    def _slack_budget(self, slack: FastSlack) -> StepBudget:
         for sequence in slack.advance(self._loop.now):
             self._push(sequence)
         if not (self.started or self.num_waiting):
             return UNLIMITED
         for sequence in self.started:
-            if sequence.is_hopeless and not slack.is_hopeless(sequence):
-                sequence.is_hopeless = False
+            if sequence.cannot_meet_ttft and not slack.cannot_meet_ttft(sequence):
+                sequence.cannot_meet_ttft = False
                 sequence.order = self._order(sequence)
-        return slack.room(self.decoding, self.steps)
+        return slack.step_budget(self.decoding, self.steps)
 
     def others_need(self, sequence: FastSequence) -> float:
         """Tokens of the budget with which a prompt other than this one would begin or continue; infinite without
@@ -204,7 +204,7 @@ class FastScheduler:
         block_size, num_left = self._block_size, first.num_known - first.computed
         return min(num_left, block_size - first.computed % block_size)
 
-    def _plan_prefills(self, budget: int, may_admit: bool, room: Room = UNLIMITED) -> list[PlannedPrompt]:
+    def _plan_prefills(self, budget: int, may_admit: bool, step_budget: StepBudget = UNLIMITED) -> list[PlannedPrompt]:
         """The prompts of the next step, as the real scheduler plans them."""
         started = deque(sorted(self.started, key=lambda sequence: sequence.order))
         planned: list[PlannedPrompt] = []
@@ -217,10 +217,10 @@ class FastScheduler:
             if sequence is None:
                 break
             num_behind = self.num_waiting + len(started)
-            if slack is not None and num_ended and not slack.joins(sequence, num_ended, num_behind, room):
+            if slack is not None and num_ended and not slack.joins(sequence, num_ended, num_behind, step_budget):
                 break
             if is_new and slack is not None and not sequence.swapped:
-                fitting = slack.num_fitting(sequence, budget, room)
+                fitting = slack.num_fitting(sequence, budget, step_budget)
                 if not fitting.may_begin(sequence.num_known, block_size):
                     if not planned:
                         slack.finds_no_room(sequence, budget)
@@ -234,7 +234,7 @@ class FastScheduler:
             start, num_left = sequence.computed, sequence.num_known - sequence.computed
             most, first = budget, not planned
             if slack is not None:
-                most, is_exact = slack.num_fitting(sequence, budget, room)
+                most, is_exact = slack.num_fitting(sequence, budget, step_budget)
                 first = first and is_exact
             num_tokens = chunk_length(start, num_left, most, block_size, first=first)
             if sequence.holds and num_tokens == num_left:
@@ -247,7 +247,7 @@ class FastScheduler:
             planned.append((sequence, start, num_tokens))
             budget -= num_tokens
             if slack is not None:
-                room = room.less(slack.slack.prompt_ms(start, num_tokens))
+                step_budget = step_budget.less(slack.slack.prompt_ms(start, num_tokens))
                 num_ended += num_tokens == num_left and may_be_in_time(sequence, self._loop.now)
             if tail_tokens and sequence.holds:
                 longest = tail_tokens + block_size - 1
@@ -339,7 +339,7 @@ class FastScheduler:
     def decode(self, sequence: FastSequence) -> None:
         """Add a sequence to the batch. Its latest token is known and has no KV yet."""
         sequence.phase = "decode"
-        sequence.joined_at = sequence.told_at = self.steps
+        sequence.joined_at = sequence.reported_at = self.steps
         sequence.attends = sequence.num_known + 1
         sequence.end_at = self.steps + self.num_left(sequence)
         self.attends += sequence.attends
@@ -388,7 +388,7 @@ class FastScheduler:
         return min(running, key=lambda s: (s.spec.priority, self._num_output(s), -s.arrival))
 
     def _num_output(self, sequence: FastSequence) -> int:
-        return sequence.sent + (self.steps - sequence.told_at if sequence.phase == "decode" else 0)
+        return sequence.sent + (self.steps - sequence.reported_at if sequence.phase == "decode" else 0)
 
     def _preempt(self, sequence: FastSequence) -> None:
         self.num_preemptions += 1

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.slack import STARVED_STEPS, Decode, Fitting, Room, Slack, is_overdue, overdue_at
+from disagg.engine.core.slack import STARVED_STEPS, Decode, Fitting, Slack, StepBudget, is_overdue, overdue_at
 from disagg.proto.messages import StepSample, WorkerInfo
 from disagg.simulator.fast.fast_room import FastSequence
 
@@ -22,7 +22,7 @@ class FastSlack:
         self.slack: Slack[FastSequence] = Slack(info.calibration, config.max_itl_ms, info.block_size)
         self._block_size = info.block_size
         self._now = 0.0
-        self._room = Room(math.inf, math.inf, math.inf)
+        self._budget = StepBudget(math.inf, math.inf, math.inf)
         self._num_without = 0
         """Number of steps without prompts since the last one with some."""
         self._new_answers: list[FastSequence] = []
@@ -60,31 +60,31 @@ class FastSlack:
         self._new_answers.clear()
         return self.slack.changed(now)
 
-    def room(self, decoding: Iterable[FastSequence], steps: int) -> Room:
-        """The room for prompts in the next step beside the decoding sequences, at the count `steps` of decode steps."""
+    def step_budget(self, decoding: Iterable[FastSequence], steps: int) -> StepBudget:
+        """The budget for prompts of the next step beside the decoding sequences, after `steps` decode steps."""
         self._blocked = None
-        self._room = self.slack.room([_decode(sequence, steps) for sequence in decoding], self._now)
-        return self._room
+        self._budget = self.slack.step_budget([_decode(sequence, steps) for sequence in decoding], self._now)
+        return self._budget
 
-    def is_hopeless(self, sequence: FastSequence) -> bool:
-        """Whether a started prompt still counts as hopeless."""
-        return sequence.is_hopeless and not is_overdue(sequence, self._now)
+    def cannot_meet_ttft(self, sequence: FastSequence) -> bool:
+        """Whether a started prompt still counts as one that cannot meet its TTFT target."""
+        return sequence.cannot_meet_ttft and not is_overdue(sequence, self._now)
 
-    def num_fitting(self, sequence: FastSequence, budget: int, room: Room) -> Fitting:
+    def num_fitting(self, sequence: FastSequence, budget: int, step_budget: StepBudget) -> Fitting:
         """The most tokens of a prompt that fit into the next step."""
-        return self.slack.num_fitting(sequence, sequence.computed, budget, room, self._num_without, self._now)
+        return self.slack.num_fitting(sequence, sequence.computed, budget, step_budget, self._num_without, self._now)
 
-    def joins(self, sequence: FastSequence, num_ended: int, num_left: int, room: Room) -> bool:
+    def joins(self, sequence: FastSequence, num_ended: int, num_left: int, step_budget: StepBudget) -> bool:
         """Whether a prompt joins a step in which other prompts end, see `Slack.saves_time`."""
         num_tokens = sequence.num_known - sequence.computed
-        return self.slack.saves_time(sequence.computed, num_tokens, num_ended, num_left, room)
+        return self.slack.saves_time(sequence.computed, num_tokens, num_ended, num_left, step_budget)
 
     def finds_no_room(self, sequence: FastSequence, budget: int) -> None:
         """Note that the step has no room for this prompt, the first in order."""
         start = sequence.computed
         to_block = self._block_size - start % self._block_size
         num_tokens = min(to_block, sequence.num_known - start, budget)
-        needed_ms = min(self.slack.prompt_ms(start, num_tokens), self._room.most_ms)
+        needed_ms = min(self.slack.prompt_ms(start, num_tokens), self._budget.most_ms)
         self._blocked = sequence, needed_ms
 
     def planned(self, *, has_prompts: bool) -> None:
@@ -101,14 +101,14 @@ class FastSlack:
             growth_ms: predicted milliseconds by which each step is longer than the one before.
             until: when a number of steps is over, and the next one is planned.
         """
-        if self._blocked is None or (least := self._room.least) is None:
+        if self._blocked is None or (least := self._budget.least) is None:
             return most
         sequence, needed_ms = self._blocked
         if is_overdue(sequence, self._now):
             most = min(most, max(1, STARVED_STEPS + 1 - self._num_without))
         changes = (overdue_at(sequence), self.slack.next_change)
         change = min((time for time in changes if time > self._now), default=math.inf)
-        step_ms, slack = self._room.step_ms, self.slack
+        step_ms, slack = self._budget.step_ms, self.slack
 
         def ends(number: int) -> bool:
             then = until(number)
@@ -129,5 +129,5 @@ class FastSlack:
 
 
 def _decode(sequence: FastSequence, steps: int) -> Decode:
-    num_done = sequence.sent + steps - sequence.told_at
+    num_done = sequence.sent + steps - sequence.reported_at
     return Decode(sequence, num_done, sequence.attends + steps - sequence.joined_at)

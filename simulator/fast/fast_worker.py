@@ -132,11 +132,11 @@ class FastWorker(FastEngine):
             self._tell_tokens(sequence)
         if not self._decoding:
             return
-        self._told_at = self._loop.now
+        self._reported_at = self._loop.now
         self._times.clear()
         self._first_time = self._scheduler.steps
         self._send_to(self._world.gateway_now)
-        self._reports.report_now(lambda report: self._world.gateway_now(events.WorkerReported(report)))
+        self._reports.force_report(lambda report: self._world.gateway_now(events.WorkerReported(report)))
 
     # ------------------------------------------------------------ messages of the gateway
 
@@ -382,7 +382,7 @@ class FastWorker(FastEngine):
     def _tell_tokens(self, sequence: FastSequence) -> None:
         """Send the tokens that the sequence made since the last call."""
         steps = self._scheduler.steps
-        num_new = steps - sequence.told_at
+        num_new = steps - sequence.reported_at
         if num_new <= 0:
             return
         first, last = sequence.sent, steps - self._first_time
@@ -390,7 +390,7 @@ class FastWorker(FastEngine):
         self._answers.note_times(request_id, first, self._times[last - num_new : last])
         self._tokens.append(TokenOut(request_id, attempt, first, self._answers.tokens(request_id, first, num_new)))
         sequence.sent += num_new
-        sequence.told_at = steps
+        sequence.reported_at = steps
 
     @override
     def _end(self, sequence: FastSequence, reason: EndReason, detail: str = "") -> None:

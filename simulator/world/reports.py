@@ -49,7 +49,7 @@ class Reports:
         self._is_stopped = False
         self._late: list[StepSample] = []
         """Samples of steps that a real worker would have reported earlier."""
-        self._is_owed = False
+        self._report_is_due = False
         """Whether the last step was added late and still needs a report, which is due when the interval is over."""
 
     def offer(self, step: StepSample) -> None:
@@ -60,15 +60,15 @@ class Reports:
         """Add a step of the idle worker to the next report."""
         self._steps.add(step)
 
-    def offer_late(self, step: StepSample, ended: float) -> None:
+    def add_past_step(self, step: StepSample, ended: float) -> None:
         """Offer a step that ended at `ended`, perhaps before others that have ended by now. Steps that ended before the
         last report are added to the next one, as if the reports between had been sent."""
-        if self._is_owed and ended > self._last + self._interval_s:
+        if self._report_is_due and ended > self._last + self._interval_s:
             self._last += self._interval_s
             self._late += self._steps.take()
         self._steps.offer(step)
-        self._is_owed = ended < self._last + self._interval_s
-        if not self._is_owed:
+        self._report_is_due = ended < self._last + self._interval_s
+        if not self._report_is_due:
             self._last = ended
             self._late += self._steps.take()
 
@@ -102,7 +102,7 @@ class Reports:
         elif not self._planned or self._due < self._planned[-1]:
             self._plan(self._due)
 
-    def report_now(self, send: Callable[[WorkerReport], None]) -> None:
+    def force_report(self, send: Callable[[WorkerReport], None]) -> None:
         """Give `send` a report now, unless another one is on its way."""
         if not self._is_stopped and self._loop.now > self._sent_at + self._interval_s:
             self._report(self._kv_events(), send)
@@ -120,7 +120,7 @@ class Reports:
             steps=(*self._late, *self._steps.take()),
         )
         self._late.clear()
-        self._is_owed = False
+        self._report_is_due = False
         self._sequence += 1
         (send or self._send)(report)
         if self._idle_s is not None:

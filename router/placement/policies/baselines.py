@@ -27,7 +27,7 @@ class Simple:
     waits = False
     weighs_setup = False
     weighs_local = False
-    hopeless_last = False
+    late_last = False
     draws = False
     decodes: Decodes | None = None
 

@@ -63,7 +63,7 @@ class Elastic(Joint):
     """
 
     name = "elastic"
-    hopeless_last = True
+    late_last = True
 
     def __init__(self, barrier_ms: float, links: LinkModel, pairs: Pairs, decodes: Decodes) -> None:
         super().__init__(barrier_ms, links, pairs)

@@ -47,7 +47,7 @@ class Joint:
     waits = True
     weighs_setup = True
     weighs_local = True
-    hopeless_last = False
+    late_last = False
     draws = False
     decodes: Decodes | None = None
 

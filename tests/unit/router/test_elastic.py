@@ -134,7 +134,7 @@ def test_a_worker_takes_one_prompt_after_the_other() -> None:
     assert not worker.has_slot
 
 
-def test_a_hopeless_request_waits_behind_those_that_are_not() -> None:
+def test_a_request_that_cannot_meet_its_target_waits_behind_those_that_can() -> None:
     config = RouterConfig(policy="elastic", ttft_slo_s=0.5, tpot_slo_s=0.02, admission=False, watermark=0.0)
     slow = worker_info("w0", calibration=SPEED, num_blocks=1024, max_num_seqs=64)
     it = Scenario(slow, config=config)

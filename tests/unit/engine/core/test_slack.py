@@ -197,7 +197,7 @@ class TestPause:
 
 
 class TestOrder:
-    def test_hopeless_prompts_go_last_until_they_are_overdue(self) -> None:
+    def test_prompts_that_cannot_meet_their_target_go_last_until_they_are_overdue(self) -> None:
         """A prompt of 200 tokens takes 105 ms, so that a target of 500 ms is out of reach from 395 ms on."""
         targets = with_(ttft_s=0.500)
         scheduler = new_scheduler(budget=64)
@@ -212,7 +212,7 @@ class TestOrder:
         assert plan(scheduler, 0.99)[1] == {"new": 64}
         assert plan(scheduler, 1.0)[1] == {"old": 64}, "overdue at twice its target"
 
-    def test_a_hopeless_prompt_that_was_begun_counts_as_overdue_as_well(self) -> None:
+    def test_a_begun_prompt_that_cannot_meet_its_target_counts_as_overdue_as_well(self) -> None:
         targets = with_(ttft_s=0.500)
         scheduler = new_scheduler(budget=64)
         ask(scheduler, "old", 200, targets)
@@ -221,7 +221,7 @@ class TestOrder:
         assert plan(scheduler, 0.99)[1] == {"new": 64}
         assert plan(scheduler, 1.0)[1] == {"old": 64}, "overdue at twice its target"
 
-    def test_a_higher_priority_goes_first_also_where_it_is_hopeless(self) -> None:
+    def test_a_higher_priority_goes_first_also_where_it_cannot_meet_its_target(self) -> None:
         targets = with_(ttft_s=0.500)
         scheduler = new_scheduler()
         ask(scheduler, "urgent", 200, targets, priority=1)

@@ -89,7 +89,7 @@ def test_an_operators_target_below_that_step_costs_nothing() -> None:
     assert serve("slack", asked) == serve("decode_first", asked)
 
 
-HOPELESS = st.one_of(
+CANNOT_MEET_TPOT = st.one_of(
     st.none(),
     st.builds(
         Targets,
@@ -100,7 +100,7 @@ HOPELESS = st.one_of(
     st.builds(Targets, tpot_s=st.sampled_from([None, DAY_S]), ttft_s=st.none(), output_tokens=st.floats(1.0, 300.0)),
 )
 """Targets that cannot be met, or not be missed."""
-REQUEST = st.builds(Asked, st.floats(0.0, 5.0), st.integers(1, 1000), st.integers(1, 100), HOPELESS)
+REQUEST = st.builds(Asked, st.floats(0.0, 5.0), st.integers(1, 1000), st.integers(1, 100), CANNOT_MEET_TPOT)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
