@@ -24,7 +24,7 @@ from tests.support.reports import percentiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class RequestSizes:
     """The requests of a run."""
 
     input_tokens: int
@@ -71,7 +71,7 @@ def random_prompt(seed: int, num_tokens: int, vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-def requests(model: pb.Model, shape: Shape, first_seed: int, count: int) -> Iterator[pb.GenerateRequest]:
+def requests(model: pb.Model, shape: RequestSizes, first_seed: int, count: int) -> Iterator[pb.GenerateRequest]:
     """`count` greedy requests of exactly this shape, each with a prompt of its own."""
     for seed in range(first_seed, first_seed + count):
         yield pb.GenerateRequest(

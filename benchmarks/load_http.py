@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from benchmarks.load import Shape, Timing, random_prompt
+from benchmarks.load import RequestSizes, Timing, random_prompt
 from tests.support.pace import in_flight
 from tests.support.raw_clients import COMPLETIONS, HttpStream, http_request
 
@@ -74,7 +74,7 @@ class HttpCall(HttpStream):
             self.done.set_exception(RuntimeError(f"{why}: {self._head!r}"))
 
 
-def request_bytes(model: str, vocab_size: int, shape: Shape, seed: int) -> bytes:
+def request_bytes(model: str, vocab_size: int, shape: RequestSizes, seed: int) -> bytes:
     """A greedy streaming request of exactly this shape, with the prompt that `load.requests` makes of the seed."""
     body = {
         "model": model,

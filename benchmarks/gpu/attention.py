@@ -65,7 +65,7 @@ SHORT_CHUNK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TensorSizes:
     """What is measured."""
 
     num_heads: int = 32
@@ -103,7 +103,7 @@ class Shape:
 
 FP8_CELLS = ((1, 16384), (8, 16384), (32, 16384), (64, 4096))
 
-TINY = Shape(
+TINY = TensorSizes(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
@@ -133,7 +133,7 @@ def num_turns(nbytes: int, cache_bytes: int) -> int:
 class Cache:
     """Random KV of one layer, in the order in memory that `KvCache` has, and tables of its blocks."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: TensorSizes, device: torch.device) -> None:
         self._shape, self.device = shape, device
         self.l2_bytes = l2_bytes(device)
         most = max(max(b * c for b, c in shape.decode_cells), max(t + s for t, s in shape.prefill_chunks))
@@ -185,7 +185,9 @@ def decode_share(batch: int, context_len: int, nbytes: int, us: float, ceilings:
     return None if peer_us is None else max(peer_us, nbytes / (READ_SHARE * ceilings.read_gb_s) / 1e3) / us
 
 
-def measure_decode(rows: RowFile, shape: Shape, cache: Cache, batch: int, context_len: int, ceilings: Ceilings) -> None:
+def measure_decode(
+    rows: RowFile, shape: TensorSizes, cache: Cache, batch: int, context_len: int, ceilings: Ceilings
+) -> None:
     """One query row of each of `batch` sequences."""
     q_SND = cache.queries(batch)
     lens_S = torch.full((batch,), context_len, dtype=torch.int32, device=q_SND.device)
@@ -222,20 +224,20 @@ def measure_decode(rows: RowFile, shape: Shape, cache: Cache, batch: int, contex
 
 def measure_fp8(rows: RowFile, device: torch.device, ceilings: Ceilings) -> None:
     """Decode over a cache of 8-bit floats, in a few cells."""
-    shape = Shape(fp8=True, decode_cells=FP8_CELLS)
+    shape = TensorSizes(fp8=True, decode_cells=FP8_CELLS)
     cache = Cache(shape, device)
     for batch, context_len in FP8_CELLS:
         measure_decode(rows, shape, cache, batch, context_len, ceilings)
 
 
-def prefill_rate(shape: Shape, num_tokens: int, start: int, us: float) -> float:
+def prefill_rate(shape: TensorSizes, num_tokens: int, start: int, us: float) -> float:
     """TFLOP/s of a causal chunk of `num_tokens` behind `start` others that takes `us`."""
     attended = num_tokens * start + num_tokens * (num_tokens + 1) // 2
     return 4.0 * shape.num_heads * shape.head_dim * attended / us / 1e6
 
 
 def prefill_share(
-    shape: Shape, num_tokens: int, start: int, us: float, ceilings: Ceilings
+    shape: TensorSizes, num_tokens: int, start: int, us: float, ceilings: Ceilings
 ) -> tuple[float, float | None]:
     """(share, target) of a chunk that takes `us`. Of a short one behind a long context the share is that of the time to
     read its KV once, without a target: no peer's figure is known."""
@@ -260,13 +262,15 @@ def prefill_us(cache: Cache, provider: AttentionProvider, num_tokens: int, start
     return kernel_ms(in_turns(turns), q_TND.device, calls=max(3, len(turns))) * 1e3
 
 
-def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings) -> None:
+def measure_prefill(
+    rows: RowFile, shape: TensorSizes, cache: Cache, num_tokens: int, start: int, ceilings: Ceilings
+) -> None:
     """A chunk of one prompt, causal."""
     us = prefill_us(cache, OwnKernels.of(cache.spec), num_tokens, start)
     rate = prefill_rate(shape, num_tokens, start, us)
     share, target = prefill_share(shape, num_tokens, start, us, ceilings)
     peer = FA3_PREFILL_US.get(num_tokens) if start == 0 else None
-    small_blocks = shape.block_size < Shape.block_size and cache.device.type == "cuda"
+    small_blocks = shape.block_size < TensorSizes.block_size and cache.device.type == "cuda"
     rows.add(
         f"prefill{f', blocks of {shape.block_size}' if small_blocks else ''}, {num_tokens} tokens behind {start}",
         rate,
@@ -281,7 +285,7 @@ def measure_prefill(rows: RowFile, shape: Shape, cache: Cache, num_tokens: int, 
         measure_torch_prefill(rows, shape, cache.device, num_tokens, start, us, turns)
 
 
-def measure_others(rows: RowFile, shape: Shape, cache: Cache, ceilings: Ceilings) -> None:
+def measure_others(rows: RowFile, shape: TensorSizes, cache: Cache, ceilings: Ceilings) -> None:
     """Prefill by the providers of attention that `auto` does not take, beside Triton in the rows above: whoever has a
     GPU decides by these two which one `auto` shall be."""
     for kind in PROVIDERS[1:]:
@@ -305,7 +309,7 @@ def main() -> None:
     arguments = parse(main.__doc__)
     device, rows = torch.device(arguments.device), row_file(arguments, "attention")
     ceilings = read_ceilings(arguments.ceilings)
-    shape = Shape() if device.type == "cuda" else TINY
+    shape = TensorSizes() if device.type == "cuda" else TINY
     cache = Cache(shape, device)
     for batch, context_len in shape.decode_cells:
         name = f"decode, batch {batch}, context {context_len}"
@@ -316,7 +320,7 @@ def main() -> None:
     attempt(rows, "other providers", functools.partial(measure_others, rows, shape, cache, ceilings))
     del cache
     if device.type == "cuda":
-        small = Shape(block_size=16, decode_cells=((1, 16),), prefill_chunks=((8192, 0),))
+        small = TensorSizes(block_size=16, decode_cells=((1, 16),), prefill_chunks=((8192, 0),))
         small_cache = Cache(small, device)
         measure = functools.partial(measure_prefill, rows, small, small_cache, 8192, 0, ceilings)
         attempt(rows, "prefill, blocks of 16", measure)

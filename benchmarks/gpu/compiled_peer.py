@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.model import TINY, Ahead, OneByOne, Shape, make_runner
+from benchmarks.gpu.model import TINY, Ahead, OneByOne, TensorSizes, make_runner
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import attempt, parse, row_file, wall_ms
 
@@ -22,7 +22,7 @@ SHORT, LONG = 8, 40
 """Tokens of two answers, whose difference is the time of so many steps."""
 
 
-def peer_of(shape: Shape, device: torch.device) -> Any:
+def peer_of(shape: TensorSizes, device: torch.device) -> Any:
     """The same model with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,7 +41,7 @@ def peer_of(shape: Shape, device: torch.device) -> Any:
         return LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).eval()
 
 
-def peer_ms(model: Any, shape: Shape, batch: int, device: torch.device) -> float:
+def peer_ms(model: Any, shape: TensorSizes, batch: int, device: torch.device) -> float:
     """Of one step, from the answers of two lengths; all of `generate` between two steps is in it."""
     prompt_ST = torch.randint(1, shape.vocab_size, (batch, shape.context_len), device=device)
 
@@ -64,7 +64,7 @@ def peer_ms(model: Any, shape: Shape, batch: int, device: torch.device) -> float
     return (took[LONG] - took[SHORT]) / (LONG - SHORT)
 
 
-def measure(rows: RowFile, shape: Shape, runner: Any, model: Any, batch: int, device: torch.device) -> None:
+def measure(rows: RowFile, shape: TensorSizes, runner: Any, model: Any, batch: int, device: torch.device) -> None:
     """Both at one batch; the share is their time over ours."""
     step_queue = runner.step_queue
     step = OneByOne(shape, runner, batch).step if step_queue is None else Ahead(shape, step_queue, batch).step
@@ -83,7 +83,7 @@ def main() -> None:
     """Rows of the section `model`."""
     arguments = parse(main.__doc__)
     device, rows = torch.device(arguments.device), row_file(arguments, "model")
-    shape = Shape(num_layers=LAYERS, decode_batches=(64, 1)) if device.type == "cuda" else TINY
+    shape = TensorSizes(num_layers=LAYERS, decode_batches=(64, 1)) if device.type == "cuda" else TINY
     runner = make_runner(shape, device)
     runner.capture_steps()
     model = peer_of(shape, device)

@@ -46,7 +46,7 @@ PAIR_LIMIT_S = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TensorSizes:
     """What is measured."""
 
     num_layers: int = 32
@@ -84,7 +84,7 @@ class Shape:
         return cache, torch.randperm(num_blocks).tolist()
 
 
-TINY = Shape(
+TINY = TensorSizes(
     num_layers=2,
     num_kv_heads=2,
     head_dim=8,
@@ -97,15 +97,17 @@ TINY = Shape(
 )
 
 
-def shape_for(device: torch.device) -> Shape:
+def shape_for(device: torch.device) -> TensorSizes:
     """Tiny on a CPU."""
-    return Shape() if device.type == "cuda" else TINY
+    return TensorSizes() if device.type == "cuda" else TINY
 
 
 # ---------------------------------------------------------------- stages
 
 
-def measure_stages(rows: RowFile, shape: Shape, device: torch.device, start: int, end: int, ceilings: Ceilings) -> None:
+def measure_stages(
+    rows: RowFile, shape: TensorSizes, device: torch.device, start: int, end: int, ceilings: Ceilings
+) -> None:
     """Each stage of one range of tokens, alone."""
     cache, table = shape.make_cache(device, end)
     nbytes = (end - start) * shape.layout.bytes_per_token
@@ -137,7 +139,7 @@ def measure_stages(rows: RowFile, shape: Shape, device: torch.device, start: int
 # ---------------------------------------------------------------- beside steps
 
 
-def measure_beside_steps(rows: RowFile, shape: Shape, device: torch.device) -> None:
+def measure_beside_steps(rows: RowFile, shape: TensorSizes, device: torch.device) -> None:
     """What P's steps lose while KV leaves through the host: as many steps of products, which take about as long as the
     prefill of a chunk, alone, with a gather behind each, and with one that the host waits for and hashes."""
     staging = HostStaging(device)
@@ -202,7 +204,7 @@ PAIRS = (
 )
 
 
-def measure_pair(rows: RowFile, shape: Shape, device: torch.device, pair: Pair, peers: Peers) -> None:
+def measure_pair(rows: RowFile, shape: TensorSizes, device: torch.device, pair: Pair, peers: Peers) -> None:
     """All stages together, one chunk behind the other, as workers do."""
     name = f"pair, {pair.label}"
     if pair.transport == "nccl" and device.type == "cpu":

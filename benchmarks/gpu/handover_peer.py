@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.gpu.handover import Shape, shape_for
+from benchmarks.gpu.handover import TensorSizes, shape_for
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Gathered, GatherFailed, Gathering
 from disagg.engine.config import STAGED_ON_DEVICE, TransportName
@@ -46,7 +46,7 @@ KEY = AttemptKey(RequestId("handover"), 1)
 class Side:
     """Cache, staging slots and chunks of one process."""
 
-    def __init__(self, shape: Shape, device: torch.device, name: TransportName, *, bytes_only: bool) -> None:
+    def __init__(self, shape: TensorSizes, device: torch.device, name: TransportName, *, bytes_only: bool) -> None:
         self.bytes_only = bytes_only
         self._staging = HostStaging.of(device, name)
         num_blocks = -(-shape.pair_tokens // shape.block_size)

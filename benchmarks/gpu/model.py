@@ -48,7 +48,7 @@ BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TensorSizes:
     """What is measured."""
 
     hidden_size: int = 4096
@@ -90,7 +90,7 @@ class Shape:
         return max(decoding, *self.prefill_tokens)
 
 
-TINY = Shape(
+TINY = TensorSizes(
     hidden_size=64,
     intermediate_size=96,
     num_layers=2,
@@ -122,7 +122,7 @@ def random_parameters(
     return parameters
 
 
-def make_runner(shape: Shape, device: torch.device, **changes: Any) -> TorchModelRunner:
+def make_runner(shape: TensorSizes, device: torch.device, **changes: Any) -> TorchModelRunner:
     """The engine's own runner on random weights; `changes` are fields of `WorkerConfig`."""
     with tempfile.TemporaryDirectory() as folder:
         shape.write_config(Path(folder))
@@ -141,7 +141,7 @@ def make_runner(shape: Shape, device: torch.device, **changes: Any) -> TorchMode
             return TorchModelRunner(config)
 
 
-def weight_bytes(shape: Shape) -> int:
+def weight_bytes(shape: TensorSizes) -> int:
     """Weights that every step reads: all but the embedding."""
     head_dim = shape.hidden_size // shape.num_heads
     attention = shape.hidden_size * head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
@@ -152,7 +152,7 @@ def weight_bytes(shape: Shape) -> int:
 
 def measure_decode(
     rows: RowFile,
-    shape: Shape,
+    shape: TensorSizes,
     runner: TorchModelRunner,
     batch: int,
     ceilings: Ceilings,
@@ -186,7 +186,7 @@ def measure_decode(
         )
 
 
-def decoding(shape: Shape, batch: int, **sampling: Any) -> list[Sequence]:
+def decoding(shape: TensorSizes, batch: int, **sampling: Any) -> list[Sequence]:
     """Sequences with blocks for all their tokens, greedy unless `sampling` is given."""
     blocks_each = -(-(shape.context_len + shape.num_steps + 3) // BLOCK_SIZE)
     sequences = [dummy_sequence(shape.context_len, 0, BLOCK_SIZE, **sampling) for _ in range(batch)]
@@ -198,7 +198,7 @@ def decoding(shape: Shape, batch: int, **sampling: Any) -> list[Sequence]:
 class OneByOne:
     """A step is computed, and its tokens are on the host, before the next one is planned."""
 
-    def __init__(self, shape: Shape, runner: TorchModelRunner, batch: int) -> None:
+    def __init__(self, shape: TensorSizes, runner: TorchModelRunner, batch: int) -> None:
         self._runner = runner
         self._sequences = decoding(shape, batch)
 
@@ -211,7 +211,7 @@ class OneByOne:
 class Ahead:
     """The next step is queued before the tokens of the last one are read."""
 
-    def __init__(self, shape: Shape, step_queue: StepQueue, batch: int, **sampling: Any) -> None:
+    def __init__(self, shape: TensorSizes, step_queue: StepQueue, batch: int, **sampling: Any) -> None:
         self._step_queue = step_queue
         self._sequences = decoding(shape, batch, **sampling)
         self._under_way: QueuedStep | None = None
@@ -238,7 +238,9 @@ def append(sequences: list[Sequence], result: StepResult) -> None:
         sequence.token_ids.append(token_id)
 
 
-def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_tokens: int, ceilings: Ceilings) -> None:
+def measure_prefill(
+    rows: RowFile, shape: TensorSizes, runner: TorchModelRunner, num_tokens: int, ceilings: Ceilings
+) -> None:
     """One prompt in one step."""
     sequence = dummy_sequence(num_tokens, 0, BLOCK_SIZE)
     plan = StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, samples=True),))
@@ -257,7 +259,7 @@ def measure_prefill(rows: RowFile, shape: Shape, runner: TorchModelRunner, num_t
     )
 
 
-def measure_fp8(rows: RowFile, shape: Shape, device: torch.device, ceilings: Ceilings) -> None:
+def measure_fp8(rows: RowFile, shape: TensorSizes, device: torch.device, ceilings: Ceilings) -> None:
     """Decode steps with weights in 8 bits, and with weights and KV; against the limit of their own bytes."""
     for label, changes in (
         ("decode step, fp8 weights", {"quantization": "fp8"}),
@@ -269,7 +271,7 @@ def measure_fp8(rows: RowFile, shape: Shape, device: torch.device, ceilings: Cei
             measure_decode(rows, shape, runner, batch, ceilings, label=label, weight_share=0.5, target=None)
 
 
-def measure_plain(rows: RowFile, shape: Shape, runner: TorchModelRunner, batch: int) -> None:
+def measure_plain(rows: RowFile, shape: TensorSizes, runner: TorchModelRunner, batch: int) -> None:
     """A step in plain torch ops; the share is its time over that of ours, which was measured just before."""
     parameters = runner._parameters
     if not is_plain(parameters):
@@ -303,7 +305,7 @@ def main() -> None:
     arguments = parse(main.__doc__)
     device, rows = torch.device(arguments.device), row_file(arguments, "model")
     ceilings = read_ceilings(arguments.ceilings)
-    shape = Shape() if device.type == "cuda" else TINY
+    shape = TensorSizes() if device.type == "cuda" else TINY
     try:
         runner = make_runner(shape, device)
     except Exception as error:

@@ -39,7 +39,7 @@ class Load:
     """A model and what it is asked."""
 
     name: str
-    shape: model.Shape
+    shape: model.TensorSizes
     streams: tuple[int, ...] = (8, 32, 128)
     input_tokens: int = 512
     output_tokens: int = 64
@@ -53,11 +53,11 @@ class Load:
         return model.weight_bytes(self.shape) + int(embedding)
 
 
-EIGHT = Load(name="8B", shape=model.Shape())
-ONE = Load(name="1B", shape=model.Shape(hidden_size=2048, intermediate_size=8192, num_layers=16))
+EIGHT = Load(name="8B", shape=model.TensorSizes())
+ONE = Load(name="1B", shape=model.TensorSizes(hidden_size=2048, intermediate_size=8192, num_layers=16))
 TINY = Load(
     name="tiny",
-    shape=model.Shape(
+    shape=model.TensorSizes(
         hidden_size=64,
         intermediate_size=96,
         num_layers=2,
@@ -74,7 +74,7 @@ TINY = Load(
 MODES = ("colocated", "disaggregated")
 
 
-def write_checkpoint(shape: model.Shape, folder: Path, device: torch.device) -> None:
+def write_checkpoint(shape: model.TensorSizes, folder: Path, device: torch.device) -> None:
     """Random weights whose outputs keep their size, norms of one, and the tokenizer of a tiny model: a file for each
     layer, and an index."""
     make_checkpoint("llama", folder / "tiny")
@@ -92,7 +92,7 @@ def write_checkpoint(shape: model.Shape, folder: Path, device: torch.device) -> 
     (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{pairs}}}}}', encoding="utf-8")
 
 
-def _weights(shape: model.Shape, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _weights(shape: model.TensorSizes, device: torch.device) -> Iterator[dict[str, Tensor]]:
     dtype: torch.dtype = getattr(torch, shape.dtype)
     H, F, D = shape.hidden_size, shape.intermediate_size, shape.hidden_size // shape.num_heads
     Q, K = shape.num_heads * D, shape.num_kv_heads * D
@@ -149,7 +149,7 @@ def measure_loop(rows: RowFile, name: str, asked: Load, address: str, streams: i
 
 async def run(address: str, asked: Load, streams: int) -> load.Run:
     """Two requests for each stream."""
-    shape = load.Shape(input_tokens=asked.input_tokens, output_tokens=asked.output_tokens)
+    shape = load.RequestSizes(input_tokens=asked.input_tokens, output_tokens=asked.output_tokens)
     async with inference_stub.channel(address) as connection:
         stub = inference_stub.service(connection)
         served = await inference_stub.only_model(stub)

@@ -43,7 +43,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KernelShape:
     """Values of `DISAGG_TRITON_SHAPES` for one kernel."""
 
     kind: Kind
@@ -60,27 +60,29 @@ class Shape:
     @property
     def code(self) -> str:
         """Names the machine code, which is the same however many programs run it."""
-        return f"{self.kind}: {Shape(self.kind, tuple(field for field in self.fields if field[0] != 'programs'))}"
+        return f"{self.kind}: {KernelShape(self.kind, tuple(field for field in self.fields if field[0] != 'programs'))}"
 
 
-BUILT_IN: Mapping[Kind, Shape] = {
-    "decode": Shape("decode", (("tile", 64), ("programs", 2), ("warps", 4), ("stages", 7))),
-    "prefill": Shape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 3), ("boxes", True))),
+BUILT_IN: Mapping[Kind, KernelShape] = {
+    "decode": KernelShape("decode", (("tile", 64), ("programs", 2), ("warps", 4), ("stages", 7))),
+    "prefill": KernelShape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 3), ("boxes", True))),
 }
 """For heads of 128 in bf16, blocks of 64."""
-LOADED = Shape("prefill", (("rows", 128), ("tile", 128), ("warps", 8), ("stages", 3), ("boxes", False)))
+LOADED = KernelShape("prefill", (("rows", 128), ("tile", 128), ("warps", 8), ("stages", 3), ("boxes", False)))
 """Built in as well, for caches that allow no boxes."""
 
 
-def candidates(block_size: int = 64) -> list[Shape]:
+def candidates(block_size: int = 64) -> list[KernelShape]:
     """All of the grid. A box lies within a block of the cache."""
     grid = itertools.product((32, 64, 128), (1, 2, 3), (4,), (3, 5, 7))
-    found = [Shape("decode", tuple(zip(("tile", "programs", "warps", "stages"), each, strict=True))) for each in grid]
+    found = [
+        KernelShape("decode", tuple(zip(("tile", "programs", "warps", "stages"), each, strict=True))) for each in grid
+    ]
     boxes = itertools.product((128,), (64, 128), (4, 8), (2, 3, 4), (True, False))
     for each in boxes:
         if not each[-1] or block_size % each[1] == 0:
             names = ("rows", "tile", "warps", "stages", "boxes")
-            found.append(Shape("prefill", tuple(zip(names, each, strict=True))))
+            found.append(KernelShape("prefill", tuple(zip(names, each, strict=True))))
     return found
 
 
@@ -92,48 +94,48 @@ def programs_at_once(usage: Usage, num_warps: int) -> int:
     return min(REGISTERS // registers, SHARED_BYTES // (usage.shared_bytes + RESERVED_BYTES))
 
 
-def fits(shape: Shape, usage: Usage) -> bool:
+def fits(shape: KernelShape, usage: Usage) -> bool:
     """Whether it is worth a try."""
     wanted = int(shape.values.get("programs", 1))
     return usage.spilled_bytes <= MAX_SPILLED_BYTES and programs_at_once(usage, shape.values["warps"]) >= wanted
 
 
 def read_table(path: Path = TABLE) -> dict[str, Usage]:
-    """Usage by `Shape.code`."""
+    """Usage by `KernelShape.code`."""
     found = json.loads(path.read_text(encoding="utf-8"))
     return {code: Usage(*numbers) for code, numbers in found["shapes"].items()}
 
 
-def rounds(shapes: Iterable[Shape], table: Mapping[str, Usage]) -> list[list[Shape]]:
+def rounds(shapes: Iterable[KernelShape], table: Mapping[str, Usage]) -> list[list[KernelShape]]:
     """Those that fit, in order of what they are likely to tell: the built-in ones, then those that differ from one of
     them in one value, in two, and so on; within a round those that spill least first, decode and prefill in turns."""
-    by_distance: dict[int, list[Shape]] = {}
+    by_distance: dict[int, list[KernelShape]] = {}
     for shape in shapes:
         if fits(shape, table[shape.code]):
             by_distance.setdefault(_distance(shape), []).append(shape)
     return [_in_turns(by_distance[distance], table) for distance in sorted(by_distance)]
 
 
-def _distance(shape: Shape) -> int:
+def _distance(shape: KernelShape) -> int:
     known = [each.values for each in (*BUILT_IN.values(), LOADED) if each.kind == shape.kind]
     return min(sum(value != built_in[key] for key, value in shape.fields) for built_in in known)
 
 
-def _in_turns(shapes: Sequence[Shape], table: Mapping[str, Usage]) -> list[Shape]:
+def _in_turns(shapes: Sequence[KernelShape], table: Mapping[str, Usage]) -> list[KernelShape]:
     kinds: tuple[Kind, ...] = ("decode", "prefill")
 
-    def order(shape: Shape) -> tuple[bool, int]:
+    def order(shape: KernelShape) -> tuple[bool, int]:
         return shape not in BUILT_IN.values(), table[shape.code].spilled_bytes  # others are compared with these
 
     columns = [sorted((shape for shape in shapes if shape.kind == kind), key=order) for kind in kinds]
     return [shape for row in itertools.zip_longest(*columns) for shape in row if shape is not None]
 
 
-Times = Mapping[Shape, Mapping[Cell, float]]
+Times = Mapping[KernelShape, Mapping[Cell, float]]
 """Microseconds by shape and cell."""
 
 
-def speed_up(shape: Shape, times: Times) -> float | None:
+def speed_up(shape: KernelShape, times: Times) -> float | None:
     """Over the built-in shape, geometric mean of the cells that this was timed in; None where it was in none, or a time
     of `shape` is missing."""
     mine, theirs = times.get(shape, {}), times.get(BUILT_IN[shape.kind], {})
@@ -142,9 +144,9 @@ def speed_up(shape: Shape, times: Times) -> float | None:
     return math.exp(sum(math.log(us / mine[cell]) for cell, us in theirs.items()) / len(theirs))
 
 
-def best(times: Times) -> dict[Kind, tuple[Shape, float]]:
+def best(times: Times) -> dict[Kind, tuple[KernelShape, float]]:
     """The shape of each kind with the largest speed-up, and that; a kind without one is left out."""
-    found: dict[Kind, tuple[Shape, float]] = {}
+    found: dict[Kind, tuple[KernelShape, float]] = {}
     for shape in times:
         gained = speed_up(shape, times)
         if gained is not None and (shape.kind not in found or gained > found[shape.kind][1]):
@@ -152,6 +154,6 @@ def best(times: Times) -> dict[Kind, tuple[Shape, float]]:
     return found
 
 
-def variable(shapes: Iterable[Shape]) -> str:
+def variable(shapes: Iterable[KernelShape]) -> str:
     """The value of `DISAGG_TRITON_SHAPES` that launches these, at most one of each kind."""
     return json.dumps({shape.kind: shape.values for shape in shapes})

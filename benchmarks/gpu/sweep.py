@@ -25,8 +25,8 @@ from benchmarks.gpu.shapes import (
     DECODE_CELLS,
     PREFILL_CELLS,
     Cell,
+    KernelShape,
     Kind,
-    Shape,
     best,
     candidates,
     read_table,
@@ -48,7 +48,7 @@ MAX_ERROR = 0.02
 class Sizes:
     """What is measured."""
 
-    shape: attention.Shape
+    shape: attention.TensorSizes
     calls: Mapping[Kind, int]
     """In one CUDA graph."""
     repeats: int
@@ -61,13 +61,13 @@ class Sizes:
 
 
 FULL = Sizes(
-    shape=attention.Shape(decode_cells=DECODE_CELLS, prefill_chunks=PREFILL_CELLS),
+    shape=attention.TensorSizes(decode_cells=DECODE_CELLS, prefill_chunks=PREFILL_CELLS),
     calls={"decode": 10, "prefill": 3},
     repeats=7,
     num_shapes=100,
 )
 TINY = Sizes(
-    shape=attention.Shape(
+    shape=attention.TensorSizes(
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
@@ -89,12 +89,12 @@ class Sweep:
     sizes: Sizes
     device: torch.device
     rows: RowFile
-    times: dict[Shape, dict[Cell, float]] = field(default_factory=dict)
+    times: dict[KernelShape, dict[Cell, float]] = field(default_factory=dict)
     """Microseconds."""
     _right: dict[tuple[Kind, Cell], Tensor] = field(default_factory=dict)
     """Results of the first shape that was measured, which is the built-in one unless that failed."""
 
-    def measure(self, shape: Shape) -> None:
+    def measure(self, shape: KernelShape) -> None:
         """All cells of a shape, and its row.
 
         Raises:
@@ -158,7 +158,7 @@ class Sweep:
 
 
 @contextmanager
-def launched_as(shape: Shape) -> Iterator[None]:
+def launched_as(shape: KernelShape) -> Iterator[None]:
     """The variable is read at each launch."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = variable([shape])
@@ -177,7 +177,7 @@ def taken(out: Tensor | None) -> Tensor:
     return out
 
 
-def name_of(shape: Shape) -> str:
+def name_of(shape: KernelShape) -> str:
     """Of its row."""
     return f"{shape.kind}: {shape}"
 
@@ -187,7 +187,7 @@ def as_detail(found: Mapping[Cell, float]) -> str:
     return "; ".join(f"{first} x {second}: {us:.1f} us" for (first, second), us in found.items())
 
 
-def times_of(rows: Iterable[Row], shapes: Iterable[Shape]) -> dict[Shape, dict[Cell, float]]:
+def times_of(rows: Iterable[Row], shapes: Iterable[KernelShape]) -> dict[KernelShape, dict[Cell, float]]:
     """What an earlier process with the same file of rows measured, before it lost its context."""
     by_name = {name_of(shape): shape for shape in shapes}
     return {

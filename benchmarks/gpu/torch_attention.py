@@ -21,7 +21,7 @@ from benchmarks.gpu.timing import in_turns, kernel_ms
 from disagg.engine.plan import is_fatal
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.attention import Shape
+    from benchmarks.gpu.attention import TensorSizes
 
 PEERS: Mapping[str, SDPBackend] = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -33,7 +33,7 @@ LONG_PROMPT = 8192
 
 
 def measure_torch_decode(
-    rows: RowFile, shape: Shape, device: torch.device, batch: int, context_len: int, our_us: float, num_turns: int
+    rows: RowFile, shape: TensorSizes, device: torch.device, batch: int, context_len: int, our_us: float, num_turns: int
 ) -> None:
     """One query row of each of `batch` sequences; calls take turns on so many pieces of KV."""
     q_SN1D = _random(shape, device, batch, shape.num_heads, 1)
@@ -44,7 +44,7 @@ def measure_torch_decode(
 
 
 def measure_torch_prefill(
-    rows: RowFile, shape: Shape, device: torch.device, num_tokens: int, start: int, our_us: float, num_turns: int
+    rows: RowFile, shape: TensorSizes, device: torch.device, num_tokens: int, start: int, our_us: float, num_turns: int
 ) -> None:
     """A causal chunk behind `start` tokens."""
     q_1NTD = _random(shape, device, 1, shape.num_heads, num_tokens)
@@ -64,7 +64,7 @@ def _attention(q: Tensor, keys_values: Tensor, **options: Any) -> Callable[[], T
     return functools.partial(scaled_dot_product_attention, q, keys, values, enable_gqa=True, **options)
 
 
-def _random(shape: Shape, device: torch.device, *size: int) -> Tensor:
+def _random(shape: TensorSizes, device: torch.device, *size: int) -> Tensor:
     return torch.randn(*size, shape.head_dim, dtype=shape.dtype, device=device)
 
 

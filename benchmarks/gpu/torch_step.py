@@ -18,7 +18,7 @@ from disagg.engine.runner.model.rope import RopeTable
 from disagg.engine.runner.model_runner import TorchModelRunner
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.model import Shape
+    from benchmarks.gpu.model import TensorSizes
 
 
 def is_plain(parameters: ModelParameters) -> bool:
@@ -33,7 +33,7 @@ class PlainStep:
     """Steps of `batch` sequences behind `context_len - 1` tokens each: every one computes the same position."""
 
     def __init__(
-        self, shape: Shape, parameters: ModelParameters, runner: TorchModelRunner, batch: int, context_len: int
+        self, shape: TensorSizes, parameters: ModelParameters, runner: TorchModelRunner, batch: int, context_len: int
     ) -> None:
         self._shape, self._parameters = shape, parameters
         self._head_dim = shape.hidden_size // shape.num_heads

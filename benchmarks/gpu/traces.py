@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.model import TINY, OneByOne, Shape, decoding, make_runner, next_step
+from benchmarks.gpu.model import TINY, OneByOne, TensorSizes, decoding, make_runner, next_step
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import attempt, parse, row_file, wall_ms
 from disagg.engine.plan import ScheduledSequence, StepPlan
@@ -45,7 +45,7 @@ def save_trace(rows: RowFile, name: str, file: Path, run: Callable[[], object]) 
 
 
 def measure_sampling(
-    rows: RowFile, shape: Shape, runner: TorchModelRunner, label: str, sampling: dict[str, Any]
+    rows: RowFile, shape: TensorSizes, runner: TorchModelRunner, label: str, sampling: dict[str, Any]
 ) -> None:
     """What a decode step takes beyond one whose tokens are greedy, where the host waits for each step. Random weights
     give flat distributions: the worst case for drawing."""
@@ -58,7 +58,7 @@ def measure_sampling(
     rows.add(f"choosing tokens, {label}, batch {batch}", ms - base_ms, "ms", detail=detail)
 
 
-def trace_all(rows: RowFile, shape: Shape, runner: TorchModelRunner, folder: Path) -> None:
+def trace_all(rows: RowFile, shape: TensorSizes, runner: TorchModelRunner, folder: Path) -> None:
     """Three traces."""
     decode = OneByOne(shape, runner, max(shape.decode_batches)).step
     num_tokens = shape.prefill_tokens[0]
@@ -85,7 +85,7 @@ def main() -> None:
     """The section `traces`."""
     arguments = parse(main.__doc__)
     device, rows = torch.device(arguments.device), row_file(arguments, "traces")
-    small = Shape(num_layers=LAYERS, decode_batches=(1, 64), prefill_tokens=(2048,))
+    small = TensorSizes(num_layers=LAYERS, decode_batches=(1, 64), prefill_tokens=(2048,))
     shape = small if device.type == "cuda" else TINY
     runner = make_runner(shape, device)
     attempt(rows, "warm-up", functools.partial(model_runner.warm_up, runner))

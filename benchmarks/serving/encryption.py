@@ -48,7 +48,7 @@ async def measure(address: str, options: argparse.Namespace, repeat: int) -> tup
     async with inference_stub.channel(address) as connection:
         stub = inference_stub.service(connection)
         model = await inference_stub.only_model(stub)
-        shape = load.Shape(input_tokens=64, output_tokens=options.tokens)
+        shape = load.RequestSizes(input_tokens=64, output_tokens=options.tokens)
         count = options.clients * options.rounds
         elapsed_s, timings = await load.closed_loop(
             stub, load.requests(model, shape, repeat * count, count), options.clients

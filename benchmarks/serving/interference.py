@@ -103,7 +103,7 @@ def base_config(options: argparse.Namespace, shape: str) -> dict[str, Any]:
 
 def generate_request(model: pb.Model, seed: int, num_input: int, num_output: int) -> pb.GenerateRequest:
     """A greedy request with a prompt of its own."""
-    return next(load.requests(model, load.Shape(input_tokens=num_input, output_tokens=num_output), seed, 1))
+    return next(load.requests(model, load.RequestSizes(input_tokens=num_input, output_tokens=num_output), seed, 1))
 
 
 async def read(
@@ -147,7 +147,7 @@ async def measure(
             generate_request(model, first_seed + index, options.stream_input_tokens, options.stream_output_tokens)
             for index in range(options.streams)
         ]
-        long = load.Shape(input_tokens=options.arrival_input_tokens, output_tokens=options.arrival_output_tokens)
+        long = load.RequestSizes(input_tokens=options.arrival_input_tokens, output_tokens=options.arrival_output_tokens)
         prompts = load.requests(model, long, ARRIVAL_SEED + (kind << 20), 1 << 20)
         ttfts_ms: list[float] = []
         times: list[list[float]] = [[] for _ in streams]

@@ -57,7 +57,7 @@ class Party(ABC):
         self.name = name
 
     @abstractmethod
-    def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
+    def run(self, shape: load.RequestSizes, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
         """`count` requests, `concurrency` at a time, with the prompts of `first_seed` on."""
 
     def _made(self, concurrency: int, repeat: int, measured: tuple[float, tuple[load.Timing, ...]]) -> load.Run:
@@ -73,7 +73,7 @@ class GrpcParty(Party):
         self._address = address
 
     @override
-    def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
+    def run(self, shape: load.RequestSizes, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
         async def measure() -> tuple[float, tuple[load.Timing, ...]]:
             async with inference_stub.channel(self._address) as channel:
                 stub = inference_stub.service(channel)
@@ -93,7 +93,7 @@ class HttpParty(Party):
         self._model = load_http.only_model(address)
 
     @override
-    def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
+    def run(self, shape: load.RequestSizes, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
         made = [
             load_http.request_bytes(self._model, self._vocab_size, shape, seed)
             for seed in range(first_seed, first_seed + count)
@@ -113,7 +113,7 @@ class EngineParty(Party):
         self._engines = engines
 
     @override
-    def run(self, shape: load.Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
+    def run(self, shape: load.RequestSizes, concurrency: int, repeat: int, first_seed: int, count: int) -> load.Run:
         """With fewer requests at a time than engines, the last ones have nothing to do."""
         engines = self._engines[:concurrency]
         places, counts = divided(concurrency, len(engines)), divided(count, len(engines))

@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace, base: dict[str, Any]) -> list[load.Run]
 
 def run_all(parties: Sequence[Party], options: argparse.Namespace) -> list[load.Run]:
     """A warm-up of each, then everything in turns."""
-    shape = load.Shape(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
+    shape = load.RequestSizes(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
     for party in parties:
         party.run(shape, 2, 0, WARM_UP_SEED, 2)
     runs = []

@@ -34,7 +34,7 @@ from tests.support.reports import positive, print_table, report, write_json
 
 async def measure(address: str, mode: str, options: argparse.Namespace) -> list[load.Run]:
     """All concurrencies and repeats on one cluster, after a warm-up."""
-    shape = load.Shape(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
+    shape = load.RequestSizes(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
     runs: list[load.Run] = []
     next_seed = options.seed
     async with inference_stub.channel(address) as channel:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from disagg.loadtests.campaign.points import Measurer
-from disagg.loadtests.campaign.shapes import DISAGGREGATED, ELASTIC, Shape, with_targets
+from disagg.loadtests.campaign.shapes import DISAGGREGATED, ELASTIC, ClusterShape, with_targets
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, invalid_points, ratio, rows
 from disagg.loadtests.verdict.goodput import Slo
@@ -58,8 +58,8 @@ class Comparison:
 
 
 def plan_points(
-    shapes: Sequence[Shape], scenario: Scenario, rates_per_s: Sequence[float], repeats: int
-) -> list[tuple[Shape, Point]]:
+    shapes: Sequence[ClusterShape], scenario: Scenario, rates_per_s: Sequence[float], repeats: int
+) -> list[tuple[ClusterShape, Point]]:
     """The points to measure, in order; raises `ValueError` without shapes or rates, or for a duplicate.
 
     Every repeat has arrival times of its own, the same for all shapes. Shapes with rates of their own are measured at
@@ -75,7 +75,7 @@ def plan_points(
     ]
 
 
-def _point(shape: Shape, scenario: Scenario, turn: Turn) -> Point:
+def _point(shape: ClusterShape, scenario: Scenario, turn: Turn) -> Point:
     arrivals = msgspec.structs.replace(
         scenario.arrivals, rate_per_s=turn.rate_per_s, seed=scenario.arrivals.seed + turn.repeat
     )
@@ -88,13 +88,13 @@ def _point(shape: Shape, scenario: Scenario, turn: Turn) -> Point:
     )
 
 
-def for_limits(shapes: Sequence[Shape], slo: Slo) -> list[Shape]:
+def for_limits(shapes: Sequence[ClusterShape], slo: Slo) -> list[ClusterShape]:
     """The shapes of a comparison within these limits alone: they are the targets of the subject's requests."""
     subject, *others = shapes
     return [with_targets(subject, slo), *others]
 
 
-def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> list[Recording]:
+def measure_all(measurer: Measurer, points: Sequence[tuple[ClusterShape, Point]]) -> list[Recording]:
     """Measure all points, or load those that were measured before; raises `LaunchError` at the first that cannot be
     measured."""
     found = []
@@ -105,7 +105,7 @@ def measure_all(measurer: Measurer, points: Sequence[tuple[Shape, Point]]) -> li
 
 
 def compare(
-    recordings: Sequence[Recording], shapes: Sequence[Shape], slos: Sequence[Slo], min_attainment: float
+    recordings: Sequence[Recording], shapes: Sequence[ClusterShape], slos: Sequence[Slo], min_attainment: float
 ) -> Comparison:
     """Score recordings. The first shape is the subject; it is compared with the others by kind, and with all
     together."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.provenance import commit, versions
-from disagg.loadtests.campaign.shapes import Shape
+from disagg.loadtests.campaign.shapes import ClusterShape
 from disagg.loadtests.generator.load_generator import GeneratorOptions, play
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict import recordings
@@ -49,7 +49,7 @@ class Measurer:
     attempts: int = 2
     """Largest number of times that a point is measured, if its generator was late."""
 
-    def get(self, shape: Shape, point: Point) -> Recording:
+    def get(self, shape: ClusterShape, point: Point) -> Recording:
         """The point's recording, loaded from the folder or measured now; raises `LaunchError`."""
         found = recordings.load(self.directory, point)
         if found is not None:
@@ -63,13 +63,13 @@ class Measurer:
                 break
         return recording
 
-    def _measure(self, shape: Shape, point: Point) -> Recording:
+    def _measure(self, shape: ClusterShape, point: Point) -> Recording:
         with warm_cluster(shape, self.options) as address:
             return record(self.directory, point, address, self.options, self.command)
 
 
 @contextmanager
-def warm_cluster(shape: Shape, options: GeneratorOptions) -> Iterator[str]:
+def warm_cluster(shape: ClusterShape, options: GeneratorOptions) -> Iterator[str]:
     """Start a cluster of this shape, warm it up with a few requests, and give its address. Raises `LaunchError`."""
     with ProcessCluster(shape.config) as cluster:
         warm_up(cluster.address, options)

@@ -39,7 +39,7 @@ _SPLIT = "split"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ClusterShape:
     """One shape of a cluster."""
 
     name: str
@@ -62,7 +62,7 @@ class Shape:
         return raw
 
 
-def parse_shape(name: str, base: ClusterConfig) -> Shape:
+def parse_shape(name: str, base: ClusterConfig) -> ClusterShape:
     """Parse the name of a shape; raises `ConfigError` for an invalid one."""
     if found := _DISAGGREGATED.fullmatch(name):
         num_prefill, num_decode, budget = found.groups()
@@ -98,7 +98,7 @@ def parse_shape(name: str, base: ClusterConfig) -> Shape:
             f"shape: {name!r} is none; examples: 1p1d, 2x1-chunked:256, 2x1-prefill-first, 1x2-static, cluster.yaml"
         )
     always = {"gateway.host": "127.0.0.1", "gateway.port": 0, "placement.admission": False}
-    return Shape(name=name, config=override(base, values | always))
+    return ClusterShape(name=name, config=override(base, values | always))
 
 
 def _decodes(kind: str) -> str:
@@ -108,14 +108,14 @@ def _decodes(kind: str) -> str:
     return "gather" if kind == "gather" else "spread"
 
 
-def with_targets(shape: Shape, targets: Slo) -> Shape:
+def with_targets(shape: ClusterShape, targets: Slo) -> ClusterShape:
     """The same shape with default targets for all requests."""
     limits = (("slo.ttft_ms", targets.ttft_s), ("slo.tpot_ms", targets.tpot_s))
     in_ms = {name: None if limit_s is None else limit_s * 1e3 for name, limit_s in limits}
     return replace(shape, config=override(shape.config, in_ms))
 
 
-def parse_shapes(names: list[str], base: ClusterConfig) -> list[Shape]:
+def parse_shapes(names: list[str], base: ClusterConfig) -> list[ClusterShape]:
     """Parse several names, with their own rates if they have some; raises `ConfigError` also for a duplicate."""
     shapes = []
     for text in names:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.loadtests.campaign.points import Log, Measurer, record, warm_up
-from disagg.loadtests.campaign.shapes import Shape
+from disagg.loadtests.campaign.shapes import ClusterShape
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.goodput import Slo, evaluate
@@ -47,7 +47,7 @@ def sweep(measure: Measure, search: SearchConfig, slo: Slo, log: Log) -> SweepRe
     return SweepResult(probes=probes, served=served_rate(probes, search.min_attainment), invalid=invalid)
 
 
-def on_shape(measurer: Measurer, shape: Shape, scenario: Scenario) -> Measure:
+def on_shape(measurer: Measurer, shape: ClusterShape, scenario: Scenario) -> Measure:
     """Measure rates on fresh clusters of a shape."""
 
     def measure(rate: float) -> Recording:

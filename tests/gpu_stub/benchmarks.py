@@ -47,13 +47,15 @@ def models(counts: Launches) -> None:
 def attentions() -> None:
     """Cells of the benchmark `attention`: over blocks of 64 and of 16, KV in bf16 and fp8."""
     for block_size, fp8 in ((64, False), (64, True), (16, False)):
-        shape = attention.Shape(block_size=block_size, fp8=fp8, decode_cells=((1, 64),), prefill_chunks=((8192, 0),))
+        shape = attention.TensorSizes(
+            block_size=block_size, fp8=fp8, decode_cells=((1, 64),), prefill_chunks=((8192, 0),)
+        )
         cache = attention.Cache(shape, CPU)
         keys, values = cache.keys_NKBD, cache.values_NKBD
-        for batch in sorted({batch for batch, _ in attention.Shape().decode_cells}):
+        for batch in sorted({batch for batch, _ in attention.TensorSizes().decode_cells}):
             lens_S = torch.full((batch,), 64, dtype=torch.int32)
             paged_decode_attention(cache.queries(batch), keys, values, cache.tables(batch, 64), lens_S, shape.scale)
-        for num_tokens, start in attention.Shape().prefill_chunks:
+        for num_tokens, start in attention.TensorSizes().prefill_chunks:
             provider = OwnKernels.of(cache.spec)
             q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
             provider.plan(prompts(provider, (table_M, start, num_tokens)))
@@ -63,7 +65,7 @@ def attentions() -> None:
 def sweeps() -> None:
     """Every shape of the sweep in every cell."""
     sweep = Sweep(FULL, CPU, RowFile(Path(os.devnull), SECTION, with_targets=False))
-    small = attention.Shape(decode_cells=((1, 64),), prefill_chunks=((2048, 0),))
+    small = attention.TensorSizes(decode_cells=((1, 64),), prefill_chunks=((2048, 0),))
     sweep.__dict__["_cache"] = attention.Cache(small, CPU)
     for shape in (shape for each in rounds(candidates(), read_table()) for shape in each):
         for cell in FULL.cells(shape.kind):

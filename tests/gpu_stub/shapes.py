@@ -12,12 +12,12 @@ import json
 
 import triton
 
-from benchmarks.gpu.shapes import TABLE, Shape, candidates
+from benchmarks.gpu.shapes import TABLE, KernelShape, candidates
 from tests.support.attention_cases import decode_case, prefill_case
 from tests.support.triton_compile import Case, compile_kernels
 
 
-def case_of(shape: Shape) -> Case:
+def case_of(shape: KernelShape) -> Case:
     """Decode for 256 sequences, which has most to hold."""
     if shape.kind == "decode":
         return decode_case("bf16", "bf16", 128, 4, 64, shape.values)

@@ -18,7 +18,7 @@ from disagg.loadtests.campaign import compare as load_compare
 from disagg.loadtests.campaign import report as load_report
 from disagg.loadtests.campaign import sweep as load_sweep
 from disagg.loadtests.campaign.points import Measurer
-from disagg.loadtests.campaign.shapes import Shape, parse_shape, parse_shapes
+from disagg.loadtests.campaign.shapes import ClusterShape, parse_shape, parse_shapes
 from disagg.loadtests.generator.load_generator import (
     GeneratorOptions,
     check_credentials,
@@ -141,7 +141,7 @@ def web(options: Common, address: str, record: Path | None, port: int, console: 
 
 
 def sweep(
-    options: Common, where: Shape | str, search: SearchConfig, directory: Path, attempts: int, console: Console
+    options: Common, where: ClusterShape | str, search: SearchConfig, directory: Path, attempts: int, console: Console
 ) -> int:
     """Find the largest served rate of a shape or, given its address, of a running cluster."""
     scenario, slo = options.load()
@@ -166,7 +166,7 @@ def sweep(
 
 def compare(
     options: Common,
-    shapes: Sequence[Shape],
+    shapes: Sequence[ClusterShape],
     rates_per_s: Sequence[float],
     repeats: int,
     slos: Sequence[Slo],
@@ -218,12 +218,12 @@ def _measurer(options: Common, directory: Path, attempts: int, console: Console)
 # ---------------------------------------------------------------- what is given as text
 
 
-def shapes_of(names: Sequence[str], config: Path | None, model: str | None) -> list[Shape]:
+def shapes_of(names: Sequence[str], config: Path | None, model: str | None) -> list[ClusterShape]:
     """Shapes on one base configuration; raises `ConfigError`."""
     return parse_shapes(list(names), build_config(config, model=model))
 
 
-def shape_of(name: str, config: Path | None, model: str | None) -> Shape:
+def shape_of(name: str, config: Path | None, model: str | None) -> ClusterShape:
     """One shape on that configuration; raises `ConfigError`."""
     return parse_shape(name, build_config(config, model=model))
 

@@ -130,7 +130,7 @@ def test_prompts_are_seeded_and_in_the_vocabulary() -> None:
     assert set(first + second) <= set(range(100))
 
 
-SHAPE = load.Shape(input_tokens=8, output_tokens=3)
+SHAPE = load.RequestSizes(input_tokens=8, output_tokens=3)
 
 
 class FakeService:

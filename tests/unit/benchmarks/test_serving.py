@@ -9,7 +9,7 @@ import json
 import pytest
 
 from benchmarks import load, load_http
-from benchmarks.load import Run, Shape, Timing
+from benchmarks.load import Run, RequestSizes, Timing
 from benchmarks.load_http import HttpCall
 from benchmarks.serving import side_by_side, throughput
 from benchmarks.serving.parties import Party, divided
@@ -63,7 +63,7 @@ class FakeParty(Party):
         super().__init__(name)
         self._turns = turns
 
-    def run(self, shape: Shape, concurrency: int, repeat: int, first_seed: int, count: int) -> Run:
+    def run(self, shape: RequestSizes, concurrency: int, repeat: int, first_seed: int, count: int) -> Run:
         self._turns.append((self.name, concurrency, first_seed, count))
         return run(self.name, concurrency, repeat, 1.0)
 
@@ -167,7 +167,7 @@ async def test_another_answer_is_an_error(pieces: list[bytes], num_tokens: int, 
 
 
 def test_a_request_is_the_one_that_goes_over_grpc() -> None:
-    raw = load_http.request_bytes("m", 100, Shape(input_tokens=8, output_tokens=3), seed=7)
+    raw = load_http.request_bytes("m", 100, RequestSizes(input_tokens=8, output_tokens=3), seed=7)
     head, _, body = raw.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     sent = json.loads(body)

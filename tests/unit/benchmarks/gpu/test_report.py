@@ -145,7 +145,7 @@ CEILINGS = Ceilings(read_gb_s=3000.0, gemm_tflop_s=700.0)
 
 
 def test_what_flash_attention_3_takes_is_within_every_target_of_prefill() -> None:
-    shape = attention.Shape()
+    shape = attention.TensorSizes()
     assert round(attention.prefill_rate(shape, 2048, 0, 87.4)) == 393
     for num_tokens, us in attention.FA3_PREFILL_US.items():
         share, target = attention.prefill_share(shape, num_tokens, 0, us, CEILINGS)
@@ -171,15 +171,15 @@ def test_a_decode_is_compared_with_what_flash_attention_3_can_read_on_this_devic
 
 
 def test_few_tokens_behind_a_long_context_are_compared_with_the_time_to_read_it() -> None:
-    assert (32, 32768) in attention.Shape().prefill_chunks
-    share, target = attention.prefill_share(attention.Shape(), 32, 32768, 90.0, CEILINGS)
+    assert (32, 32768) in attention.TensorSizes().prefill_chunks
+    share, target = attention.prefill_share(attention.TensorSizes(), 32, 32768, 90.0, CEILINGS)
     assert share == pytest.approx(134.3e6 / 3e9 * 1e3 / 90e-3 / 1e3, rel=0.01)
     assert target is None
 
 
 def test_calls_take_turns_on_more_than_a_cache_keeps() -> None:
     l2 = 50 << 20
-    shape = attention.Shape()
+    shape = attention.TensorSizes()
     assert attention.num_turns(shape.kv_bytes(1024), l2) == 50  # 4 MiB each
     assert attention.num_turns(shape.kv_bytes(64 * 4096), l2) == 1
     seen: list[int] = []

@@ -16,7 +16,7 @@ from benchmarks.gpu.report import RowFile, read_rows
 from benchmarks.gpu.shapes import (
     BUILT_IN,
     LOADED,
-    Shape,
+    KernelShape,
     Usage,
     best,
     candidates,
@@ -36,12 +36,12 @@ from disagg.kernels.triton.prefill_attention import prefill_shape
 DECODE, PREFILL = BUILT_IN["decode"], BUILT_IN["prefill"]
 
 
-def decode(**changes: int) -> Shape:
-    return Shape("decode", tuple((DECODE.values | changes).items()))
+def decode(**changes: int) -> KernelShape:
+    return KernelShape("decode", tuple((DECODE.values | changes).items()))
 
 
-def prefill(**changes: int | bool) -> Shape:
-    return Shape("prefill", tuple((PREFILL.values | changes).items()))
+def prefill(**changes: int | bool) -> KernelShape:
+    return KernelShape("prefill", tuple((PREFILL.values | changes).items()))
 
 
 def test_the_built_in_shapes_are_those_of_the_kernels() -> None:
@@ -143,7 +143,7 @@ def test_the_value_of_the_variable_is_taken_by_the_kernels() -> None:
 
 
 SIZES = Sizes(
-    shape=attention.Shape(
+    shape=attention.TensorSizes(
         num_heads=2,
         num_kv_heads=1,
         head_dim=16,

@@ -19,7 +19,7 @@ from disagg.loadtests.campaign.compare import (
     point_rows,
     summary,
 )
-from disagg.loadtests.campaign.shapes import Shape, parse_shapes
+from disagg.loadtests.campaign.shapes import ClusterShape, parse_shapes
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.goodput import Slo
@@ -41,7 +41,7 @@ LIMIT_S = {"1p1d": 4.0, "2x1-chunked:64": 1.0, "2x1-chunked:128": 2.0, "2x1-pref
 """The largest rate that each shape serves in these tests."""
 
 
-def recorded(shape: Shape, point: Point, ttft_s: float, digests: Mapping[int, str]) -> Recording:
+def recorded(shape: ClusterShape, point: Point, ttft_s: float, digests: Mapping[int, str]) -> Recording:
     records = [
         RequestRecord(
             index=index,
