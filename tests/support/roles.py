@@ -44,7 +44,7 @@ C = TypeVar("C")
 def info_of(worker_id: str, role: RoleName, **changes: Any) -> WorkerInfo:
     fields: dict[str, Any] = {
         "worker_id": WorkerId(worker_id),
-        "incarnation": Incarnation(f"{worker_id}-life"),
+        "incarnation": Incarnation(f"{worker_id}.1"),
         "roles": (role,),
         "address": f"{worker_id}:1",
         "pid": 1,

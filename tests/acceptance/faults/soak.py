@@ -217,7 +217,7 @@ async def soak(
 ) -> Result:
     """All phases on `cluster`, the first and the last one beside another cluster."""
     num_calm = max(100, options.requests // 50)
-    lives = {info.worker_id: info.incarnation for info in cluster.workers}
+    incarnations = {info.worker_id: info.incarnation for info in cluster.workers}
     async with AsyncClient(cluster.address) as client, AsyncClient(other.address) as other_client:
         for each in (client, other_client):
             await warm_up(each, num_calm, options.concurrency)
@@ -241,7 +241,7 @@ async def soak(
         footprints={name: (first[name], last[name]) for name in first if name in last},
         left=left,
         fired=fired(logs),
-        restarts=sum(lives.get(info.worker_id) != info.incarnation for info in cluster.workers),
+        restarts=sum(incarnations.get(info.worker_id) != info.incarnation for info in cluster.workers),
     )
 
 

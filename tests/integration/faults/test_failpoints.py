@@ -99,7 +99,7 @@ async def test_clients_of_a_cluster_that_fails_get_exact_answers(
 
     config = parse_config({**CONFIG, "transfer": {**CONFIG["transfer"], "transport": transport}})
     with ProcessCluster(config, log_dir=tmp_path) as cluster:
-        lives = [info.incarnation for info in cluster.workers]
+        incarnations = [info.incarnation for info in cluster.workers]
         async with AsyncClient(cluster.address) as client:
             jobs = []
             for _ in range(NUM_REQUESTS):
@@ -109,7 +109,7 @@ async def test_clients_of_a_cluster_that_fails_get_exact_answers(
                 jobs.append(run(client, prompt, dice.randrange(1, 30)))
             await asyncio.gather(*jobs)
             await until_idle(client, cluster)
-        assert [info.incarnation for info in cluster.workers] == lives
+        assert [info.incarnation for info in cluster.workers] == incarnations
     assert cluster.killed == []
     faults = fired(tmp_path)
     assert sum(number for fault, number in faults.items() if fault not in HARMLESS) >= 0.05 * NUM_REQUESTS
@@ -160,7 +160,7 @@ def worker_config(worker_id: str, port: int, transport: TransportName = "gloo") 
     )
 
 
-class Lives:
+class RestartableWorkers:
     """Workers at fixed ports, each of which can be started again."""
 
     def __init__(self, registry: Registry, logs: Path, transport: TransportName) -> None:
@@ -169,17 +169,17 @@ class Lives:
         self._logs = logs
         self._transport: TransportName = transport
         self._ports = {name: free_port() for name in ("prefill-0", "decode-0")}
-        self._lives: Counter[str] = Counter()
+        self._num_starts: Counter[str] = Counter()
 
     def start(self, name: str, failpoints: str = "") -> WorkerInfo:
         """An incarnation of a worker; its log has a name of its own."""
-        self._lives[name] += 1
+        self._num_starts[name] += 1
         config = worker_config(name, self._ports[name], self._transport)
         environment = {**thread_environment(1), FAILPOINTS_VARIABLE: failpoints}
         self._registry.forget(name)
         self.children.append(
             start_child(
-                f"{name}-{self._lives[name]}",
+                f"{name}-{self._num_starts[name]}",
                 WORKER_MODULE,
                 config,
                 self._registry.address,
@@ -200,10 +200,12 @@ class Lives:
 
 
 @contextlib.asynccontextmanager
-async def lives(logs: Path, transport: TransportName = "gloo") -> AsyncIterator[tuple[Lives, GatewayStub]]:
+async def restartable(
+    logs: Path, transport: TransportName = "gloo"
+) -> AsyncIterator[tuple[RestartableWorkers, GatewayStub]]:
     gateway = GatewayStub()
     with Registry() as registry:
-        running = Lives(registry, logs, transport)
+        running = RestartableWorkers(registry, logs, transport)
         try:
             yield running, gateway
         finally:
@@ -231,7 +233,7 @@ async def test_a_worker_dies_while_the_pair_is_formed_and_returns_at_its_address
     dead: str, transport: TransportName, tmp_path: Path
 ) -> None:
     """The first try fails on both sides, which is a refusal. In the second one it kills itself."""
-    async with lives(tmp_path, transport) as (workers, gateway):
+    async with restartable(tmp_path, transport) as (workers, gateway):
         faults = f"pair.setup=fail(times=1);pair.setup=kill(worker={dead})"
         infos = await workers.start_both(faults, faults)
         for info in infos.values():
@@ -255,7 +257,7 @@ async def test_a_worker_dies_while_the_pair_is_formed_and_returns_at_its_address
 
 async def test_a_worker_is_killed_while_it_hangs_in_forming_a_pair(tmp_path: Path) -> None:
     """P waits for D in the store; D never comes. Attempts keep their deadline, and P is free at once when D is gone."""
-    async with lives(tmp_path) as (workers, gateway):
+    async with restartable(tmp_path) as (workers, gateway):
         infos = await workers.start_both("", "pair.setup=hang(ms=60000)")
         prefill, decode = infos["prefill-0"], infos["decode-0"]
         for info in infos.values():

@@ -1,7 +1,7 @@
 """A worker made of a gRPC server and a script: records what a gateway sends, sends what the test orders.
 
 async with ScriptedWorker("p0") as p0: ...      dispatch = await p0.next_dispatch()      p0.say(update)
-await p0.break_session()                        await p0.restart()                        the same address, another life
+await p0.break_session()                        await p0.restart()                        same address, new incarnation
 """
 
 from __future__ import annotations

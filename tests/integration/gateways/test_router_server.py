@@ -137,7 +137,7 @@ async def test_cancel_reaches_every_leg_and_ends_the_iteration() -> None:
         assert server.holdings() == EMPTY
 
 
-async def test_a_lost_worker_is_left_and_found_again_in_its_next_life() -> None:
+async def test_a_lost_worker_is_left_and_found_again_in_its_next_incarnation() -> None:
     async with ScriptedWorker("p0") as p0, ScriptedWorker("d0") as d0, router(p0, d0) as server:
         handle = submit(server, "r0")
         await p0.next_dispatch()

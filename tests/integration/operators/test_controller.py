@@ -117,7 +117,7 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
     """The answer that keeps the worker busy ends when the second controller is there."""
     plan, launcher = make_plan(decode=2, port=free_port()), LastingLauncher(tmp_path, SECRET)
 
-    def life_of(controller: ControllerThread, name: str) -> tuple[str, str]:
+    def incarnation_of(controller: ControllerThread, name: str) -> tuple[str, str]:
         [record] = [record for record in controller.state().workers if record.worker_id == name]
         return record.phase, "" if record.info is None else record.info.incarnation
 
@@ -132,24 +132,24 @@ def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:
 
         assert wait_until(lambda: len(busy()) == 1)
         [name] = busy()
-        _, life = life_of(first, name)
+        _, incarnation = incarnation_of(first, name)
         client.drain(name)
-        assert wait_until(lambda: life_of(first, name) == ("draining", life))
+        assert wait_until(lambda: incarnation_of(first, name) == ("draining", incarnation))
         launcher.keep = True
     second = ControllerThread(plan, launcher, SECRET)
     second.start()
     try:
         with client:
-            assert wait_until(lambda: life_of(second, name) == ("draining", life)), second.state()
+            assert wait_until(lambda: incarnation_of(second, name) == ("draining", incarnation)), second.state()
             other = {"decode-0": "decode-1", "decode-1": "decode-0"}[name]
-            assert wait_until(lambda: life_of(second, other)[0] == "ready"), second.state()
+            assert wait_until(lambda: incarnation_of(second, other)[0] == "ready"), second.state()
             refused = second.control(DrainRequest(worker_id=WorkerId(other)))
             assert isinstance(refused, ControlRefused)
             assert refused.message == f"{other} is the only ready worker of its pool; make the pool larger first"
             launcher.keep = False
             stream.close()
             assert wait_until(lambda: second.state().is_settled), second.state()
-            assert life_of(second, name)[1] != life
+            assert incarnation_of(second, name)[1] != incarnation
             answer = client.generate(PROMPT, max_tokens=5, temperature=0.0, ignore_eos=True)
             assert list(answer.token_ids) == fake_generate(PROMPT, 5)
     finally:

@@ -232,9 +232,9 @@ def give_up(name: str) -> None:
     ray.kill(find_actor(name), no_restart=True)
 
 
-def is_another(record: WorkerRecord, life: WorkerRecord) -> bool:
-    assert life.info is not None
-    return record.info is not None and record.info.incarnation != life.info.incarnation
+def is_another(record: WorkerRecord, former: WorkerRecord) -> bool:
+    assert former.info is not None
+    return record.info is not None and record.info.incarnation != former.info.incarnation
 
 
 def controller_pid(cluster: RayCluster) -> int:

@@ -22,8 +22,8 @@ from disagg.proto.services import SERVER_OPTIONS, TRANSFER, service_and_method
 from tests.support.control import make_info
 from tests.support.secret import SECRET
 
-LIFE = Incarnation("d.1")
-WELCOME = PairWelcome(incarnation=LIFE, pair_name="pair", transport="gloo", credits=4, max_chunk_bytes=1024)
+INCARNATION = Incarnation("d.1")
+WELCOME = PairWelcome(incarnation=INCARNATION, pair_name="pair", transport="gloo", credits=4, max_chunk_bytes=1024)
 BEAT = PairHeartbeat()
 
 
@@ -69,7 +69,9 @@ async def test_nothing_is_left_of_a_stream_that_was_closed(reads: bool, peer_lea
     """Also where messages were not read and others could not be written, and without the garbage collector's help."""
     peer = Peer()
     async with served(peer) as port:
-        stream = PairStream(PeerRef(worker_id=WorkerId("d"), incarnation=LIFE, address=f"127.0.0.1:{port}"), SECRET)
+        stream = PairStream(
+            PeerRef(worker_id=WorkerId("d"), incarnation=INCARNATION, address=f"127.0.0.1:{port}"), SECRET
+        )
         gc.disable()
         try:
             assert await stream.open(make_info("p"), 10.0) == WELCOME

@@ -128,7 +128,7 @@ async def test_ranks_that_cannot_share_the_heads_are_refused(ours: int, theirs: 
         layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4, bytes_per_token=32)
         it.context.info = info_of("d", "decode", kv_layout=layout, tp=ours)
         hello = PairHello(
-            info=info_of("p", "prefill", kv_layout=layout, tp=theirs), receiver_incarnation=Incarnation("d-life")
+            info=info_of("p", "prefill", kv_layout=layout, tp=theirs), receiver_incarnation=Incarnation("d.1")
         )
         answer = it.role._accept(hello, Outgoing(1))
         assert isinstance(answer, handover.PairRefused)

@@ -69,7 +69,7 @@ class Peer:
 
     def __init__(self, role: DecodeRole, info: WorkerInfo, *, digests: bool = False) -> None:
         self.outgoing = Outgoing(100)
-        hello = PairHello(info=info, receiver_incarnation=Incarnation("d-life"), digests=digests)
+        hello = PairHello(info=info, receiver_incarnation=Incarnation("d.1"), digests=digests)
         answer = role._accept(hello, self.outgoing)
         assert not isinstance(answer, handover.PairRefused), answer
         self.welcome, pair = answer
@@ -328,11 +328,11 @@ async def test_a_cancel_after_the_commit_is_the_engines() -> None:
 @pytest.mark.parametrize(
     ("changes", "receiver", "reason"),
     [
-        ({}, "an earlier life", "d is incarnation d-life, not an earlier life"),
-        ({"fingerprint": "other"}, "d-life", "model fingerprints differ: other and fake"),
-        ({"kv_layout": msgspec.structs.replace(LAYOUT, num_layers=2)}, "d-life", "KV layouts differ: KvLayout(num_"),
-        ({"tp": 0}, "d-life", "the prefill worker has tp 0; it must be from 1 to 64"),
-        ({"tp": 1 << 40}, "d-life", "the prefill worker has tp 1099511627776; it must be from 1 to 64"),
+        ({}, "d.0", "d is incarnation d.1, not d.0"),
+        ({"fingerprint": "other"}, "d.1", "model fingerprints differ: other and fake"),
+        ({"kv_layout": msgspec.structs.replace(LAYOUT, num_layers=2)}, "d.1", "KV layouts differ: KvLayout(num_"),
+        ({"tp": 0}, "d.1", "the prefill worker has tp 0; it must be from 1 to 64"),
+        ({"tp": 1 << 40}, "d.1", "the prefill worker has tp 1099511627776; it must be from 1 to 64"),
     ],
 )
 async def test_a_pair_that_must_not_be_is_refused(changes: dict[str, Any], receiver: str, reason: str) -> None:
@@ -345,7 +345,7 @@ async def test_a_pair_that_must_not_be_is_refused(changes: dict[str, Any], recei
 
 async def test_nobody_is_accepted_before_the_start_and_after_the_stop() -> None:
     it = Bench()
-    hello = PairHello(info=info_of("p", "prefill"), receiver_incarnation=Incarnation("d-life"))
+    hello = PairHello(info=info_of("p", "prefill"), receiver_incarnation=Incarnation("d.1"))
     assert isinstance(it.role._accept(hello, Outgoing(1)), handover.PairRefused)
     await it.role.start()
     await it.role.stop()

@@ -77,7 +77,7 @@ class Bench:
 
     def welcome(self, **changes: Any) -> PairWelcome:
         fields: dict[str, Any] = {
-            "incarnation": Incarnation("d-life"),
+            "incarnation": Incarnation("d.1"),
             "pair_name": f"pair-{len(self.transports)}",
             "transport": "local",
             "store_address": self.rendezvous.address,

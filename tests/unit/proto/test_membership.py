@@ -14,8 +14,8 @@ from disagg.proto.messages import decoder, encode
 from tests.support.control import make_info
 
 
-def member(name: str, life: int = 1, state: MemberState = "ready") -> Member:
-    return Member(info=make_info(name, life), state=state)
+def member(name: str, incarnation: int = 1, state: MemberState = "ready") -> Member:
+    return Member(info=make_info(name, incarnation), state=state)
 
 
 def shown(message: Membership | MembershipChange | None) -> tuple[int, list[str], list[str]]:
@@ -50,7 +50,7 @@ def test_a_gap_is_said_once_and_ends_with_the_whole() -> None:
     log, copy = MembershipLog("c1"), MembershipCopy()
     early = log.snapshot()
     copy.apply(early)
-    changes = [log.update([member("a", life)]) for life in (1, 2, 3, 4)]
+    changes = [log.update([member("a", incarnation)]) for incarnation in (1, 2, 3, 4)]
     assert [copy.apply(change) for change in changes[1:] if change is not None] == ["gap", "waiting", "waiting"]
     assert not copy.members
     assert copy.apply(early) == "gap", "it is behind the changes that were seen"
@@ -95,12 +95,14 @@ def test_what_registers_costs_a_gateway_is_linear_in_the_number_of_workers() -> 
 
 
 WorkerStates = st.dictionaries(st.sampled_from("abcde"), st.tuples(st.integers(1, 2), st.booleans()), max_size=5)
-"""Worker -> its life, and whether it drains."""
+"""Worker -> its incarnation, and whether it drains."""
 Fate = st.sampled_from(["arrives", "is lost", "is late", "comes twice", "the stream breaks"])
 
 
 def members_of(states: dict[str, tuple[int, bool]]) -> list[Member]:
-    return [member(name, life, "draining" if drains else "ready") for name, (life, drains) in states.items()]
+    return [
+        member(name, incarnation, "draining" if drains else "ready") for name, (incarnation, drains) in states.items()
+    ]
 
 
 def by_id(members: Sequence[Member]) -> dict[WorkerId, Member]:

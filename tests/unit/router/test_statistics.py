@@ -1,4 +1,4 @@
-"""Histograms, counts of the last seconds, and counters of workers over their lives."""
+"""Histograms, counts of the last seconds, and counters of workers over their incarnations."""
 
 from __future__ import annotations
 

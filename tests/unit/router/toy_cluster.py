@@ -47,7 +47,7 @@ STEP_MS, TOKEN_MS, DECODE_MS, TRANSFER_MS, REPORT_S = 5.0, 0.4, 0.5, 4.0, 0.02
 class ToyWorker:
     name: str
     num_cache_blocks: int
-    life: int = 0
+    incarnation: int = 0
     cache: dict[BlockHash, None] = field(default_factory=dict)
     """Least recently used first."""
     prompts: deque[Dispatch] = field(default_factory=deque)
@@ -112,10 +112,12 @@ class ToyCluster:
         heapq.heappush(self._agenda, (when, self._num_planned, what))
 
     def come_up(self, name: str) -> None:
-        worker = self.workers[name] = ToyWorker(name, self.workers[name].num_cache_blocks, self.workers[name].life + 1)
+        worker = self.workers[name] = ToyWorker(
+            name, self.workers[name].num_cache_blocks, self.workers[name].incarnation + 1
+        )
         info = worker_info(
             name,
-            incarnation=str(worker.life),
+            incarnation=str(worker.incarnation),
             num_blocks=2048,
             token_budget=512,
             max_num_seqs=64,
@@ -130,7 +132,7 @@ class ToyCluster:
         """Kill a worker; what it still wanted to do never happens."""
         worker = self.workers[name]
         worker.is_lost = True
-        self._handle(events.WorkerLost(WorkerId(name), Incarnation(str(worker.life))))
+        self._handle(events.WorkerLost(WorkerId(name), Incarnation(str(worker.incarnation))))
 
     # ---------------------------------------------------------------- the router
 
@@ -159,7 +161,7 @@ class ToyCluster:
 
     def _say(self, worker: ToyWorker, *updates: StepUpdate) -> None:
         for update in updates:
-            self._handle(events.FromWorker(WorkerId(worker.name), Incarnation(str(worker.life)), update))
+            self._handle(events.FromWorker(WorkerId(worker.name), Incarnation(str(worker.incarnation)), update))
 
     # ---------------------------------------------------------------- the workers
 
@@ -229,6 +231,6 @@ class ToyCluster:
             blocks_cached=len(worker.cache),
         )
         pending, worker.pending = worker.pending, []
-        report = worker_report(worker.name, worker.sequence, *pending, incarnation=str(worker.life), load=load)
+        report = worker_report(worker.name, worker.sequence, *pending, incarnation=str(worker.incarnation), load=load)
         worker.sequence += 1
         self._handle(events.WorkerReported(report))

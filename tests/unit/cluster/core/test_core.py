@@ -153,8 +153,8 @@ def test_a_process_that_could_not_be_stopped_is_not_taken_for_the_next() -> None
 def test_a_launcher_that_restarts_by_itself_keeps_the_start() -> None:
     control = Driver({"colocated": 1})
     control.tick()
-    for life in (1, 2):
-        assert control.register("colocated-0", life, start_id="c1.1")[0] == "accept colocated-0"
+    for incarnation in (1, 2):
+        assert control.register("colocated-0", incarnation, start_id="c1.1")[0] == "accept colocated-0"
 
 
 def test_what_an_earlier_controller_started_is_taken_as_it_is() -> None:
@@ -222,9 +222,12 @@ def test_every_gateway_must_be_empty() -> None:
     control(events.GatewayJoined(other, "127.0.0.1:8471", 8))
     control.scale(decode=1)
     assert control.empty("decode-1") == []
-    life = control.core.membership().members[1].info.incarnation
-    assert control(events.WorkerEmpty(GatewayId("unknown"), WorkerId("decode-1"), life)) == []
-    assert control(events.WorkerEmpty(other, WorkerId("decode-1"), life)) == ["publish decode-0", "stop decode-1"]
+    incarnation = control.core.membership().members[1].info.incarnation
+    assert control(events.WorkerEmpty(GatewayId("unknown"), WorkerId("decode-1"), incarnation)) == []
+    assert control(events.WorkerEmpty(other, WorkerId("decode-1"), incarnation)) == [
+        "publish decode-0",
+        "stop decode-1",
+    ]
 
 
 def test_a_drain_that_takes_too_long_ends() -> None:
@@ -242,7 +245,7 @@ def test_a_drain_with_a_deadline_of_its_own_ends_then() -> None:
     assert control.tick(0.5) == ["publish decode-1", "stop decode-0"]
 
 
-def test_a_worker_that_is_wanted_again_while_it_drains_comes_back_as_a_new_life() -> None:
+def test_a_worker_that_is_wanted_again_while_it_drains_comes_back_as_a_new_incarnation() -> None:
     control = settled({"decode": 2})
     control.scale(decode=1)
     assert control.scale(decode=2) == []
@@ -597,14 +600,14 @@ def test_whatever_happens_it_settles_when_things_work_again(
 
     for event in happens:
         asked += happen(*event)
-    life = 10
+    incarnation = 10
     for _ in range(20):
         while any(line.startswith("stop ") for line in asked):
             asked += launch()
-        life += 1
+        incarnation += 1
         for name, phase in control.phases().items():
             if phase in ("starting", "lost", "failed"):
-                asked += control.joined() if name == "gateway" else control.register(name, life)
+                asked += control.joined() if name == "gateway" else control.register(name, incarnation)
             elif phase == "draining":
                 asked += control.tick(DRAIN_TIMEOUT_S)
         asked += control.tick(MAX_BACKOFF_S)

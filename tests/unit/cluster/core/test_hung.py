@@ -23,7 +23,7 @@ def test_a_worker_that_hangs_is_lost_and_started_again() -> None:
     assert control.record("decode-0").detail == "killed by SIGKILL"
 
 
-def test_a_launcher_that_restarts_by_itself_brings_the_next_life() -> None:
+def test_a_launcher_that_restarts_by_itself_brings_the_next_incarnation() -> None:
     control = settled({"decode": 1})
     control.hung("decode-0")
     control.left("decode-0")
@@ -56,17 +56,17 @@ def test_a_draining_worker_that_hangs_has_drained() -> None:
 
 def test_losses_in_a_row_wait_longer_and_a_long_life_before_a_broken_line_ends_the_row() -> None:
     control = settled({"decode": 1})
-    life = 1
+    incarnation = 1
     for pause_s in (FIRST_PAUSE_S, 2.0, 4.0, FIRST_PAUSE_S):
-        if life == 4:
+        if incarnation == 4:
             control.now += STABLE_S
-        control.left("decode-0", life)
+        control.left("decode-0", incarnation)
         control.exited("decode-0")
         assert control.core.next_wakeup() == control.now + pause_s
         control.tick(pause_s)
         control.stopped("decode-0")
-        life += 1
-        control.register("decode-0", life)
+        incarnation += 1
+        control.register("decode-0", incarnation)
 
 
 def test_a_gateway_that_dies_is_started_again_soon() -> None:

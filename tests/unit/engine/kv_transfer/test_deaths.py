@@ -1,5 +1,5 @@
-"""Either worker dies at any moment, and comes back as another life of itself. The other one holds nothing for it, what
-was committed goes on, and what failed is answered exactly by the next attempt."""
+"""Either worker dies at any moment, and comes back as another incarnation of itself. The other one holds nothing for
+it, what was committed goes on, and what failed is answered exactly by the next attempt."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def offer_again(pair: WorkerPair) -> int:
 
 @pytest.mark.parametrize("dead", ["p", "d"])
 def test_what_the_old_life_had_said_cannot_reach_the_new_one(dead: str) -> None:
-    """Messages and bytes of a life that is over die with its stream and transport."""
+    """Messages and bytes of an incarnation that is over die with its stream and transport."""
     for pair in moments(4, 5):
         pair.die(dead)
         assert {"to_d", "to_p", "bytes"}.isdisjoint(pair.ready())

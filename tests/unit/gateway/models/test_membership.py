@@ -68,7 +68,7 @@ class Workers:
 
 
 def membership(**states: MemberState) -> Membership:
-    """`a1="ready"`: the first life of worker a."""
+    """`a1="ready"`: the first incarnation of worker a."""
     members = [Member(info=make_info(name[0], int(name[1])), state=state) for name, state in states.items()]
     return Membership(members=tuple(members))
 
@@ -88,7 +88,7 @@ async def test_a_membership_replaces_what_was_known() -> None:
     assert workers.take() == ["remove a", "remove c"]
 
 
-async def test_a_worker_drains_until_it_is_gone_or_back_as_another_life() -> None:
+async def test_a_worker_drains_until_it_is_gone_or_back_as_another_incarnation() -> None:
     workers = Workers()
     link = make_link(workers, make_info("a", 1), make_info("b", 1))
     await link.take(membership(a1="draining", b1="ready"))

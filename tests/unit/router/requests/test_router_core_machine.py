@@ -1,4 +1,4 @@
-"""Random schedules: the core against a world of workers whose streams, faults and lives hypothesis drives.
+"""Random schedules: the core against a world of workers whose streams, faults and incarnations hypothesis drives.
 
 Every worker has its own stream of updates, delivered whenever, so that tokens of P and D overtake each other. What must
 hold: no token is lost, doubled or made up; every request ends exactly once; a worker that is given up on is told;
@@ -80,17 +80,17 @@ class Part:
 
     spec: SequenceSpec
     peer: str | None
-    peer_life: str
+    peer_incarnation: str
     phase: str
     """prefill, transfer, decode"""
     next_index: int
     moves_to: tuple[str, str] | None = None
-    """A worker and its life."""
+    """A worker and its incarnation."""
 
 
 @dataclass
 class FakeWorker:
-    life: int = 0
+    incarnation: int = 0
     is_up: bool = False
     is_draining: bool = False
     is_drained: bool = False
@@ -120,7 +120,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.clients: dict[str, Client] = {}
         self.num_moves = 0
         self.ghosts: deque[tuple[str, int, StepUpdate]] = deque()
-        """What lost lives still wanted to say."""
+        """What lost incarnations still wanted to say."""
         for name in ("p0", "p1", "d0", "d1"):
             self.come_up(name)
 
@@ -143,7 +143,7 @@ class RouterMachine(RuleBasedStateMachine):
                 assert len(spec.block_hashes) == spec.num_known_tokens // 16
                 peer = message.decode_peer
                 assert (peer is None) == (worker_id[0] != "p")
-                assert peer is None or peer.incarnation == str(self.workers[peer.worker_id].life)
+                assert peer is None or peer.incarnation == str(self.workers[peer.worker_id].incarnation)
                 used = [worker] if peer is None else [worker, self.workers[peer.worker_id]]
                 assert not any(each.is_draining or each.is_suspected for each in used)
                 part = Part(
@@ -162,7 +162,7 @@ class RouterMachine(RuleBasedStateMachine):
                 assert target.is_up
                 assert not target.is_draining
                 assert not target.is_suspected
-                assert peer.incarnation == str(target.life)
+                assert peer.incarnation == str(target.incarnation)
                 key = AttemptKey(message.request_id, message.attempt)
                 if (moving := worker.parts.get(key)) is not None:  # else its end is on its way
                     assert moving.phase == "decode"
@@ -191,12 +191,12 @@ class RouterMachine(RuleBasedStateMachine):
                 self.end(request_id, type(error).__name__)
             case ConnectPair(prefill_id=prefill_id, decode_peer=peer):
                 assert self.workers[prefill_id].is_up
-                assert peer.incarnation == str(self.workers[peer.worker_id].life)
+                assert peer.incarnation == str(self.workers[peer.worker_id].incarnation)
             case WorkerIsDrained(worker_id=worker_id, incarnation=incarnation):
                 worker = self.workers[worker_id]
                 assert worker.is_draining
                 assert not worker.is_drained
-                assert str(worker.life) == incarnation
+                assert str(worker.incarnation) == incarnation
                 assert not worker.parts
                 worker.is_drained = True
             case _:
@@ -242,7 +242,7 @@ class RouterMachine(RuleBasedStateMachine):
         del self.workers[name].parts[part.spec.key]
         assert part.peer is not None
         decode = self.workers[part.peer]
-        if not decode.is_up or str(decode.life) != part.peer_life:
+        if not decode.is_up or str(decode.incarnation) != part.peer_incarnation:
             self.say(name, end_update(request_id, attempt, "failed"))
             return
         index = part.next_index - 1
@@ -261,9 +261,9 @@ class RouterMachine(RuleBasedStateMachine):
         """The target has the sequence, and its acknowledgement reaches the source, or not."""
         part = self.workers[name].parts[key]
         assert part.moves_to is not None
-        target_name, life = part.moves_to
+        target_name, incarnation = part.moves_to
         target = self.workers[target_name]
-        if not target.is_up or str(target.life) != life:
+        if not target.is_up or str(target.incarnation) != incarnation:
             self.stay(name, key)
             return
         request_id, attempt = key
@@ -287,14 +287,14 @@ class RouterMachine(RuleBasedStateMachine):
 
     def deliver_from(self, name: str) -> None:
         worker = self.workers[name]
-        self.handle(FromWorker(WorkerId(name), Incarnation(str(worker.life)), worker.stream.popleft()))
+        self.handle(FromWorker(WorkerId(name), Incarnation(str(worker.incarnation)), worker.stream.popleft()))
 
     def come_up(self, name: str) -> None:
         worker = self.workers[name]
-        worker.life += 1
+        worker.incarnation += 1
         worker.is_up = True
         worker.is_draining = worker.is_drained = worker.is_suspected = False
-        self.handle(WorkerUp(worker_info(name, incarnation=str(worker.life), token_budget=64, max_num_seqs=3)))
+        self.handle(WorkerUp(worker_info(name, incarnation=str(worker.incarnation), token_budget=64, max_num_seqs=3)))
 
     # ------------------------------------------------------------ rules
 
@@ -330,9 +330,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ghosts)
     @rule()
-    def deliver_from_a_lost_life(self) -> None:
-        name, life, update = self.ghosts.popleft()
-        self.handle(FromWorker(WorkerId(name), Incarnation(str(life)), update))
+    def deliver_from_a_lost_incarnation(self) -> None:
+        name, incarnation, update = self.ghosts.popleft()
+        self.handle(FromWorker(WorkerId(name), Incarnation(str(incarnation)), update))
 
     @precondition(lambda self: self.parts())
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 3))
@@ -369,10 +369,10 @@ class RouterMachine(RuleBasedStateMachine):
             self.come_up(name)
             return
         worker.is_up = False
-        self.ghosts.extend((name, worker.life, update) for update in worker.stream)
+        self.ghosts.extend((name, worker.incarnation, update) for update in worker.stream)
         worker.stream.clear()
         worker.parts.clear()
-        self.handle(WorkerLost(WorkerId(name), Incarnation(str(worker.life))))
+        self.handle(WorkerLost(WorkerId(name), Incarnation(str(worker.incarnation))))
 
     @rule(name=st.sampled_from(NAMES))
     def hang_or_go_on(self, name: str) -> None:
@@ -380,22 +380,24 @@ class RouterMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         if not worker.is_up:
             return
-        life = (WorkerId(name), Incarnation(str(worker.life)))
+        incarnation = (WorkerId(name), Incarnation(str(worker.incarnation)))
         worker.is_suspected = not worker.is_suspected
-        self.handle(WorkerSuspected(*life, "was silent") if worker.is_suspected else WorkerRecovered(*life))
+        self.handle(
+            WorkerSuspected(*incarnation, "was silent") if worker.is_suspected else WorkerRecovered(*incarnation)
+        )
         assert not (worker.is_suspected and worker.parts)
 
     @rule(name=st.sampled_from(NAMES))
     def drain(self, name: str) -> None:
         worker = self.workers[name]
         worker.is_draining = worker.is_draining or worker.is_up
-        self.handle(DrainWorker(WorkerId(name), Incarnation(str(worker.life))))
+        self.handle(DrainWorker(WorkerId(name), Incarnation(str(worker.incarnation))))
 
     @rule(name=st.sampled_from(NAMES))
     def stop_draining(self, name: str) -> None:
         worker = self.workers[name]
         worker.is_draining = worker.is_drained = False
-        self.handle(ResumeWorker(WorkerId(name), Incarnation(str(worker.life))))
+        self.handle(ResumeWorker(WorkerId(name), Incarnation(str(worker.incarnation))))
 
     @precondition(lambda self: self.clients)
     @rule(pick=st.integers(0, 99))
@@ -413,7 +415,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), sequence=st.integers(0, 3))
     def report(self, name: str, sequence: int) -> None:
-        self.handle(WorkerReported(worker_report(name, sequence, incarnation=str(self.workers[name].life))))
+        self.handle(WorkerReported(worker_report(name, sequence, incarnation=str(self.workers[name].incarnation))))
 
     # ------------------------------------------------------------ what must hold
 

@@ -276,7 +276,7 @@ def test_a_pair_that_is_not_formed_for_as_long_as_any_request_waits_is_left_out(
     assert set(it.core._fleet.breakers.states()) == {PAIR}
 
 
-@pytest.mark.parametrize("how", ["formed", "long ago", "new life"])
+@pytest.mark.parametrize("how", ["formed", "long ago", "new incarnation"])
 def test_waits_in_vain_are_forgotten(how: str) -> None:
     it = Scenario("p0", "d0", config=msgspec.structs.replace(PLAIN, admission=False))
     refused_by_its_target(it, "r0", 0.25)
@@ -285,7 +285,7 @@ def test_waits_in_vain_are_forgotten(how: str) -> None:
         it.start("r1", "p0", "d0")
         it.update("p0", prefilled_update("r1", 0))
         it.update("d0", handed_over_update("r1", 0), end_update("r1", 0, "stop"))
-    elif how == "new life":
+    elif how == "new incarnation":
         it.lost("d0")
         it.up("d0")
     else:
