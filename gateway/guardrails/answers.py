@@ -20,9 +20,9 @@ class AnswerGuard:
     """Owner of what is held back of one answer.
 
     Args:
-        channels: the stages of all guardrails.
+        channels: the checks of all guardrails.
         ask: answers their questions. Raises `UnavailableError`.
-        decisions: to which the stages note theirs.
+        decisions: to which the checks note theirs.
         ended: called once, when the answer has passed or was stopped.
         alternatives: what may be shown beside its tokens.
     """

@@ -1,7 +1,7 @@
 """All guardrails of a gateway: asked about prompts before they are queued, and about answers while they come.
 
     prompt ──> each guardrail in its order ──> allowed, with other texts, or `ContentFilterError`
-    answer ──> one `AnswerGuard`, whose stages are the guardrails in their order
+    answer ──> one `AnswerGuard`, whose checks are the guardrails in their order
 
 Built-in rules on large prompts run on the threads of `Offload`, at the tenant's turn. RE2 gives the interpreter's lock
 back while it searches.
@@ -23,7 +23,7 @@ from disagg.gateway.guardrails.judges import Asked, FunctionJudge, Judge, load_f
 from disagg.gateway.guardrails.prompts import NO_REPLACEMENT, GivenText, refusal, ruled, texts_of, with_texts
 from disagg.gateway.guardrails.rules import Rules
 from disagg.gateway.guardrails.service import ServiceJudge
-from disagg.gateway.guardrails.stream import Chain, PieceStage, Stage
+from disagg.gateway.guardrails.stream import Chain, Check, PieceCheck
 from disagg.gateway.requests.request import BYTES_PER_ID, Call, Prompt
 from disagg.gateway.requests.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.text.answer_splitter import AnswerSplitter
@@ -206,16 +206,16 @@ class Guardrails:
         limits = [limit for rules in self._rules.values() for limit in rules.limits(note)]
 
         def chain(is_call: bool) -> Chain:
-            stages: list[Stage] = []
+            checks: list[Check] = []
             can_replace = may_replace and not is_call
             for each in self._options:
                 if each.name in self._rules:
-                    stages += self._rules[each.name].stages("answer", can_replace, note)
+                    checks += self._rules[each.name].checks("answer", can_replace, note)
                 elif self._is_for(each, "answer"):
                     question = partial(_about, each.name, request_id, model.info.name, call.caller.tenant)
                     pieces = each.piece_chars if isinstance(each.piece_chars, int) else None
-                    stages.append(PieceStage(each.name, question, pieces, each.context_chars, can_replace, note))
-            return Chain(stages)
+                    checks.append(PieceCheck(each.name, question, pieces, each.context_chars, can_replace, note))
+            return Chain(checks)
 
         async def ask(question: Question) -> Verdict:
             return await self._ask(question, call, decisions)

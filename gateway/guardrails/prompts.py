@@ -87,7 +87,7 @@ def ruled(rules: Rules, name: str, texts: list[GivenText], decisions: Decisions)
             raise ContentFilterError(texts[0].field, refusal(name, rule.reason))
     found: list[GivenText] = []
     for one in texts:
-        chain = Chain(rules.stages("prompt", one.may_replace, decisions.add))
+        chain = Chain(rules.checks("prompt", one.may_replace, decisions.add))
         text = "".join(run.text for run in chain.scan(one.text, one.ended))
         if chain.stopped is not None:
             raise ContentFilterError(one.field, refusal(name, chain.stopped.reason))

@@ -8,7 +8,7 @@ from typing import Final
 from disagg.gateway.guardrails.config import RuleOptions
 from disagg.gateway.guardrails.patterns.scanner import Scanner
 from disagg.gateway.guardrails.patterns.secrets import SECRETS
-from disagg.gateway.guardrails.stream import LengthStage, Note, PatternStage, Rule, Stage
+from disagg.gateway.guardrails.stream import Check, LengthCheck, Note, PatternCheck, Rule
 from disagg.gateway.requests.verdicts import Subject
 
 _SUBJECTS: Final = {"both": ("prompt", "answer"), "prompts": ("prompt",), "answers": ("answer",)}
@@ -53,10 +53,10 @@ class Rules:
         """Whether a rule looks at such texts."""
         return bool(self._patterns[subject]) or self.max_chars[subject] is not None
 
-    def stages(self, subject: Subject, may_replace: bool, note: Note) -> list[Stage]:
-        """Stages for one text; none where no rule is for it."""
+    def checks(self, subject: Subject, may_replace: bool, note: Note) -> list[Check]:
+        """Checks for one text; none where no rule is for it."""
         return [
-            PatternStage(self._guardrail, patterns.scanner, patterns.rules, subject, may_replace, note)
+            PatternCheck(self._guardrail, patterns.scanner, patterns.rules, subject, may_replace, note)
             for patterns in self._patterns[subject]
         ]
 
@@ -65,12 +65,12 @@ class Rules:
         """Scanners of all patterns for answers."""
         return [patterns.scanner for patterns in self._patterns["answer"]]
 
-    def limits(self, note: Note) -> list[Stage]:
+    def limits(self, note: Note) -> list[Check]:
         """What ends an answer at a length: for all that the model wrote, before it is divided into texts."""
         if (length := self.max_chars["answer"]) is None:
             return []
         rule, max_chars = length
-        return [LengthStage(self._guardrail, rule, max_chars, "answer", note)]
+        return [LengthCheck(self._guardrail, rule, max_chars, "answer", note)]
 
 
 def _name(rule: RuleOptions, index: int) -> str:

@@ -1,9 +1,9 @@
-"""The stages that a text passes, piece by piece. Pure: what comes out does not depend on how the text was cut.
+"""The checks that a text passes, piece by piece. Pure: what comes out does not depend on how the text was cut.
 
-    runs of text ──> stage ──> runs that are final ──> next stage ...
+    runs of text ──> check ──> runs that are final ──> next check ...
                        └─ may ask a question, whose verdict it waits for
 
-A stage keeps what it cannot decide yet: the end of the text that can still become a match, or a piece that is not
+A check keeps what it cannot decide yet: the end of the text that can still become a match, or a piece that is not
 complete. `ended` says that nothing more comes, and then it keeps nothing.
 """
 
@@ -42,7 +42,7 @@ Work = Generator[Question, Verdict, list[Run]]
 """Questions to be answered on the way to the runs that are final."""
 
 
-class Stage(Protocol):
+class Check(Protocol):
     """One guardrail, or a part of its rules, on one text."""
 
     stopped: Stop | None
@@ -53,7 +53,7 @@ class Stage(Protocol):
         ...
 
 
-class PlainStage(Stage):
+class PlainCheck(Check):
     """One that asks nothing."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Rule:
 Note = Callable[[Decision], None]
 
 
-class PatternStage(PlainStage):
+class PatternCheck(PlainCheck):
     """Patterns of one guardrail.
 
     Args:
@@ -215,7 +215,7 @@ class PatternStage(PlainStage):
         self._text, self._start = text[before:], start - before
 
 
-class LengthStage(PlainStage):
+class LengthCheck(PlainCheck):
     """Ends a text at a number of characters."""
 
     def __init__(self, guardrail: str, rule: Rule, max_chars: int, subject: Subject, note: Note) -> None:
@@ -240,7 +240,7 @@ class LengthStage(PlainStage):
         return out
 
 
-class PieceStage(Stage):
+class PieceCheck(Check):
     """Asks about a text piece by piece.
 
     Args:
@@ -312,25 +312,25 @@ class PieceStage(Stage):
 
 
 class Chain:
-    """All stages, one behind the other: the first one that stops ends the text, and replacements compose.
+    """All checks, one behind the other: the first one that stops ends the text, and replacements compose.
 
-    What a stage gave out before it stopped still passes the later ones, which may stop it sooner.
+    What a check gave out before it stopped still passes the later ones, which may stop it sooner.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
-        self._plain = [stage for stage in stages if isinstance(stage, PlainStage)]
-        self.asks = len(self._plain) < len(stages)
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self._checks = checks
+        self._plain = [check for check in checks if isinstance(check, PlainCheck)]
+        self.asks = len(self._plain) < len(checks)
         """Whether there may be questions."""
         self.stopped: Stop | None = None
 
     def scan(self, text: str, ended: bool = False) -> list[Run]:
         """As `feed`, where nothing is asked."""
         runs: list[Run] = [Run(text, len(text), True)] if text else []
-        for stage in self._plain:
-            runs = stage.scan(runs, ended)
-            if stage.stopped is not None:
-                self.stopped, ended = stage.stopped, True
+        for check in self._plain:
+            runs = check.scan(runs, ended)
+            if check.stopped is not None:
+                self.stopped, ended = check.stopped, True
             elif not runs and not ended:
                 break
         return runs
@@ -338,10 +338,10 @@ class Chain:
     def feed(self, text: str, ended: bool = False) -> Work:
         """The runs that are final. Not to be called after `stopped` is set, nor after `ended`."""
         runs: list[Run] = [Run(text, len(text), True)] if text else []
-        for stage in self._stages:
-            runs = yield from stage.feed(runs, ended)
-            if stage.stopped is not None:
-                self.stopped, ended = stage.stopped, True
+        for check in self._checks:
+            runs = yield from check.feed(runs, ended)
+            if check.stopped is not None:
+                self.stopped, ended = check.stopped, True
             elif not runs and not ended:
                 break
         return runs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from disagg.gateway.guardrails.config import RuleOptions
 from disagg.gateway.guardrails.release import Part, TokenRelease
 from disagg.gateway.guardrails.rules import Rules
-from disagg.gateway.guardrails.stream import Chain, PieceStage, Stage
+from disagg.gateway.guardrails.stream import Chain, Check, PieceCheck
 from disagg.gateway.requests.verdicts import ALLOW, Decision, Decisions, Question, Replace, Stop, Verdict
 
 Answer = Callable[[Question], Verdict]
@@ -40,7 +40,7 @@ def run(chain: Chain, pieces: Sequence[str], answer: Answer = allow) -> tuple[li
 
 def chain_of(*rules: RuleOptions, may_replace: bool = True, decisions: Decisions | None = None) -> Chain:
     note, made = (decisions or Decisions()).add, Rules("g", rules)
-    return Chain([*made.limits(note), *made.stages("answer", may_replace, note)])
+    return Chain([*made.limits(note), *made.checks("answer", may_replace, note)])
 
 
 def cuts(text: str, seed: int) -> list[str]:
@@ -124,9 +124,9 @@ class TestEverySplit:
 
         def made() -> Chain:
             note = Decisions().add
-            stages: list[Stage] = Rules("g", SECRET_RULES).stages("answer", True, note)
-            asked = PieceStage("s", _question, 4, 3, True, note)
-            return Chain([asked, *stages] if second_first else [*stages, asked])
+            checks: list[Check] = Rules("g", SECRET_RULES).checks("answer", True, note)
+            asked = PieceCheck("s", _question, 4, 3, True, note)
+            return Chain([asked, *checks] if second_first else [*checks, asked])
 
         whole, reason = run(made(), [text] if text else [], verdict)
         pieces, its_reason = run(made(), cuts(text, seed), verdict)
@@ -192,7 +192,7 @@ def test_questions_about_an_answer(piece_chars: int | None) -> None:
         asked.append(question)
         return ALLOW
 
-    chain = Chain([PieceStage("s", _question, piece_chars, 2, True, Decisions().add)])
+    chain = Chain([PieceCheck("s", _question, piece_chars, 2, True, Decisions().add)])
     released, reason = run(chain, ["ab", "cdef", "g"], verdict)
     assert reason is None
     if piece_chars is None:
