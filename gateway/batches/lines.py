@@ -60,7 +60,7 @@ class Index(NamedTuple):
     """Estimated bytes of all answers, from the token limits of the lines that have one."""
 
 
-class Shape(NamedTuple):
+class LineDemand(NamedTuple):
     """The model and the number and size of answers that a body asks for."""
 
     model: str
@@ -121,18 +121,18 @@ def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable
             if name in names:
                 raise InputError(f"{where}: custom_id: an earlier line has the same")
             names.add(name)
-            shape = shape_of(line.body)
-            found.models.append(places.get(shape.model, NO_MODEL))
-            found.num_answers.append(shape.num_answers)
-            expected_bytes += shape.expected_bytes
+            demand = demand_of(line.body)
+            found.models.append(places.get(demand.model, NO_MODEL))
+            found.num_answers.append(demand.num_answers)
+            expected_bytes += demand.expected_bytes
             found.num_bytes.append(len(raw))
     if not offsets:
         raise InputError("the file has no line")
     return found._replace(expected_bytes=expected_bytes)
 
 
-def shape_of(body: msgspec.Raw) -> Shape:
-    """The shape of a body. An invalid body is not reported here, but when its line is run."""
+def demand_of(body: msgspec.Raw) -> LineDemand:
+    """The demand of a body. An invalid body is not reported here, but when its line is run."""
     try:
         fields = _FIELDS.decode(body)
         model = bytes(fields.model)
@@ -140,12 +140,12 @@ def shape_of(body: msgspec.Raw) -> Shape:
         most = max(_count(fields.n, MAX_ANSWERS), _count(fields.best_of, MAX_ANSWERS))
         num_answers = _num_prompts(bytes(fields.prompt)) * most
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return Shape("", 1, _EMPTY_ANSWER_BYTES)
+        return LineDemand("", 1, _EMPTY_ANSWER_BYTES)
     num_answers = num_answers if num_answers <= MAX_ANSWERS else 1
     limits = (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
     num_tokens = max(_count(limit, _MAX_EXPECTED_TOKENS) for limit in limits)
     num_tokens = num_tokens if num_tokens > 1 else _GUESSED_TOKENS
-    return Shape(name, num_answers, _EMPTY_ANSWER_BYTES + num_answers * num_tokens * _TOKEN_BYTES)
+    return LineDemand(name, num_answers, _EMPTY_ANSWER_BYTES + num_answers * num_tokens * _TOKEN_BYTES)
 
 
 def _count(raw: msgspec.Raw, most: int) -> int:

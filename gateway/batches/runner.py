@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from disagg.gateway.batches import lines
+from disagg.gateway.batches.batch_quota import BatchQuota, lines_to_start
 from disagg.gateway.batches.begun_lines import MAX_ENDS
 from disagg.gateway.batches.leases import TakeOver
-from disagg.gateway.batches.room import Room, lines_to_start
 from disagg.gateway.batches.store import Answer, Batch, BatchStore, Held
 from disagg.gateway.batches.tries import KeptTries, Tries
 from disagg.gateway.requests.call_use import CallUse
@@ -171,7 +171,7 @@ class BatchRunner:
         owner: name of this process's life; one that starts again has another.
         models: names of those that are served, or were: a model keeps its position, further ones follow.
         answer_line: see `AnswerLine`.
-        room: what may start at the model of that position, from the answers that run there and at all. Lines of
+        quota: what may start at the model of that position, from the answers that run there and at all. Lines of
             `lines.NO_MODEL`, and those for a model that is not served any more, end at once.
         wall_clock: seconds since the epoch.
         kept: called with the tenant and what a line used, once its answer is kept.
@@ -185,7 +185,7 @@ class BatchRunner:
         owner: str,
         models: Callable[[], Sequence[str]],
         answer_line: AnswerLine,
-        room: Callable[[int, int, int], Room],
+        quota: Callable[[int, int, int], BatchQuota],
         wall_clock: Callable[[], float],
         kept: Callable[[str, CallUse], None],
         turn_s: float = TURN_S,
@@ -197,7 +197,7 @@ class BatchRunner:
         self._owner = owner
         self._models = models
         self._answer_line = answer_line
-        self._room = room
+        self._quota = quota
         self._clock = wall_clock
         self._kept = kept
         self._turn_s = turn_s
@@ -349,20 +349,20 @@ class BatchRunner:
     def _start_at(self, model: int) -> None:
         opened = sorted(self._open.values(), key=lambda each: each.num_started)
         running = [each.num_running(model) for each in opened]
-        room = self._room(model, sum(running), sum(each.num_running() for each in opened))
-        self._is_paced |= room.is_paced
-        waiting = [self._next(each, model, room) for each in opened]
-        for each, count in zip(opened, lines_to_start(room, running, waiting), strict=True):
+        quota = self._quota(model, sum(running), sum(each.num_running() for each in opened))
+        self._is_paced |= quota.is_paced
+        waiting = [self._next(each, model, quota) for each in opened]
+        for each, count in zip(opened, lines_to_start(quota, running, waiting), strict=True):
             for _ in range(count):
                 if not self._run_line(each, model):
                     break
 
-    def _next(self, each: _Open, model: int, room: Room) -> list[int]:
+    def _next(self, each: _Open, model: int, quota: BatchQuota) -> list[int]:
         """Number of answers of each of the batch's next lines."""
         if each.index is None or model in each.held:
             return []
         most = self._answer_line.most_running(each.batch)
-        num_left = room.num_for(each.batch.tenant, most, each.num_running(model))
+        num_left = quota.num_for(each.batch.tenant, most, each.num_running(model))
         found: list[int] = []
         for number in islice(each.left.get(model, ()), max(0, min(num_left, each.num_fitting))):
             num_left -= each.index.num_answers[number]

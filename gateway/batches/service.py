@@ -1,4 +1,4 @@
-"""The batches of one gateway: the store as its calls use it, the runner in the background, and the room for lines.
+"""The batches of one gateway: the store as its calls use it, the runner in the background, and the quota of lines.
 
 Two connections to the database: one of a thread that serves the calls one after the other, one of the runner.
 """
@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
+from disagg.gateway.batches.batch_quota import BatchQuota, bounds_for, quota_of
 from disagg.gateway.batches.leases import is_alive, owner_of
 from disagg.gateway.batches.lines import NO_MODEL
-from disagg.gateway.batches.room import Room, bounds_for, room_in
 from disagg.gateway.batches.runner import AnswerLine, BatchRunner
 from disagg.gateway.batches.store import BatchStore
 from disagg.gateway.config import BatchOptions
@@ -95,7 +95,9 @@ class BatchService:
     def start(self, answer_line: AnswerLine, kept: Callable[[str, CallUse], None]) -> None:
         """Run batches from now on, first those that a former process of this gateway left. `kept`: see
         `BatchRunner`."""
-        runner = BatchRunner(self._runners_store, self._owner, self.models, answer_line, self.room, time.time, kept)
+        runner = BatchRunner(
+            self._runners_store, self._owner, self.models, answer_line, self.batch_quota, time.time, kept
+        )
         running = asyncio.create_task(self._run(runner), name="batches")
         self._tasks = [running, asyncio.create_task(self._expire(), name="batch-files")]
 
@@ -104,7 +106,7 @@ class BatchService:
         self._names += [name for name in self._views if name not in self._names]
         return self._names
 
-    def room(self, model: int, num_running: int, num_all: int) -> Room:
+    def batch_quota(self, model: int, num_running: int, num_all: int) -> BatchQuota:
         """The number of answers that may start at the model with this position in `models`, or for `lines.NO_MODEL`.
 
         Args:
@@ -115,8 +117,8 @@ class BatchService:
         most = self.options.max_running - num_all
         view = None if model == NO_MODEL else self._views.get(self._names[model])
         if view is None:
-            return Room(max(0, most), max(0, most))
-        return room_in(
+            return BatchQuota(max(0, most), max(0, most))
+        return quota_of(
             view(),
             num_running,
             self.options.reserved_share,

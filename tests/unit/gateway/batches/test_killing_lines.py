@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from disagg.gateway.batches.batch_quota import BatchQuota
 from disagg.gateway.batches.begun_lines import MAX_ENDS
 from disagg.gateway.batches.lines import Line
-from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.runner import BatchRunner, Later, LineResult
 from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import Tries
@@ -65,7 +65,14 @@ class Lives:
         """One gateway, to its end; whether it ran all batches."""
         store = BatchStore(self.folder, StoreLimits())
         runner = BatchRunner(
-            store, f"g{number}", lambda: ("m",), self, lambda *_: Room(4, 4), lambda: self.now, lambda *_: None, 0.01
+            store,
+            f"g{number}",
+            lambda: ("m",),
+            self,
+            lambda *_: BatchQuota(4, 4),
+            lambda: self.now,
+            lambda *_: None,
+            0.01,
         )
         self.running.clear()
         self.ended.clear()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from disagg.gateway.batches.batch_quota import BatchQuota
 from disagg.gateway.batches.leases import TakeOver, is_alive, owner_of
 from disagg.gateway.batches.lines import Line
-from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.runner import BatchRunner, LineResult
 from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import Tries
@@ -103,7 +103,7 @@ class Bench:
             "me",
             lambda: ("m",),
             self,
-            lambda *_: Room(4, 4),
+            lambda *_: BatchQuota(4, 4),
             self.wall_s,
             lambda *_: None,
             0.01,

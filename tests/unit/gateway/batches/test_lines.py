@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.gateway.batches.lines import NO_MODEL, Index, InputError, index, shape_of
+from disagg.gateway.batches.lines import NO_MODEL, Index, InputError, demand_of, index
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ from disagg.gateway.batches.lines import NO_MODEL, Index, InputError, index, sha
     ],
 )
 def test_where_a_line_runs_and_how_many_answers_it_has(body: Any, model: str, num_answers: int) -> None:
-    assert shape_of(msgspec.Raw(msgspec.json.encode(body)))[:2] == (model, num_answers)
+    assert demand_of(msgspec.Raw(msgspec.json.encode(body)))[:2] == (model, num_answers)
 
 
 def test_white_space_and_bytes_that_are_no_text() -> None:
-    assert shape_of(msgspec.Raw(b'{ "prompt" : [ \n "a" , "b" ] , "n" : 2 }'))[:2] == ("", 4)
-    assert shape_of(msgspec.Raw(b'{"model":"\xff","n":2}'))[:2] == ("", 1)
+    assert demand_of(msgspec.Raw(b'{ "prompt" : [ \n "a" , "b" ] , "n" : 2 }'))[:2] == ("", 4)
+    assert demand_of(msgspec.Raw(b'{"model":"\xff","n":2}'))[:2] == ("", 1)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_white_space_and_bytes_that_are_no_text() -> None:
     ],
 )
 def test_how_large_answers_are_expected_to_be(body: Any, num_tokens: int) -> None:
-    assert shape_of(msgspec.Raw(msgspec.json.encode(body))).expected_bytes == 640 + 6 * num_tokens
+    assert demand_of(msgspec.Raw(msgspec.json.encode(body))).expected_bytes == 640 + 6 * num_tokens
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

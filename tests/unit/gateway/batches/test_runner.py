@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from disagg.gateway.batches import lines
+from disagg.gateway.batches.batch_quota import BatchQuota, num_admissible
 from disagg.gateway.batches.lines import Line
-from disagg.gateway.batches.room import Room, num_admissible
 from disagg.gateway.batches.runner import MAX_OPEN, NO_ROOM, BatchRunner, Later, LineResult
 from disagg.gateway.batches.store import Batch, BatchStore, File
 from disagg.gateway.batches.tries import KeptTries, Tries
@@ -54,7 +54,7 @@ class _Bench:
         self.waiting: tuple[str, ...] = ()
         self.together: set[frozenset[str]] = set()
         """As each line ran: the tasks of all lines that had begun and not ended."""
-        self.rooms: dict[int, int] = {}
+        self.quotas: dict[int, int] = {}
         """Answers that may run at the model of that position until the line `last` has run, where it is not `most`."""
         self.last = ""
         self.answer_bytes = 0
@@ -89,7 +89,7 @@ class _Bench:
     def runner(self, owner: str) -> BatchRunner:
         store = BatchStore(self.folder, self.limits)
         return BatchRunner(
-            store, owner, lambda: MODELS, self, self._room, self._clock, self._kept, self.turn_s, self._sleep
+            store, owner, lambda: MODELS, self, self._quota, self._clock, self._kept, self.turn_s, self._sleep
         )
 
     async def _sleep(self, seconds: float) -> None:
@@ -99,9 +99,9 @@ class _Bench:
     def most_running(self, batch: Batch) -> int | None:
         return self.limited.get(batch.tenant)
 
-    def _room(self, model: int, num_running: int, num_all: int) -> Room:
-        most = self.rooms.get(model, self.most)
-        return Room(num_admissible(9, 0, 0, num_running, most), 9, dict.fromkeys(self.waiting, (1, 0)))
+    def _quota(self, model: int, num_running: int, num_all: int) -> BatchQuota:
+        most = self.quotas.get(model, self.most)
+        return BatchQuota(num_admissible(9, 0, 0, num_running, most), 9, dict.fromkeys(self.waiting, (1, 0)))
 
     def _clock(self) -> float:
         self.now += self.pace_s
@@ -130,7 +130,7 @@ class _Bench:
         self.together.add(frozenset(name for name in tasks if name.startswith("batch-")))
         self.waiting = ()
         if line.custom_id == self.last:
-            self.rooms = {}
+            self.quotas = {}
         status = 400 if line.custom_id == "bad" else 200
         text = line.custom_id.encode().ljust(self.answer_bytes, b".")
         return LineResult(status, b'{"text":"' + text + b'"}', CallUse(line.custom_id))
@@ -377,7 +377,7 @@ async def test_a_model_without_room_holds_up_no_line_of_another(tmp_path: Path) 
     """Lines for a model that is not served end at once."""
     names = [("a", "m"), ("b", "m"), ("c", "other"), ("d", "none"), ("e", "other")]
     bench = _Bench(tmp_path, b"".join(_line(name, model=model) for name, model in names), most=9)
-    bench.rooms, bench.last = {0: 0, 1: 1}, "e"
+    bench.quotas, bench.last = {0: 0, 1: 1}, "e"
     assert await bench.runner("me").run()
     assert bench.ran.index("c") < bench.ran.index("e") < bench.ran.index("a")
     assert bench.names(bench.batch().output_file) == ["a", "b", "c", "d", "e"]

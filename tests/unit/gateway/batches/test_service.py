@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from disagg.gateway.batches.batch_quota import BatchQuota
 from disagg.gateway.batches.lines import NO_MODEL
-from disagg.gateway.batches.room import Room
 from disagg.gateway.batches.service import BatchService
 from disagg.gateway.batches.upload import FormWriter, receive_file
 from disagg.gateway.config import BatchOptions
@@ -37,16 +37,18 @@ def test_models_that_come_have_room_of_their_own_and_lines_for_those_that_go_end
     views: dict[str, Callable[[], ClusterView]] = {"b": lambda: _view(20), "a": lambda: _view(30)}
     service = _service(tmp_path, views, max_running=100)
     assert service.models() == ["b", "a"]
-    assert [service.room(model, 0, 90).num_answers for model in (0, 1, NO_MODEL)] == [10, 10, 10]
+    assert [service.batch_quota(model, 0, 90).num_answers for model in (0, 1, NO_MODEL)] == [10, 10, 10]
     del views["b"]
     views["new"] = lambda: _view(40)
     assert service.models() == ["b", "a", "new"]
-    assert service.room(0, 3, 5) == Room(95, 95)  # ends at once, with the error of a model that is not served
-    assert [service.room(model, 0, 0).num_answers for model in (1, 2)] == [27, 36]
+    assert service.batch_quota(0, 3, 5) == BatchQuota(
+        95, 95
+    )  # ends at once, with the error of a model that is not served
+    assert [service.batch_quota(model, 0, 0).num_answers for model in (1, 2)] == [27, 36]
     views["b"] = lambda: _view(10)
     assert service.models() == ["b", "a", "new"]
-    assert service.room(0, 0, 0).num_answers == 9
-    assert service.room(NO_MODEL, 0, 101) == Room(0, 0)
+    assert service.batch_quota(0, 0, 0).num_answers == 9
+    assert service.batch_quota(NO_MODEL, 0, 101) == BatchQuota(0, 0)
     service.close()
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.gateway.batches.room import Room, StepBounds, bounds_for, lines_to_start, num_admissible, room_in
+from disagg.gateway.batches.batch_quota import (
+    BatchQuota,
+    StepBounds,
+    bounds_for,
+    lines_to_start,
+    num_admissible,
+    quota_of,
+)
 from disagg.proto.messages import Load, StepCoefficients
 from disagg.router.api import BackgroundView, ClusterView, WorkerView
 from tests.support.router import worker_info
@@ -32,10 +39,10 @@ def test_lines_start_only_in_room_that_nobody_waits_for() -> None:
 
 def test_lines_that_wait_hold_up_their_tenant_only() -> None:
     tenants = {"a": (3, 1), "b": (0, 4)}
-    assert room_in(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == Room(
+    assert quota_of(_view(num_queued=3, background=BackgroundView(3), tenants=tenants), 4, 0.1, 1000) == BatchQuota(
         90, 90, tenants
     )
-    assert room_in(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == Room(
+    assert quota_of(_view(num_queued=3, background=BackgroundView(2), tenants=tenants), 4, 0.1, 1000) == BatchQuota(
         0, 0, tenants
     )
 
@@ -43,9 +50,9 @@ def test_lines_that_wait_hold_up_their_tenant_only() -> None:
 def test_lines_that_wait_for_a_limit_of_their_tenant_hold_no_place() -> None:
     """Of eight places, seven answers wait; others have these places, and one prompt at a time where those are few."""
     view = _view(num_running=1, num_queued=7, background=BackgroundView(7), tenants={"a": (7, 1)})
-    assert room_in(view, 8, 0.1, 8).num_answers == 7
+    assert quota_of(view, 8, 0.1, 8).num_answers == 7
     bounds = StepBounds(prefill_ms=100.0)
-    assert room_in(view, 8, 0.1, 8, bounds=bounds).num_prompts == 1
+    assert quota_of(view, 8, 0.1, 8, bounds=bounds).num_prompts == 1
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_lines_that_wait_for_a_limit_of_their_tenant_hold_no_place() -> None:
 def test_how_many_answers_of_a_tenant_may_start(
     tenants: dict[str, tuple[int, int]], most_running: int | None, num_lines: int, expected: int
 ) -> None:
-    assert Room(9, 9, tenants).num_for("a", most_running, num_lines) == expected
+    assert BatchQuota(9, 9, tenants).num_for("a", most_running, num_lines) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,27 +89,27 @@ def test_lines_start_as_far_as_steps_stay_short(
     num_running: int, blocks: int, max_step_ms: float | None, expected: int
 ) -> None:
     bounds = StepBounds(decode_ms=max_step_ms)
-    assert room_in(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_answers == expected
+    assert quota_of(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_answers == expected
 
 
 @pytest.mark.parametrize(
     ("background", "prefill_ms", "expected"),
     [
-        (BackgroundView(), None, Room(90, 90)),
-        (BackgroundView(), 500.0, Room(90, 4, is_paced=True)),  # prompts of 256 tokens take 102.4 ms
-        (BackgroundView(0, 2, 200), 100.0, Room(90, 0, is_paced=True)),  # 40 ms each
-        (BackgroundView(1, 2, 30), 20.0, Room(90, 2, is_paced=True)),  # 4 ms each
-        (BackgroundView(0, 1, 9999), 50.0, Room(90, 0, is_paced=True)),
-        (BackgroundView(), 1.0, Room(90, 1, is_paced=True)),
+        (BackgroundView(), None, BatchQuota(90, 90)),
+        (BackgroundView(), 500.0, BatchQuota(90, 4, is_paced=True)),  # prompts of 256 tokens take 102.4 ms
+        (BackgroundView(0, 2, 200), 100.0, BatchQuota(90, 0, is_paced=True)),  # 40 ms each
+        (BackgroundView(1, 2, 30), 20.0, BatchQuota(90, 2, is_paced=True)),  # 4 ms each
+        (BackgroundView(0, 1, 9999), 50.0, BatchQuota(90, 0, is_paced=True)),
+        (BackgroundView(), 1.0, BatchQuota(90, 1, is_paced=True)),
     ],
 )
 def test_prompts_of_lines_take_little_time_of_those_that_compute_prompts(
-    background: BackgroundView, prefill_ms: float | None, expected: Room
+    background: BackgroundView, prefill_ms: float | None, expected: BatchQuota
 ) -> None:
     view = _view(background=background, num_queued=background.num_queued)
     prefill = WorkerView(worker_info("p0"), Load(), steps=TIMES)
     view = dataclasses.replace(view, workers=(*view.workers, prefill))
-    assert room_in(view, 0, 0.1, 1000, bounds=StepBounds(prefill_ms=prefill_ms)) == expected
+    assert quota_of(view, 0, 0.1, 1000, bounds=StepBounds(prefill_ms=prefill_ms)) == expected
 
 
 def test_bounds_follow_from_the_targets() -> None:
@@ -114,12 +121,12 @@ def test_bounds_follow_from_the_targets() -> None:
 def test_without_a_worker_one_line_may_make_one_start() -> None:
     none = ClusterView((), 0, 0)
     assert [
-        room_in(none, lines, 0.1, 9, wakes_workers=wakes).num_answers for lines, wakes in ((0, False), (0, True))
+        quota_of(none, lines, 0.1, 9, wakes_workers=wakes).num_answers for lines, wakes in ((0, False), (0, True))
     ] == [
         0,
         1,
     ]
-    assert room_in(none, 1, 0.1, 9, wakes_workers=True).num_answers == 0
+    assert quota_of(none, 1, 0.1, 9, wakes_workers=True).num_answers == 0
 
 
 @pytest.mark.parametrize(
@@ -141,9 +148,9 @@ def test_without_a_worker_one_line_may_make_one_start() -> None:
 def test_the_next_line_is_of_the_batch_with_the_fewest_answers(
     num_answers: int, running: list[int], waiting: list[list[int]], expected: list[int]
 ) -> None:
-    assert lines_to_start(Room(num_answers, 99), running, waiting) == expected
+    assert lines_to_start(BatchQuota(num_answers, 99), running, waiting) == expected
 
 
 def test_answers_to_a_line_are_one_prompt() -> None:
-    assert lines_to_start(Room(90, 2), [0], [[16] * 9]) == [2]
-    assert lines_to_start(Room(90, 0), [0], [[16] * 9]) == [0]
+    assert lines_to_start(BatchQuota(90, 2), [0], [[16] * 9]) == [2]
+    assert lines_to_start(BatchQuota(90, 0), [0], [[16] * 9]) == [0]

@@ -21,7 +21,7 @@ _GUESSED_TOKENS: Final = 256.0
 NO_TENANTS: Final[Mapping[str, tuple[int, int]]] = {}
 
 
-class Room(NamedTuple):
+class BatchQuota(NamedTuple):
     """The number of answers and lines that may start now at one model."""
 
     num_answers: int
@@ -83,7 +83,7 @@ def num_admissible(num_free: int, num_waiting: int, reserve: int, num_running: i
     return max(0, min(num_free - reserve, most - num_running))
 
 
-def room_in(
+def quota_of(
     view: ClusterView,
     num_running: int,
     reserved_share: float,
@@ -91,8 +91,8 @@ def room_in(
     *,
     wakes_workers: bool = False,
     bounds: StepBounds = NO_BOUNDS,
-) -> Room:
-    """The room at one model. Without a decode worker it is one line, if a request makes a worker start.
+) -> BatchQuota:
+    """The quota at one model. Without a decode worker it is one line, if a request makes a worker start.
 
     Args:
         view: the model's workers and requests now. What this router has placed may be missing in a worker's report,
@@ -105,7 +105,7 @@ def room_in(
     """
     workers = [worker for worker in view.workers if "decode" in worker.info.roles and worker.takes_requests]
     if not workers:
-        return Room(int(wakes_workers and not num_running), 1, view.tenants)
+        return BatchQuota(int(wakes_workers and not num_running), 1, view.tenants)
     places = sum(worker.info.max_num_seqs for worker in workers)
     reported = sum(_num_sequences(worker) for worker in workers)
     num_used = max(reported, view.num_running)
@@ -117,23 +117,23 @@ def room_in(
         fitting = sum(_places_by_step(worker, bounds.decode_ms) for worker in workers)
         most_now = max(0, min(most_now, fitting - num_used))
     if bounds.prefill_ms is None or not most_now:
-        return Room(most_now, most_now, view.tenants)
+        return BatchQuota(most_now, most_now, view.tenants)
     by_prompts = _num_by_prompts(view, bounds.prefill_ms)
-    return Room(most_now, by_prompts, view.tenants, is_paced=by_prompts < most_now)
+    return BatchQuota(most_now, by_prompts, view.tenants, is_paced=by_prompts < most_now)
 
 
-def lines_to_start(room: Room, running: Sequence[int], waiting: Sequence[Sequence[int]]) -> list[int]:
+def lines_to_start(quota: BatchQuota, running: Sequence[int], waiting: Sequence[Sequence[int]]) -> list[int]:
     """The number of its next lines that each batch may start. The next line belongs to the batch with the fewest
-    running answers. If the room is too small for all answers to that line, no line starts until others have ended. If
+    running answers. If the quota is too small for all answers to that line, no line starts until others have ended. If
     nothing else runs, the line starts anyway.
 
     Args:
-        room: see there.
-        running: answers of each batch that run in this room.
+        quota: see there.
+        running: answers of each batch that run at this model.
         waiting: of each batch, how many answers each of its next lines has.
     """
     counts, busy = [0] * len(running), list(running)
-    num_answers, num_prompts = room.num_answers, room.num_prompts
+    num_answers, num_prompts = quota.num_answers, quota.num_prompts
     while num_answers > 0 and num_prompts > 0:
         able = [i for i in range(len(counts)) if counts[i] < len(waiting[i])]
         if not able:
