@@ -30,10 +30,10 @@ from disagg.gateway.batches.line_answers import LineAnswers
 from disagg.gateway.batches.service import BatchService
 from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.config import GatewayConfig, GatewayOptions, serves_page
+from disagg.gateway.event_loop.fair_order import FairOrder
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.offload import Offload
-from disagg.gateway.event_loop.offload_turns import OffloadTurns
-from disagg.gateway.event_loop.turns import Turns
+from disagg.gateway.event_loop.turns import LoopTurns
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
@@ -42,7 +42,7 @@ from disagg.gateway.http.server import HttpServer
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models.pair_probe import PairProbes
+from disagg.gateway.models.pair_check import PairCheckers
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.information import Information
@@ -140,7 +140,7 @@ class GatewayServer:
         self._http_port: int | None = None
         self._calls = RunningCalls()
         undecoded_bytes = config.max_undecoded_bytes
-        self._decode_turns = Turns(OffloadTurns(undecoded_bytes, undecoded_bytes // 2, what="messages"))
+        self._decode_turns = LoopTurns(FairOrder(undecoded_bytes, undecoded_bytes // 2, what="messages"))
         largest_bytes = config.max_message_bytes(self._longest_context)
         self._unfinished = UnfinishedBodies(BodyBudget(max(config.max_unfinished_bytes, largest_bytes)))
         watches = config.max_keyless_watches
@@ -385,7 +385,7 @@ class GatewayServer:
         self._admin = AdminService(
             self._all,
             self._control,
-            PairProbes(self.served.probes),
+            PairCheckers(self.served.pair_checkers),
             self._security.rights,
             audit=self._audit,
             start_phases=self._start_phases,

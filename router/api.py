@@ -452,7 +452,7 @@ class Router(RouterViews, Protocol):
         `prepaid_tokens`, and answers that were not submitted."""
         ...
 
-    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+    def remaining_quota(self, tenant: str, limits: TenantLimits) -> Quota:
         """What is left now to a tenant whose calls bring `limits`."""
         ...
 

@@ -239,9 +239,9 @@ class Generator:
             return work()
         return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
 
-    def quota(self, caller: Caller) -> Quota:
+    def remaining_quota(self, caller: Caller) -> Quota:
         """What is left now to the tenant."""
-        return Quota() if caller.limits is NO_LIMITS else self._router.quota(caller.tenant, caller.limits)
+        return Quota() if caller.limits is NO_LIMITS else self._router.remaining_quota(caller.tenant, caller.limits)
 
     async def _route(self, prompt: AdmittedPrompt) -> RoutedRequest:
         """Tokenize, check the context, hash: the first answer's request."""

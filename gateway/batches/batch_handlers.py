@@ -16,7 +16,7 @@ from disagg.gateway.batches.service import BatchService
 from disagg.gateway.batches.store import Batch
 from disagg.gateway.http.exchange import BodyLimits, Exchange
 from disagg.gateway.openai.schema import decoded
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.proto.errors import InvalidRequestError
 
 _WINDOW: Final = "24h"
@@ -133,6 +133,6 @@ def shown(batch: Batch) -> dict[str, Any]:
     }
 
 
-def _as_it_is(body: BatchBody) -> Pieces[BatchBody]:
+def _as_it_is(body: BatchBody) -> Cooperative[BatchBody]:
     yield from ()
     return body

@@ -18,7 +18,7 @@ from typing import Protocol
 from disagg.gateway.answers.generator import Delta, Finish, Generator
 from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.metrics.registry import Protocol as ProtocolName
 from disagg.gateway.models.models import Models
@@ -26,7 +26,7 @@ from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.admitted import AdmittedPrompt
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.charge import Charge, least_tokens
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import NO_TARGETS, Call, GenerationInput, Targets
 from disagg.gateway.requests.validate import CheckedRequest, check_deadline, check_other_prompt, check_request
 from disagg.gateway.usage.recorder import UsageRecorder
@@ -156,7 +156,7 @@ class CallScope:
         """
         generator, times = self.generator, times or Times(targets=self._call.targets)
         all_names = tuple(names) or (None,) * len(inputs)
-        checked = await in_pieces(_check(generator, inputs, all_names))
+        checked = await run_cooperatively(_check(generator, inputs, all_names))
         call = self._call = replace(
             self._call,
             deadline=times.deadline,
@@ -273,7 +273,7 @@ class Calls:
 
 def _check(
     generator: Generator, inputs: Sequence[GenerationInput], names: Sequence[FieldNames | None]
-) -> Pieces[list[CheckedRequest]]:
+) -> Cooperative[list[CheckedRequest]]:
     """Check all prompts, which share everything but themselves. Yields between pieces of work."""
     checked: list[CheckedRequest] = []
     for given, its_names in zip(inputs, names, strict=True):

@@ -1,4 +1,4 @@
-"""Work that is too long for the event loop runs on a few threads, in the order of `offload_turns`.
+"""Work that is too long for the event loop runs on a few threads, in the order of `fair_order`.
 
     run ──small──> done at once on the event loop
      └───large──> waits for its tenant's turn ──> a thread ──> result
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from disagg.gateway.event_loop.offload_turns import OffloadTurns, Work
+from disagg.gateway.event_loop.fair_order import FairOrder, Work
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import DeadlineError
 
@@ -44,7 +44,7 @@ class Offload:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._inline_bytes = inline_bytes
-        self._turns = OffloadTurns(max_bytes, max_tenant_bytes, max(1, num_threads - 1), what)
+        self._order = FairOrder(max_bytes, max_tenant_bytes, max(1, num_threads - 1), what)
         self._clock = process_clock().now if clock is None else clock
         self._num_idle = num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
@@ -59,7 +59,7 @@ class Offload:
     @property
     def num_bytes(self) -> int:
         """Bytes of the inputs that wait or are worked on."""
-        return self._turns.num_bytes
+        return self._order.num_bytes
 
     def is_inline(self, num_bytes: int) -> bool:
         """Whether work with an input of this size runs on the event loop."""
@@ -88,27 +88,27 @@ class Offload:
         if self.is_inline(num_bytes):
             return work()
         entry = Work(tenant, num_bytes, deadline)
-        self._turns.offer(entry)
+        self._order.offer(entry)
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting[entry] = (work, result)
         self._start_next()
         try:
             return await result
         finally:
-            if self._turns.cancel(entry):  # the caller left before its turn
+            if self._order.cancel(entry):  # the caller left before its turn
                 del self._waiting[entry]
 
     def close(self) -> None:
         """Cancel waiting work and wait for running work. Call it when no more work comes. Idempotent."""
         for entry, (_, result) in self._waiting.items():
-            self._turns.cancel(entry)
+            self._order.cancel(entry)
             result.cancel()
         self._waiting.clear()
         self._executor.shutdown()
 
     def _start_next(self) -> None:
         while self._num_idle:
-            entry, late = self._turns.take(self._clock())
+            entry, late = self._order.take(self._clock())
             for dropped in late:
                 _, result = self._waiting.pop(dropped)
                 if not result.done():
@@ -134,7 +134,7 @@ class Offload:
     def _ended(self, entry: Work, value: Any, error: BaseException | None) -> None:
         result = self._running.pop(entry)
         self._num_idle += 1
-        self._turns.finished(entry)
+        self._order.finished(entry)
         if not result.done():
             if error is None:
                 result.set_result(value)

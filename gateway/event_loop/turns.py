@@ -3,7 +3,7 @@ the rest).
 
     async with turns.of(tenant, num_bytes): ...        one large message at a time, tenant by tenant, and of a tenant
                                                        16 MB/s at most; what waits is bounded
-    await in_pieces(generator)                         other tasks run between two pieces, for three times the time
+    await run_cooperatively(generator)                 other tasks run between two pieces, for three times the time
                                                        of a piece
 
 A token passes through several turns of the loop on its way to a client. Long work whose pieces followed each other
@@ -21,17 +21,17 @@ from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.offload_turns import OffloadTurns, Work
+from disagg.gateway.event_loop.fair_order import FairOrder, Work
 
 
-class Turns:
+class LoopTurns:
     """The order in which large messages are worked on. Used on one event loop.
 
     Args:
         order: the order of waiting work; empty.
     """
 
-    def __init__(self, order: OffloadTurns) -> None:
+    def __init__(self, order: FairOrder) -> None:
         self._order = order
         self._waiting: dict[Work, asyncio.Future[None]] = {}
         self._is_taken = False
@@ -101,7 +101,7 @@ _rest_until: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, float]] = We
 """End of the rests of all pieces of a tenant so far, by tenant."""
 
 
-async def in_pieces(work: Generator[None, None, T]) -> T:
+async def run_cooperatively(work: Generator[None, None, T]) -> T:
     """Run `work` with rests between its pieces and return its result. Each piece, up to a `yield`, should take a
     millisecond at most. Three quarters of the loop's time are left to other tenants, however many messages a tenant
     sends at a time."""

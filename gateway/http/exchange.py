@@ -22,11 +22,11 @@ from starlette.datastructures import Headers as RequestHeaders
 from disagg.connections.addresses import join_address
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.auth.tls import name_in
-from disagg.gateway.event_loop.turns import Turns, in_pieces
+from disagg.gateway.event_loop.turns import LoopTurns, run_cooperatively
 from disagg.gateway.http.errors import Headers, SlowBodyError, error_event, error_json
 from disagg.gateway.http.sites import check_content_type
 from disagg.gateway.http.unfinished import UnfinishedBodies
-from disagg.gateway.requests.part_counts import SMALL_BYTES, Pieces, count_json
+from disagg.gateway.requests.part_counts import SMALL_BYTES, Cooperative, count_json
 from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError, UnavailableError
 
 Scope = MutableMapping[str, Any]
@@ -257,12 +257,12 @@ class BodyLimits:
     """Seconds from the end of the head to the end of the body."""
     max_values: int
     """Maximum number of values of a body, in all its lists and objects together."""
-    turns: Turns
+    turns: LoopTurns
     """The order in which large bodies are decoded."""
     unfinished: UnfinishedBodies
     """Incomplete bodies of all connections."""
 
-    async def read(self, exchange: Exchange, decode: Callable[[bytes], Pieces[T]]) -> T:
+    async def read(self, exchange: Exchange, decode: Callable[[bytes], Cooperative[T]]) -> T:
         """Read the body of `exchange` and decode it with `decode`. A large body waits for its turn, and is counted and
         decoded in pieces, so that many that arrive together are not decoded in one turn of the event loop.
 
@@ -275,10 +275,10 @@ class BodyLimits:
         check_content_type(exchange.headers.get("content-type"))
         return await self.decode(await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished), decode)
 
-    async def decode(self, body: bytes, decode: Callable[[bytes], Pieces[T]]) -> T:
+    async def decode(self, body: bytes, decode: Callable[[bytes], Cooperative[T]]) -> T:
         """Decode a complete body as `read` does, with the same errors."""
         if len(body) <= SMALL_BYTES:
-            return await in_pieces(decode(body))
+            return await run_cooperatively(decode(body))
         async with self.turns.of(CALLER.get().tenant, len(body)):
-            await in_pieces(count_json(body, self.max_values))
-            return await in_pieces(decode(body))
+            await run_cooperatively(count_json(body, self.max_values))
+            return await run_cooperatively(decode(body))

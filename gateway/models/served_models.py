@@ -21,7 +21,7 @@ from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.models.all_routers import AllRouters
 from disagg.gateway.models.models import Models
-from disagg.gateway.models.pair_probe import PairProbe
+from disagg.gateway.models.pair_check import RouterPairChecker
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.clock.process_clock import process_clock
@@ -55,7 +55,7 @@ def _grammars_of(model: ServedModel, source: ModelSource) -> Grammars:
 
 
 class ServedModels:
-    """The tokenizers, generators, grammars and probes of the models. The caller starts and stops the routers.
+    """The tokenizers, generators, grammars and pair checkers of the models. The caller starts and stops the routers.
 
     Args:
         config: of the gateway; has the models at its start.
@@ -80,7 +80,7 @@ class ServedModels:
         self.all = AllRouters(self.routers)
         self.views: dict[str, Callable[[], ClusterView]] = {}
         """Views of the routers by model name, for metrics and for the room of batches; always the same dictionary."""
-        self.probes: dict[str, PairProbe] = {}
+        self.pair_checkers: dict[str, RouterPairChecker] = {}
         self.models = Models()
         """The models that requests may name."""
         self._observe()
@@ -143,14 +143,14 @@ class ServedModels:
     def remove(self, key: str) -> None:
         """Remove all state of a withdrawn model."""
         self._grammars.pop(key).close()
-        for of_models in (self._generators, self.sources, self.loaded, self.routers, self.probes):
+        for of_models in (self._generators, self.sources, self.loaded, self.routers, self.pair_checkers):
             of_models.pop(key)
         self._observe()
 
     def _serve(self, key: str) -> None:
         assert self._make is not None, "the gateway has not started"
         self._generators[key] = self._make(key)
-        self.probes[key] = PairProbe(
+        self.pair_checkers[key] = RouterPairChecker(
             self.routers[key],
             self.loaded[key].info.vocab_size,
             clock=process_clock().now,

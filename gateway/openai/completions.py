@@ -33,7 +33,7 @@ from disagg.gateway.openai.resume import BEGINNING, HEADER, Position, read_posit
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, decoded
 from disagg.gateway.openai.to_input import ParsedCall, read_chat, read_completion
 from disagg.gateway.openai.tool_choices import ToolChoices
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import GenerationInput, IdsPrompt, TextPrompt
 from disagg.gateway.requests.validate import check_millis, check_targets
 from disagg.gateway.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ P = TypeVar("P", bound=ParsedCall)
 class _Kind:
     """One of the two ways to generate."""
 
-    read: Callable[[bytes], Pieces[ParsedCall]]
+    read: Callable[[bytes], Cooperative[ParsedCall]]
     """Yields between pieces of work."""
     choices: Callable[[Tokenizer], Choices]
     id_prefix: str
@@ -95,7 +95,7 @@ class Completions:
         self,
         exchange: Exchange,
         request_id: RequestId,
-        read: Callable[[bytes], Pieces[P]],
+        read: Callable[[bytes], Cooperative[P]],
         write: Callable[[Exchange, CallScope, P, Events], Awaitable[None]],
     ) -> None:
         """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer. Raises
@@ -121,7 +121,7 @@ class Completions:
         self,
         body: bytes,
         origin: Origin,
-        read: Callable[[bytes], Pieces[P]],
+        read: Callable[[bytes], Cooperative[P]],
         whole: Callable[[CallScope, P, Events], Awaitable[bytes]],
     ) -> bytes:
         """As `line`, of an API whose bodies `read` reads and whose answers `whole` makes."""
@@ -167,7 +167,7 @@ class Completions:
         async with self._calls.open(origin) as scope:
             times = self._times(exchange)
             if (only := self.models.only) is not None:
-                exchange.late_headers = lambda: quota_headers(only.quota(caller))
+                exchange.late_headers = lambda: quota_headers(only.remaining_quota(caller))
             yield scope, times
 
     def _times(self, exchange: Exchange) -> Times:
@@ -178,10 +178,10 @@ class Completions:
             targets=check_targets(headers.items()),
         )
 
-    async def _read(self, exchange: Exchange, scope: CallScope, read: Callable[[bytes], Pieces[P]]) -> P:
+    async def _read(self, exchange: Exchange, scope: CallScope, read: Callable[[bytes], Cooperative[P]]) -> P:
         """As `_for_model`, of the body; from here on headers have what is left at that model."""
         parsed = _for_model(scope, await self.limits.read(exchange, read))
-        exchange.late_headers = lambda: quota_headers(scope.generator.quota(scope.call.caller))
+        exchange.late_headers = lambda: quota_headers(scope.generator.remaining_quota(scope.call.caller))
         return parsed
 
     async def _write(

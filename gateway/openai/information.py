@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.http.exchange import BodyLimits, Exchange
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.logprobs import token_text
@@ -17,7 +17,7 @@ from disagg.gateway.openai.schema import ABSENT, DetokenizeBody, TokenizeBody, d
 from disagg.gateway.openai.template_options import read_template_options
 from disagg.gateway.openai.to_input import FieldNames, read_turns
 from disagg.gateway.openai.tools import read_tools
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import BYTES_PER_ID, ChatPrompt
 from disagg.gateway.requests.validate import check_chat, check_text
 from disagg.gateway.requests.values import check_ids, check_length
@@ -71,11 +71,11 @@ class Information:
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": generator.model.info.max_model_len,
-            "tokens": msgspec.Raw(await in_pieces(_list_json(token_ids))),
+            "tokens": msgspec.Raw(await run_cooperatively(_list_json(token_ids))),
         }
         if body.return_token_strs:
             texts = await _token_texts(generator, token_ids)
-            answer["token_strs"] = msgspec.Raw(await in_pieces(_list_json(texts)))
+            answer["token_strs"] = msgspec.Raw(await run_cooperatively(_list_json(texts)))
         await exchange.respond_json(answer)
 
     async def detokenize(self, exchange: Exchange, request_id: RequestId) -> None:
@@ -103,7 +103,7 @@ async def _encode(generator: Generator, body: TokenizeBody) -> tuple[int, ...]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt", "one of prompt and messages must be set")
     if body.messages is not None:
-        turns = await in_pieces(read_turns(body.messages))
+        turns = await run_cooperatively(read_turns(body.messages))
         tools = read_tools(body.tools, ABSENT, None)
         options = read_template_options(body, turns)
         return await _encode_chat(generator, ChatPrompt(turns, tools.source if tools else "", options))
@@ -129,12 +129,12 @@ async def _encode_chat(generator: Generator, prompt: ChatPrompt) -> tuple[int, .
         raise _NAMES.rename(error) from None
 
 
-def _as_it_is(body: B) -> Pieces[B]:
+def _as_it_is(body: B) -> Cooperative[B]:
     yield from ()
     return body
 
 
-def _list_json(values: Sequence[int] | Sequence[str]) -> Pieces[bytes]:
+def _list_json(values: Sequence[int] | Sequence[str]) -> Cooperative[bytes]:
     """A list as JSON. Yields between pieces of work."""
     parts: list[bytes] = []
     for begin in range(0, len(values), _VALUES_A_PIECE):

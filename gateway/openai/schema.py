@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from disagg.gateway.requests.part_counts import SMALL_BYTES, Pieces
+from disagg.gateway.requests.part_counts import SMALL_BYTES, Cooperative
 from disagg.proto.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def decode(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequestError(_BODY, "is nested too deeply") from None
 
 
-def decoded(raw: bytes, decoder: msgspec.json.Decoder[T], read: Callable[[T], Pieces[R]]) -> Pieces[R]:
+def decoded(raw: bytes, decoder: msgspec.json.Decoder[T], read: Callable[[T], Cooperative[R]]) -> Cooperative[R]:
     """What `read` makes of the body in `raw`. Yields between pieces of work."""
     body = decode(raw, decoder)
     if len(raw) > SMALL_BYTES:

@@ -26,7 +26,7 @@ from disagg.gateway.openai.schema import (
 from disagg.gateway.openai.structured import read_structured
 from disagg.gateway.openai.template_options import read_template_options
 from disagg.gateway.openai.tools import LONG_ARGUMENTS, OfferedTools, has_extra, read_extra, read_tools
-from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Pieces
+from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.sampling import MAX_LOGIT_BIASES
 from disagg.gateway.requests.validate import MAX_ANSWERS as MAX_ANSWERS_EACH
@@ -135,7 +135,7 @@ class ParsedCall:
     shows_reasoning: bool = True
 
 
-def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
+def read_chat(body: ChatBody) -> Cooperative[ParsedCall]:
     """A conversation. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     _refuse_unsupported(body, _HARMLESS_IN_CHAT)
@@ -163,7 +163,7 @@ def read_chat(body: ChatBody) -> Pieces[ParsedCall]:
     return parsed
 
 
-def read_completion(body: CompletionBody) -> Pieces[ParsedCall]:
+def read_completion(body: CompletionBody) -> Cooperative[ParsedCall]:
     """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
     _refuse_unsupported(body, _HARMLESS)
     best_of = _read_best_of(body)
@@ -201,7 +201,7 @@ def _read_best_of(body: CompletionBody) -> int | None:
     return check_int(body.best_of, "best_of", 1, MAX_ANSWERS_EACH)
 
 
-def read_turns(messages: Sequence[Message]) -> Pieces[tuple[ChatTurn, ...]]:
+def read_turns(messages: Sequence[Message]) -> Cooperative[tuple[ChatTurn, ...]]:
     """The turns of a conversation; text parts are joined by line ends. Yields between pieces of work. Raises
     `InvalidRequestError`."""
     turns: list[ChatTurn] = []
@@ -232,7 +232,7 @@ def _read_role(message: Message, index: int) -> str:
     return _ROLES.get(message.role, message.role)
 
 
-def read_text(parts: str | Sequence[ContentPart] | None, kinds: Sequence[str], place: str) -> Pieces[str]:
+def read_text(parts: str | Sequence[ContentPart] | None, kinds: Sequence[str], place: str) -> Cooperative[str]:
     """The text of a content: parts are joined by line ends. Yields between pieces of work. Raises
     `InvalidRequestError` for a part that is none of `kinds`."""
     if isinstance(parts, str):

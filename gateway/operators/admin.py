@@ -18,7 +18,7 @@ from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.auth.rights import Rights, usage_of
 from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.models.pair_probe import Probe
+from disagg.gateway.models.pair_check import PairChecker
 from disagg.gateway.operators.admin_answers import (
     apply_answer,
     explanation,
@@ -28,7 +28,7 @@ from disagg.gateway.operators.admin_answers import (
     state_in,
     usage_answer,
 )
-from disagg.gateway.operators.decode_placement_log import MAX_CHARS, Shape, check, why
+from disagg.gateway.operators.decode_placement_log import MAX_CHARS, DecodePlacementLog, check, why
 from disagg.gateway.operators.state_feed import StateFeed
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
@@ -87,7 +87,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     Args:
         router: what is looked at: all of the gateway's.
         control: calls the controller.
-        probe: tries pairs of workers.
+        pair_checker: sends prompts through pairs of workers, for `disagg doctor`.
         rights: authorization; without it, as authenticated.
         audit: logs changes.
         clock: the router's clock.
@@ -104,7 +104,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self,
         router: RouterViews,
         control: Control = no_controller,
-        probe: Probe | None = None,
+        pair_checker: PairChecker | None = None,
         rights: Rights | None = None,
         *,
         audit: Audit,
@@ -122,13 +122,13 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._router = router
         self._models = models
         self._control = control
-        self._probe = probe
+        self._pair_checker = pair_checker
         self._rights = rights or Rights()
         self._audit = audit
         self._clock = clock = process_clock().now if clock is None else clock
         self._feed = StateFeed(self._known, router.view, clock, name, start_phases, model_names)
         self._wall_clock = wall_clock
-        self._shape = Shape(wall_clock())
+        self._decode_placement_log = DecodePlacementLog(wall_clock())
 
     @override
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
@@ -214,7 +214,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             if limit > MAX_LISTED:
                 raise InvalidRequestError("limit", f"at most {MAX_LISTED}, not {limit}")
             self._require_one_model()
-            self._shape.read_load(self._wall_clock())
+            self._decode_placement_log.read_load(self._wall_clock())
             response = placement_facts(self._router.view())
             response.now_s = self._clock()
             for number, trace in enumerate(self._router.recent(limit)):
@@ -235,14 +235,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
             check(request.comparison, before)
             now = self._wall_clock()
             if request.HasField("comparison"):
-                self._shape.note(request.comparison, now)
+                self._decode_placement_log.note(request.comparison, now)
             if after != before:
                 caller = self._rights.caller(context)
                 by = f"tenant {caller.tenant}" if caller.tenant else "a caller without a key"
                 reason = why(request.comparison) if request.HasField("comparison") else ""
                 async with self._change(context, f"set decodes {after}"):
                     self._router.set_decodes(after)
-                logger.info("%s", self._shape.changed(before, after, by, reason, now))
+                logger.info("%s", self._decode_placement_log.changed(before, after, by, reason, now))
             return pb.SetDecodesResponse()
 
     @override
@@ -258,7 +258,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 and (trace.ttft_slo_s is not None or trace.tpot_slo_s is not None)
                 for trace in latest
             )
-            return self._shape.answer(placement.policy, placement.decodes, num_targeted)
+            return self._decode_placement_log.answer(placement.policy, placement.decodes, num_targeted)
 
     @override
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
@@ -276,10 +276,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
     @override
     async def ProbePair(self, request: pb.ProbePairRequest, context: Context) -> pb.ProbePairResponse:
         async with abort_on_error(context), self._change(context, f"probe {request.prefill_worker}"):
-            if self._probe is None:
+            if self._pair_checker is None:
                 raise UnavailableError("this gateway has no probe", "no_probe")
             try:
-                result = await self._probe.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
+                result = await self._pair_checker.run(WorkerId(request.prefill_worker), WorkerId(request.decode_worker))
             except UnavailableError as error:
                 error.message = error.detail  # its caller is an operator
                 raise

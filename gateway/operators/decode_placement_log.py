@@ -22,7 +22,7 @@ MAX_CHARS = 200
 """Maximum characters of a text in a comparison."""
 
 
-class Shape:
+class DecodePlacementLog:
     """The changes of one gateway. Owner: its `AdminService`. Times are seconds since the epoch."""
 
     def __init__(self, started: float) -> None:

@@ -2,7 +2,7 @@
 
 A parser makes an object for each part, and holds the interpreter while it does: two million empty messages fit into
 four megabytes and cost seconds. Counting is linear, builds nothing, and stops at the limit. Both counters are
-generators that yield after about a millisecond of work, so that others can go on in between (`in_pieces`).
+generators that yield after about a millisecond of work, so that others can go on in between (`run_cooperatively`).
 
 Messages up to `SMALL_BYTES` need no counting: whatever they hold is parsed within a millisecond.
 """
@@ -51,7 +51,7 @@ _VARINT_TYPES: Final = (
 )
 
 T = TypeVar("T")
-Pieces = Generator[None, None, T]
+Cooperative = Generator[None, None, T]
 """Work that yields between its pieces."""
 
 
@@ -59,7 +59,7 @@ class _BrokenWireError(Exception):
     """The bytes are no protobuf, or have groups, which our messages do not have."""
 
 
-def count_fields(raw: bytes, kind: Descriptor, max_numbers: int) -> Pieces[None]:
+def count_fields(raw: bytes, kind: Descriptor, max_numbers: int) -> Cooperative[None]:
     """Raises `InvalidRequestError` if `raw`, a message of `kind`, has more than `MAX_FIELDS` fields, or groups, or a
     field of more than `max_numbers` packed numbers."""
     num_fields = 0
@@ -82,7 +82,7 @@ def count_fields(raw: bytes, kind: Descriptor, max_numbers: int) -> Pieces[None]
             raise InvalidRequestError("request", "is no protobuf message, or has groups") from None
 
 
-def _count_numbers(raw: bytes, start: int, stop: int, max_numbers: int) -> Pieces[None]:
+def _count_numbers(raw: bytes, start: int, stop: int, max_numbers: int) -> Cooperative[None]:
     """Raises `InvalidRequestError` if there are more than `max_numbers` varints in raw[start:stop]."""
     num_numbers = 0
     for begin in range(start, stop, _BYTES_A_PIECE):
@@ -92,13 +92,15 @@ def _count_numbers(raw: bytes, start: int, stop: int, max_numbers: int) -> Piece
         yield
 
 
-def find_broken_text(raw: bytes, kind: Descriptor) -> Pieces[str | None]:
+def find_broken_text(raw: bytes, kind: Descriptor) -> Cooperative[str | None]:
     """The path of the first string in `raw`, a message of `kind`, that is not UTF-8; None where there is none, or the
     message has more than `MAX_FIELDS` fields up to there."""
     return (yield from _find_broken_text(raw, 0, len(raw), kind, [0]))
 
 
-def _find_broken_text(raw: bytes, begin: int, end: int, kind: Descriptor, num_fields: list[int]) -> Pieces[str | None]:
+def _find_broken_text(
+    raw: bytes, begin: int, end: int, kind: Descriptor, num_fields: list[int]
+) -> Cooperative[str | None]:
     seen: dict[int, int] = {}
     try:
         for number, wire_type, start, stop in _fields(raw, begin, end):
@@ -201,7 +203,7 @@ _IN_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 """The rest of a string. Possessive (Python 3.11): no byte is read twice, whatever the string contains."""
 
 
-def count_json(raw: bytes, max_values: int) -> Pieces[None]:
+def count_json(raw: bytes, max_values: int) -> Cooperative[None]:
     """Raises `InvalidRequestError` if `raw`, a JSON text, has more than `MAX_JSON_PARTS` strings, lists and objects, or
     more than `max_values` values that a comma parts. Does not report invalid JSON: up to where it breaks off it is
     counted, and no parser gets further."""

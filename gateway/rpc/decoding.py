@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import Turns, in_pieces, rest_after
+from disagg.gateway.event_loop.turns import LoopTurns, rest_after, run_cooperatively
 from disagg.gateway.requests.part_counts import SMALL_BYTES, count_fields, find_broken_text
 from disagg.gateway.status import abort_on_error
 from disagg.proto.errors import InvalidRequestError
@@ -39,7 +39,7 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         max_numbers: in one list of a message.
     """
 
-    def __init__(self, turns: Turns, max_numbers: int) -> None:
+    def __init__(self, turns: LoopTurns, max_numbers: int) -> None:
         self._turns = turns
         self._max_numbers = max_numbers
 
@@ -70,7 +70,7 @@ class DecodeRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         return call
 
 
-async def decode(raw: bytes, kind: type[M], turns: Turns, max_numbers: int) -> M:
+async def decode(raw: bytes, kind: type[M], turns: LoopTurns, max_numbers: int) -> M:
     """The message of `kind` in `raw`. A large one waits for its turn, is counted in pieces, and then parsed in one: so
     many that arrive at once are not parsed in the same turn of the event loop.
 
@@ -81,7 +81,7 @@ async def decode(raw: bytes, kind: type[M], turns: Turns, max_numbers: int) -> M
     if len(raw) <= SMALL_BYTES:
         return await _parse(raw, kind)
     async with turns.of(CALLER.get().tenant, len(raw)):
-        await in_pieces(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR), max_numbers))
+        await run_cooperatively(count_fields(raw, cast(Descriptor, kind.DESCRIPTOR), max_numbers))
         began = time.monotonic()
         try:
             return await _parse(raw, kind)
@@ -94,7 +94,7 @@ async def _parse(raw: bytes, kind: type[M]) -> M:
     try:
         return kind.FromString(raw)
     except DecodeError:
-        field = await in_pieces(find_broken_text(raw, descriptor))
+        field = await run_cooperatively(find_broken_text(raw, descriptor))
         if field is None:
             raise InvalidRequestError("request", f"is no {descriptor.full_name} message") from None
         raise InvalidRequestError(field.removeprefix("request."), "is not UTF-8") from None

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from google.protobuf.message import Message
 
-from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Pieces
+from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
 from disagg.gateway.requests.structured import MAX_CHOICES, StructuredOutput
@@ -34,7 +34,7 @@ _SAMPLING = (
 )
 
 
-def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[GenerationInput]:
+def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Cooperative[GenerationInput]:
     """The input in `request`. Yields between pieces of work.
 
     Raises:
@@ -67,7 +67,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Genera
     )
 
 
-def read_turns(chat: pb.ChatMessages) -> Pieces[tuple[ChatTurn, ...]]:
+def read_turns(chat: pb.ChatMessages) -> Cooperative[tuple[ChatTurn, ...]]:
     """The turns of a conversation. Yields between pieces of work. Raises `InvalidRequestError` if they are too many."""
     check_num_turns(len(chat.messages))
     turns: list[ChatTurn] = []
@@ -78,7 +78,7 @@ def read_turns(chat: pb.ChatMessages) -> Pieces[tuple[ChatTurn, ...]]:
     return tuple(turns)
 
 
-def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Pieces[Prompt | None]:
+def _read_prompt(request: pb.GenerateRequest, model: ModelInfo) -> Cooperative[Prompt | None]:
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text)

@@ -16,7 +16,7 @@ from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.calls.call_scope import Calls, Origin, Times
 from disagg.gateway.event_loop.loop_watch import name_task
 from disagg.gateway.event_loop.stall import StalledError, StallWatch
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.requests.headers import HEADER as TRACE_METADATA
 from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
 from disagg.gateway.requests.request import GenerationInput, Prompt
@@ -121,7 +121,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             if kind == "text":
                 prompt = check_text(request.text, "text", limits)
             else:
-                prompt = check_chat(await in_pieces(read_turns(request.chat)), limits)
+                prompt = check_chat(await run_cooperatively(read_turns(request.chat)), limits)
             return pb.TokenizeResponse(token_ids=await generator.tokenize(prompt))
 
     @override
@@ -180,7 +180,7 @@ def _origin(begun: _Begun) -> Origin:
 
 
 async def _read(generator: Generator, request: pb.GenerateRequest) -> GenerationInput:
-    return await in_pieces(read_request(request, generator.limits.model))
+    return await run_cooperatively(read_request(request, generator.limits.model))
 
 
 def _firsts(context: Context, *keys: str) -> dict[str, str]:

@@ -48,14 +48,14 @@ def call_grammar(tool_format: ToolFormat, functions: Sequence[Function], single:
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         begin = _literal(f'{{"name": "{function.name}", ')
-        arguments = function.schema if function.strict else closed(function.schema)
+        arguments = function.schema if function.strict else close_schema(function.schema)
         schema = {**arguments, "type": "object", "x-guidance": {**_WHITE_SPACE, "lenient": not function.strict}}
         rules.append(f'call_{i}: {begin} key arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {msgspec.json.encode(schema).decode()}")
     return "\n".join(rules)
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
+def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The same schema for arguments with names that it has only, where it says nothing of others: a model without a
     choice would go on inventing some. Combined schemas are left as they are: closed, they might contradict each other.
     """

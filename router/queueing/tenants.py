@@ -190,7 +190,7 @@ class Tenants:
             problems.append("other tenants count as active than those with requests in flight")
         return problems
 
-    def quota(self, name: str, limits: TenantLimits, now: float) -> Quota:
+    def remaining_quota(self, name: str, limits: TenantLimits, now: float) -> Quota:
         """What is left to a tenant whose calls bring `limits`. Changes nothing."""
         tenant = self._tenants.get(name) or Tenant(name, self._stated.get(name, limits), now)
         return Quota(*(None if each is None else each.view(now) for each in (tenant.requests, tenant.tokens)))

@@ -206,9 +206,9 @@ class RouterCore:
         """Return charged tokens, and admitted answers that were not submitted, to the tenant."""
         self._tenants.refund(tenant, num_tokens, num_answers, now)
 
-    def quota(self, tenant: str, limits: TenantLimits, now: float) -> Quota:
+    def remaining_quota(self, tenant: str, limits: TenantLimits, now: float) -> Quota:
         """What is left to a tenant whose calls bring `limits`. Changes nothing."""
-        return self._tenants.quota(tenant, limits, now)
+        return self._tenants.remaining_quota(tenant, limits, now)
 
     def share_rates(self) -> None:
         """Record all charges from now on, for the routers of other models."""

@@ -254,8 +254,8 @@ class RouterServer(Router):
         self._pass_on()
 
     @override
-    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
-        return self._core.quota(tenant, limits, self._clock())
+    def remaining_quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        return self._core.remaining_quota(tenant, limits, self._clock())
 
     @override
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:

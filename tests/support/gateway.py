@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from disagg.gateway.answers.grammars.compiler import verdict_of
 from disagg.gateway.answers.grammars.grammars import Grammars
-from disagg.gateway.event_loop.offload_turns import OffloadTurns
-from disagg.gateway.event_loop.turns import Turns
+from disagg.gateway.event_loop.fair_order import FairOrder
+from disagg.gateway.event_loop.turns import LoopTurns
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
@@ -135,9 +135,9 @@ def grammars_here(model: ServedModel) -> Grammars:
     return Grammars(CompilerHere(model) if model.info.eos_token_ids else None, is_inline=True)
 
 
-def make_turns() -> Turns:
+def make_turns() -> LoopTurns:
     """With room for all that waits."""
-    return Turns(OffloadTurns(1 << 30, 1 << 30))
+    return LoopTurns(FairOrder(1 << 30, 1 << 30))
 
 
 class Wait:
@@ -217,7 +217,7 @@ class FakeRouter:
     def refund(self, tenant: str, num_tokens: int, num_answers: int) -> None:
         self.given_back.append((tenant, num_tokens, num_answers))
 
-    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
+    def remaining_quota(self, tenant: str, limits: TenantLimits) -> Quota:
         return self.left
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:

@@ -17,7 +17,7 @@ from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.messages.to_input import Conversation, read_conversation, read_messages
 from disagg.gateway.other_apis.shared.answers import PartReader, write_answer
 from disagg.gateway.other_apis.shared.bodies import sampling_of
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.validate import check_chat
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
@@ -57,6 +57,6 @@ class Messages:
         await write_answer(exchange, events, writer, parsed.stream, scope.finished)
 
 
-def _read_count(body: MessagesBody) -> Pieces[tuple[str, Conversation]]:
+def _read_count(body: MessagesBody) -> Cooperative[tuple[str, Conversation]]:
     model = sampling_of(body)["model"]
     return model, (yield from read_conversation(body))

@@ -14,7 +14,7 @@ from disagg.gateway.other_apis.responses.answer import ResponseWriter
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.gateway.other_apis.responses.to_input import ParsedResponse, read_response
 from disagg.gateway.other_apis.shared.answers import PartReader, whole_answer, write_answer
-from disagg.gateway.requests.part_counts import Pieces
+from disagg.gateway.requests.part_counts import Cooperative
 from disagg.proto.ids import RequestId
 
 RESPONSES: Final = "/v1/responses"
@@ -50,5 +50,5 @@ class Responses:
         return ResponseWriter(parsed, scope.call.request_id, int(self._completions.wall_clock()), reader)
 
 
-def _read(raw: bytes) -> Pieces[ParsedResponse]:
+def _read(raw: bytes) -> Cooperative[ParsedResponse]:
     return decoded(raw, _BODY, read_response)

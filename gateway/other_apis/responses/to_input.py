@@ -27,10 +27,10 @@ from disagg.gateway.other_apis.shared.bodies import (
     refuse_unsupported,
     sampling_of,
 )
+from disagg.gateway.other_apis.shared.chat_messages import Messages
 from disagg.gateway.other_apis.shared.names import OtherNames
 from disagg.gateway.other_apis.shared.offered import Choice, GivenTool, offer
-from disagg.gateway.other_apis.shared.turns import Turns
-from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Pieces
+from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.requests.validate import MAX_CHAT_MESSAGES
@@ -77,7 +77,7 @@ class ParsedResponse(ParsedCall):
     metadata: Mapping[str, str]
 
 
-def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
+def read_response(body: ResponsesBody) -> Cooperative[ParsedResponse]:
     """The call that a body describes. Yields between pieces of work. Raises `InvalidRequestError`."""
     sampling = sampling_of(body)
     refuse_unsupported(body, _HARMLESS)
@@ -112,8 +112,8 @@ def read_response(body: ResponsesBody) -> Pieces[ParsedResponse]:
     )
 
 
-def _read_turns(body: ResponsesBody) -> Pieces[tuple[ChatTurn, ...]]:
-    turns = Turns()
+def _read_turns(body: ResponsesBody) -> Cooperative[tuple[ChatTurn, ...]]:
+    turns = Messages()
     if body.instructions:
         turns.add_text("system", body.instructions)
     if body.input is None:
@@ -130,7 +130,7 @@ def _read_turns(body: ResponsesBody) -> Pieces[tuple[ChatTurn, ...]]:
     return (yield from turns.read())
 
 
-def _read_item(item: Item, place: str, turns: Turns, joins: bool) -> Pieces[None]:
+def _read_item(item: Item, place: str, turns: Messages, joins: bool) -> Cooperative[None]:
     kind = item.type or "message"
     if kind == "message":
         role = _ROLES.get(item.role or "")

@@ -44,8 +44,8 @@ class MeteredRouter(FakeRouter):
         return super().submit(request, arrival)
 
     @override
-    def quota(self, tenant: str, limits: TenantLimits) -> Quota:
-        return self.tenants.quota(tenant, limits, 0.0)
+    def remaining_quota(self, tenant: str, limits: TenantLimits) -> Quota:
+        return self.tenants.remaining_quota(tenant, limits, 0.0)
 
 
 def limits_in(response: httpx.Response) -> dict[str, str]:

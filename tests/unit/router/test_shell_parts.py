@@ -292,7 +292,7 @@ async def test_routers_of_one_gateway_share_limits_for_a_minute() -> None:
     limits = TenantLimits(requests_per_minute=4, tokens_per_minute=1000, is_sole=False)
 
     def left() -> list[tuple[int, ...]]:
-        quotas = [server.quota("t", limits) for server in servers.values()]
+        quotas = [server.remaining_quota("t", limits) for server in servers.values()]
         return [tuple(each.remaining for each in quota if each is not None) for quota in quotas]
 
     servers["a"].admit(CallDemand(tenant="t", limits=limits, num_answers=2, num_tokens=50))

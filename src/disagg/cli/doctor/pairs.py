@@ -1,10 +1,10 @@
 """The checks of `disagg doctor` of pairs of workers: whether KV moves on each, how fast, and which ones are slower.
 
-    each pair (P, D) ──> some probes ──> bytes against what the prompts have; the best rate ──> all pairs compared
+    each pair (P, D) ──> some pair checks ──> bytes against what the prompts have; the best rate ──> all pairs compared
 
-A probe moves the KV of a short random prompt. Its time is what a stream would wait for, as the gateway sees it, so it
-holds some messages too: so that of a small model the rate depends more on those than on the channel. The judging
-functions are pure.
+A pair check moves the KV of a short random prompt. Its time is what a stream would wait for, as the gateway sees it. It
+includes some messages, so for a small model the rate depends more on those than on the channel. The judging functions
+are pure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError, PermissionDeniedError
 from disagg.proto.ids import model_of
 
-NUM_PROBES = 3
-"""Number of probes of each pair: the first one finds sockets and memory cold."""
+NUM_CHECKS = 3
+"""Number of checks of each pair: the first one finds sockets and memory cold."""
 FAR_BELOW = 1 / 3
 """Fraction of the median rate of all pairs; a slower pair is reported."""
 
@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 
 def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
-    """Findings about each pair as it is probed; then about those that are slow."""
+    """Findings about each pair as it is checked; then about those that are slow."""
     pairs = pairs_of(state.workers)
     if not pairs:
         is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
@@ -38,15 +38,15 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
     rates: dict[Pair, float] = {}
     for prefill, decode in pairs:
         try:
-            probes = [client.probe(prefill, decode) for _ in range(NUM_PROBES)]
+            checks = [client.probe(prefill, decode) for _ in range(NUM_CHECKS)]
         except PermissionDeniedError:
             yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
             return
         except DisaggError as error:
             yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.detail}", "disagg status")
             continue
-        finding = pair_finding(prefill, decode, probes)
-        best = max(map(rate, probes))
+        finding = pair_finding(prefill, decode, checks)
+        best = max(map(rate, checks))
         if finding.level == "ok" and best > 0:
             rates[prefill, decode] = best
         yield finding
@@ -61,19 +61,19 @@ def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
     return [(prefill, decode) for prefill in prefills for decode in decodes if model_of(prefill) == model_of(decode)]
 
 
-def pair_finding(prefill: str, decode: str, probes: Sequence[Probe]) -> Finding:
-    """Finding about the bytes that a pair's probes moved: whether they are those of the whole prompts, and the best
+def pair_finding(prefill: str, decode: str, checks: Sequence[Probe]) -> Finding:
+    """Finding about the bytes that a pair's checks moved: whether they are those of the whole prompts, and the best
     rate."""
     name = f"{prefill} -> {decode}"
-    for probe in probes:
-        if probe.kv_bytes != probe.expected_bytes:
-            text = f"{name}: {probe.kv_bytes} bytes moved, the prompt has {probe.expected_bytes}"
+    for check in checks:
+        if check.kv_bytes != check.expected_bytes:
+            text = f"{name}: {check.kv_bytes} bytes moved, the prompt has {check.expected_bytes}"
             return Finding("FAIL", "KV", text, f"disagg drain {decode}")
-    best = max(probes, key=rate)
+    best = max(checks, key=rate)
     text = f"{name}: {format_bytes(best.kv_bytes)} by {best.transport} in {best.exposed_ms:.1f} ms"
     if best.exposed_ms > 0:
         text += f", {format_rate(rate(best))}"
-    return Finding("ok", "KV", f"{text} (best of {len(probes)})")
+    return Finding("ok", "KV", f"{text} (best of {len(checks)})")
 
 
 def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
@@ -94,9 +94,9 @@ def slow_findings(rates: Mapping[Pair, float]) -> list[Finding]:
     ]
 
 
-def rate(probe: Probe) -> float:
+def rate(check: Probe) -> float:
     """Rate in MB/s; 0 where the time was too short to measure."""
-    return probe.kv_bytes / probe.exposed_ms / 1e3 if probe.exposed_ms > 0 else 0.0
+    return check.kv_bytes / check.exposed_ms / 1e3 if check.exposed_ms > 0 else 0.0
 
 
 def format_rate(mb_s: float) -> str:

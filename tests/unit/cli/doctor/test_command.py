@@ -467,7 +467,7 @@ def test_every_pair_is_tried_whatever_becomes_of_the_others(monkeypatch: pytest.
         "FAIL KV",
         "ok KV",
     ]
-    assert cluster.probed == [("prefill-0", "decode-0")] + [("prefill-0", "decode-1")] * doctor_pairs.NUM_PROBES
+    assert cluster.probed == [("prefill-0", "decode-0")] + [("prefill-0", "decode-1")] * doctor_pairs.NUM_CHECKS
 
 
 def test_a_slow_pair_is_told_after_all_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:

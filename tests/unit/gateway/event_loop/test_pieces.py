@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import in_pieces, rest_after
+from disagg.gateway.event_loop.turns import rest_after, run_cooperatively
 
 
 class Times:
@@ -49,7 +49,7 @@ def work(times: Times, *pieces_s: float, error: Exception | None = None) -> Gene
 
 
 def test_work_rests_three_times_as_long_as_each_piece_took(times: Times) -> None:
-    assert asyncio.run(in_pieces(work(times, 0.002, 0.0001, 0.5, 0.003))) == "done"
+    assert asyncio.run(run_cooperatively(work(times, 0.002, 0.0001, 0.5, 0.003))) == "done"
     assert times.slept == [0.006, 0, 0.02, 0.009]
 
 
@@ -69,11 +69,11 @@ def test_all_work_of_a_tenant_rests_together_and_no_other_tenant_with_it(times: 
 
 
 def test_short_work_does_not_give_the_loop_away(times: Times) -> None:
-    assert asyncio.run(in_pieces(work(times, 0.0004))) == "done"
+    assert asyncio.run(run_cooperatively(work(times, 0.0004))) == "done"
     assert times.slept == []
 
 
 def test_refused_work_rests_too(times: Times) -> None:
     with pytest.raises(ValueError, match="refused"):
-        asyncio.run(in_pieces(work(times, 0.0001, 0.004, error=ValueError("refused"))))
+        asyncio.run(run_cooperatively(work(times, 0.0001, 0.004, error=ValueError("refused"))))
     assert times.slept == [0, 0.012]

@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 
-from disagg.gateway.event_loop.offload_turns import OffloadTurns
-from disagg.gateway.event_loop.turns import Turns
+from disagg.gateway.event_loop.fair_order import FairOrder
+from disagg.gateway.event_loop.turns import LoopTurns
 from disagg.proto.errors import OverloadedError
 
 
-def turns_for(max_bytes: int = 1000) -> Turns:
-    return Turns(OffloadTurns(max_bytes, max_bytes, what="messages"))
+def turns_for(max_bytes: int = 1000) -> LoopTurns:
+    return LoopTurns(FairOrder(max_bytes, max_bytes, what="messages"))
 
 
 async def test_tasks_have_their_turns_and_leave_when_cancelled() -> None:

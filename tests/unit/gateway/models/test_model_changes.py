@@ -131,7 +131,7 @@ def test_a_model_that_goes_is_refused_at_once_and_ends_with_its_answers(monkeypa
         await until(lambda: "stop" in router.did)
         assert set(gateway.served.views) == {"model a"}
         assert (list(gateway.served.sources), list(gateway.servers.routers)) == (["a"], ["a"])
-        assert list(gateway.served.probes) == ["a"]
+        assert list(gateway.served.pair_checkers) == ["a"]
 
     run(monkeypatch, test)
 

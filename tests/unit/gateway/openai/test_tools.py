@@ -9,12 +9,12 @@ import pytest
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.auth.auth import ANONYMOUS
 from disagg.gateway.calls.call_scope import Origin
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.openai.schema import ABSENT, ChatBody, Message
 from disagg.gateway.openai.to_input import read_chat
 from disagg.gateway.openai.tool_choices import ToolChoices
 from disagg.gateway.openai.tools import read_extra, read_tools
-from disagg.gateway.other_apis.shared.turns import Turns
+from disagg.gateway.other_apis.shared.chat_messages import Messages
 from disagg.gateway.requests.part_counts import MAX_JSON_PARTS
 from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.gateway.text.segments import ToolCall
@@ -112,7 +112,7 @@ async def test_calls_that_must_happen_contradict_another_structure() -> None:
         response_format=raw({"type": "json_object"}),
     )
     with pytest.raises(InvalidRequestError, match="response_format") as caught:
-        await in_pieces(read_chat(body))
+        await run_cooperatively(read_chat(body))
     assert caught.value.field == "tool_choice"
 
 
@@ -130,9 +130,9 @@ NUMBERS = '{"a":123456789.123456789123,"b":[1.10,1e400],"c":12345678901234567890
 async def test_numbers_of_earlier_calls_reach_the_template_as_they_are_written() -> None:
     """Over all APIs, for templates that write the object, a value by itself, or have no tools."""
     message = Message("assistant", None, [{"id": "c", "function": {"name": "add", "arguments": NUMBERS}}])
-    turns = Turns()
+    turns = Messages()
     turns.add_call("c", "add", NUMBERS, "input")
-    (other,) = await in_pieces(turns.read())
+    (other,) = await run_cooperatively(turns.read())
     spaced = NUMBERS.replace(":", ": ").replace(",", ", ")
     whole = ChatTemplate("{{ tools and messages[0].tool_calls[0].function.arguments | tojson }}", {})
     source = "{{ tools }}{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ v }};{% endfor %}"
@@ -205,7 +205,7 @@ def test_a_call_in_a_complete_answer() -> None:
 
 async def test_a_body_with_tools_is_read() -> None:
     body = ChatBody(model="m", messages=[Message("user", "u")], tools=raw([tool()]))
-    parsed = await in_pieces(read_chat(body))
+    parsed = await run_cooperatively(read_chat(body))
     assert parsed.tools is not None
     assert json.loads(parsed.inputs[0].prompt.tools)[0]["function"]["name"] == "add"  # type: ignore[union-attr]
 

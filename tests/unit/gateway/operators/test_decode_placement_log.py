@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from disagg.gateway.operators.decode_placement_log import MAX_CHARS, MAX_KEPT, MAX_OPTIONS, MAX_RATES, Shape, check, why
+from disagg.gateway.operators.decode_placement_log import (
+    MAX_CHARS,
+    MAX_KEPT,
+    MAX_OPTIONS,
+    MAX_RATES,
+    DecodePlacementLog,
+    check,
+    why,
+)
 from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb
 
@@ -32,27 +40,27 @@ def comparison(**fields: object) -> pb.ShapeComparison:
 
 
 def test_a_change_has_a_line_and_is_shown_with_the_latest_comparison_first() -> None:
-    shape = Shape(started=100.0)
-    assert shape.answer("elastic", "spread", 0) == pb.GetShapeResponse(policy="elastic", decodes="spread", since=100.0)
-    shape.note(comparison(), 160.0)
-    line = shape.changed("spread", "gather", "tenant ops", why(comparison()), 160.0)
+    log = DecodePlacementLog(started=100.0)
+    assert log.answer("elastic", "spread", 0) == pb.GetShapeResponse(policy="elastic", decodes="spread", since=100.0)
+    log.note(comparison(), 160.0)
+    line = log.changed("spread", "gather", "tenant ops", why(comparison()), 160.0)
     assert line == (
         "answers decode with gather from the next placement on (was spread for 60 s, set by configuration); set by "
         "tenant ops: gather is better (first; predicted on 40 requests: spread 0.500/0.250, gather 0.500/0.250; "
         "difference +0.100, error 0.020); running requests stay where they are"
     )
-    shape.note(comparison(cause="60 s passed"), 220.0)
-    found = shape.answer("elastic", "gather", 0)
+    log.note(comparison(cause="60 s passed"), 220.0)
+    found = log.answer("elastic", "gather", 0)
     assert (found.since, found.changed_by) == (160.0, "tenant ops")
     assert [(each.at, each.cause) for each in found.comparisons] == [(220.0, "60 s passed"), (160.0, "first")]
-    assert "was gather for 140 s, set by tenant ops" in shape.changed("gather", "spread", "tenant b", "", 300.0)
+    assert "was gather for 140 s, set by tenant ops" in log.changed("gather", "spread", "tenant b", "", 300.0)
 
 
 def test_the_latest_are_kept() -> None:
-    shape = Shape(started=0.0)
+    log = DecodePlacementLog(started=0.0)
     for number in range(MAX_KEPT + 5):
-        shape.note(comparison(requests=number), float(number))
-    assert [each.requests for each in shape.answer("elastic", "spread", 0).comparisons] == list(range(24, 4, -1))
+        log.note(comparison(requests=number), float(number))
+    assert [each.requests for each in log.answer("elastic", "spread", 0).comparisons] == list(range(24, 4, -1))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_a_comparison_under_another_setting_is_refused() -> None:
 
 
 def test_it_shows_when_the_load_was_read_and_how_many_requests_have_targets() -> None:
-    shape = Shape(started=0.0)
-    shape.read_load(7.0)
-    found = shape.answer("elastic", "spread", 12)
+    log = DecodePlacementLog(started=0.0)
+    log.read_load(7.0)
+    found = log.answer("elastic", "spread", 12)
     assert (found.load_read, found.targeted_requests) == (7.0, 12)

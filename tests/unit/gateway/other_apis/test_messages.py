@@ -13,7 +13,7 @@ import pytest
 
 from disagg.gateway.answers.generator import Finish
 from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.to_input import ParsedCall
 from disagg.gateway.other_apis.messages.answer import MessageWriter
@@ -53,7 +53,7 @@ def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
 
 async def read(**body: Any) -> ParsedCall:
     raw = json.dumps({**BODY, **body}).encode()
-    return await in_pieces(decoded(raw, msgspec.json.Decoder(MessagesBody), read_messages))
+    return await run_cooperatively(decoded(raw, msgspec.json.Decoder(MessagesBody), read_messages))
 
 
 def app_of(*texts: str, end: Any = None) -> TestApp:
@@ -129,7 +129,7 @@ async def test_numbers_of_earlier_calls_stay_as_they_are_written() -> None:
     body = json.dumps({**BODY, "messages": [turn({**USED, "input": 5}, role="assistant"), turn(RESULT)]})
     written = '{"x": 1.10, "y": 1e400}'
     raw = body.replace('"input": 5', f'"input": {written}').encode()
-    parsed = await in_pieces(decoded(raw, msgspec.json.Decoder(MessagesBody), read_messages))
+    parsed = await run_cooperatively(decoded(raw, msgspec.json.Decoder(MessagesBody), read_messages))
     prompt = parsed.inputs[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert '"arguments":{"x":1.10,"y":1e400}' in prompt.turns[0].extra

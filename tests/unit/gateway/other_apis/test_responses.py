@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from disagg.gateway.event_loop.turns import in_pieces
+from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.other_apis.responses.answer import ResponseWriter
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
@@ -43,7 +43,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 async def read(**body: Any) -> ParsedResponse:
     raw = json.dumps({"model": MODEL, "input": "hi", **body}).encode()
-    return await in_pieces(decoded(raw, msgspec.json.Decoder(ResponsesBody), read_response))
+    return await run_cooperatively(decoded(raw, msgspec.json.Decoder(ResponsesBody), read_response))
 
 
 async def turns_of(items: list[Any], **body: Any) -> tuple[ChatTurn, ...]:

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from disagg.gateway.text.tool_calls import ToolFormat, tool_parser
-from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar, closed
+from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar, close_schema
 from disagg.proto.grammars import new_matcher
 
 SCHEMA: dict[str, Any] = {
@@ -96,16 +96,16 @@ def test_arguments_have_the_names_of_their_schema_only() -> None:
         "properties": {"a": inner, "l": {"type": "array", "items": inner}, "o": opened, "c": combined},
         "$defs": {"d": inner},
     }
-    assert closed(given) == {
+    assert close_schema(given) == {
         "properties": {"a": shut, "l": {"type": "array", "items": shut}, "o": opened, "c": combined},
         "$defs": {"d": shut},
         "additionalProperties": False,
     }
     together = {"properties": {"a": {"allOf": [{"$ref": "#/$defs/d"}, {"$ref": "#/$defs/e"}]}}, "$defs": {"d": inner}}
-    assert closed(together) == {**together, "additionalProperties": False}
-    assert closed({"type": "object"}) == {"type": "object"}
+    assert close_schema(together) == {**together, "additionalProperties": False}
+    assert close_schema({"type": "object"}) == {"type": "object"}
     patterned: dict[str, Any] = {"properties": {}, "patternProperties": {"^x": {}}}
-    assert closed(patterned) == patterned
+    assert close_schema(patterned) == patterned
 
 
 @pytest.mark.parametrize(("strict", "taken"), [(False, False), (True, True)])

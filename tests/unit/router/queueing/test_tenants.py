@@ -386,7 +386,7 @@ def test_a_tenant_sees_what_is_left_and_looking_changes_nothing() -> None:
     limits = TenantLimits(requests_per_minute=60, tokens_per_minute=600)
 
     def seen(now: float, stated: TenantLimits = limits) -> Quota:
-        return it.core.quota("a", stated, now)
+        return it.core.remaining_quota("a", stated, now)
 
     assert seen(0.0) == Quota(RateView(60, 60, 0.0), RateView(600, 600, 0.0))
     assert it.core.view(0.0).tenants == {}
@@ -399,7 +399,7 @@ def test_a_tenant_sees_what_is_left_and_looking_changes_nothing() -> None:
     assert it.core.admit(call(1, 600, limits=limits), 9.0) is None
     it.core.handle(LimitsChanged({"a": TenantLimits(tokens_per_minute=60)}), 9.0)
     assert seen(9.0) == Quota(None, RateView(60, 0, 60.0))
-    assert it.core.quota("b", TenantLimits(), 9.0) == Quota()
+    assert it.core.remaining_quota("b", TenantLimits(), 9.0) == Quota()
 
 
 def test_a_debt_is_no_negative_rest() -> None:
@@ -511,7 +511,7 @@ def spread(source: Tenants, others: list[Tenants], now: float) -> None:
 
 
 def left(tenants: Tenants, now: float, limits: TenantLimits = LIMITED) -> tuple[int, int]:
-    quota = tenants.quota("a", limits, now)
+    quota = tenants.remaining_quota("a", limits, now)
     assert quota.requests is not None
     assert quota.tokens is not None
     return quota.requests.remaining, quota.tokens.remaining

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.gateway.event_loop.offload_turns import QUANTUM_BYTES, OffloadTurns, Work
+from disagg.gateway.event_loop.fair_order import QUANTUM_BYTES, FairOrder, Work
 from disagg.proto.errors import OverloadedError
 
 MIB = 1 << 20
 
 
-def turns(max_bytes: int = 32 * MIB, max_tenant_bytes: int = 16 * MIB) -> OffloadTurns:
-    return OffloadTurns(max_bytes, max_tenant_bytes)
+def turns(max_bytes: int = 32 * MIB, max_tenant_bytes: int = 16 * MIB) -> FairOrder:
+    return FairOrder(max_bytes, max_tenant_bytes)
 
 
-def order(it: OffloadTurns) -> list[str]:
+def order(it: FairOrder) -> list[str]:
     """The tenants of all that waits, in the order in which it is taken."""
     taken = []
     while (work := it.take(0.0)[0]) is not None:
@@ -24,7 +24,7 @@ def order(it: OffloadTurns) -> list[str]:
 
 
 def test_one_tenants_work_runs_in_order_of_arrival() -> None:
-    it = OffloadTurns(32 * MIB, 16 * MIB, max_tenant_running=3)
+    it = FairOrder(32 * MIB, 16 * MIB, max_tenant_running=3)
     works = [Work("a", size) for size in (MIB, 10, 3 * QUANTUM_BYTES)]
     for work in works:
         it.offer(work)
@@ -33,7 +33,7 @@ def test_one_tenants_work_runs_in_order_of_arrival() -> None:
 
 
 def test_a_tenant_has_so_many_running_and_no_more() -> None:
-    it = OffloadTurns(32 * MIB, 16 * MIB, max_tenant_running=2)
+    it = FairOrder(32 * MIB, 16 * MIB, max_tenant_running=2)
     works = [Work("a", MIB) for _ in range(4)]
     for work in works:
         it.offer(work)

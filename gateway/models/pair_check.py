@@ -30,8 +30,8 @@ TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeResult:
-    """Size and duration of the KV transfer of one probe."""
+class PairCheckResult:
+    """Size and duration of the KV transfer of one pair check."""
 
     kv_bytes: int
     expected_bytes: int
@@ -41,11 +41,11 @@ class ProbeResult:
     transport: str
 
 
-class Probe(Protocol):
+class PairChecker(Protocol):
     """Sends a prompt through a pair of workers."""
 
-    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
-        """Probe one pair.
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> PairCheckResult:
+        """Send a short random prompt through one pair.
 
         Raises:
             InvalidRequestError: for a worker that is not there.
@@ -55,23 +55,23 @@ class Probe(Protocol):
         ...
 
 
-class PairProbes(Probe):
-    """Probes the pairs of all models, each by the probe of its key; models may come and go."""
+class PairCheckers(PairChecker):
+    """The pair checks of all models, each by the checker of the model's key; models may come and go."""
 
-    def __init__(self, probes: Mapping[str, PairProbe]) -> None:
-        self._probes = probes
+    def __init__(self, checkers: Mapping[str, RouterPairChecker]) -> None:
+        self._checkers = checkers
 
     @override
-    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
-        probe = self._probes.get(model_of(prefill_id)) or next(iter(self._probes.values()))
-        return await probe.run(prefill_id, decode_id)
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> PairCheckResult:
+        checker = self._checkers.get(model_of(prefill_id)) or next(iter(self._checkers.values()))
+        return await checker.run(prefill_id, decode_id)
 
 
-class PairProbe(Probe):
-    """Probes the pairs of one gateway. Keeps nothing between probes.
+class RouterPairChecker(PairChecker):
+    """The pair checks of one model's router. Keeps nothing between two checks.
 
     Args:
-        router: where probes go.
+        router: where the prompts go.
         vocab_size: ids are below it.
         clock: the router's clock.
         mint_id: a request id that was never used.
@@ -94,7 +94,7 @@ class PairProbe(Probe):
         self._dice = dice
 
     @override
-    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> ProbeResult:
+    async def run(self, prefill_id: WorkerId, decode_id: WorkerId) -> PairCheckResult:
         prefill, decode = self._find("prefill_worker", prefill_id), self._find("decode_worker", decode_id)
         request = self._request(prefill, decode)
         handle = self._router.submit(request, self._clock())
@@ -131,12 +131,12 @@ class PairProbe(Probe):
             pair=(prefill.worker_id, decode.worker_id),
         )
 
-    def _result(self, request: RoutedRequest, prefill: WorkerInfo) -> ProbeResult:
+    def _result(self, request: RoutedRequest, prefill: WorkerInfo) -> PairCheckResult:
         trace = self._router.trace(request.request_id)
         if trace is None:
             raise InternalError("the probe ended without a trace")
         computed, moved = trace.stages.get("first_token"), trace.stages.get("kv_transfer")
-        return ProbeResult(
+        return PairCheckResult(
             kv_bytes=trace.kv_bytes,
             expected_bytes=request.num_prompt_tokens * prefill.kv_layout.bytes_per_token,
             exposed_s=0.0 if computed is None or moved is None else max(0.0, moved - computed),

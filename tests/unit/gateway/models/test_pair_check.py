@@ -1,4 +1,4 @@
-"""What a probe asks of the router, and what it makes of the answer."""
+"""What a pair check asks of the router, and what it makes of the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from disagg.gateway.models.pair_probe import TIMEOUT_S, PairProbe, ProbeResult
+from disagg.gateway.models.pair_check import TIMEOUT_S, PairCheckResult, RouterPairChecker
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId, WorkerId
@@ -22,9 +22,11 @@ NOW = 100.0
 VOCAB_SIZE = 50
 
 
-def probe_on(router: FakeRouter, *workers: WorkerInfo) -> PairProbe:
+def checker_on(router: FakeRouter, *workers: WorkerInfo) -> RouterPairChecker:
     router.cluster = ClusterView(tuple(WorkerView(info, Load()) for info in workers), 0, 0)
-    return PairProbe(router, VOCAB_SIZE, clock=lambda: NOW, mint_id=lambda: RequestId("probe"), dice=random.Random(1))
+    return RouterPairChecker(
+        router, VOCAB_SIZE, clock=lambda: NOW, mint_id=lambda: RequestId("probe"), dice=random.Random(1)
+    )
 
 
 def moved(router: FakeRouter, num_bytes: int, **stages: float) -> None:
@@ -36,7 +38,7 @@ def moved(router: FakeRouter, num_bytes: int, **stages: float) -> None:
 async def submitted(*workers: WorkerInfo) -> RoutedRequest:
     router = FakeRouter([[1], [2]])
     moved(router, 0)
-    await probe_on(router, *workers).run(P, D)
+    await checker_on(router, *workers).run(P, D)
     ((request, arrival),) = router.submitted
     assert arrival == NOW
     return request
@@ -66,12 +68,12 @@ async def test_the_prompt_fits(prefill: dict[str, int], decode: dict[str, int], 
     assert request.num_prompt_tokens == num_tokens
 
 
-async def test_no_two_probes_share_a_prefix() -> None:
+async def test_no_two_pair_checks_share_a_prefix() -> None:
     router = FakeRouter([[1], [2]])
     moved(router, 0)
-    probe = probe_on(router, worker_info("p0"), worker_info("d0"))
-    await probe.run(P, D)
-    await probe.run(P, D)
+    checker = checker_on(router, worker_info("p0"), worker_info("d0"))
+    await checker.run(P, D)
+    await checker.run(P, D)
     (first, _), (second, _) = router.submitted
     assert first.root_hash != second.root_hash
     assert not set(first.block_hashes) & set(second.block_hashes)
@@ -80,14 +82,14 @@ async def test_no_two_probes_share_a_prefix() -> None:
 async def test_what_moved() -> None:
     router = FakeRouter([[1], [2]])
     moved(router, 8192, first_token=NOW + 1.0, kv_transfer=NOW + 1.25)
-    result = await probe_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
-    assert result == ProbeResult(kv_bytes=8192, expected_bytes=128 * 64, exposed_s=0.25, transport="gloo")
+    result = await checker_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
+    assert result == PairCheckResult(kv_bytes=8192, expected_bytes=128 * 64, exposed_s=0.25, transport="gloo")
 
 
 async def test_a_hand_over_that_overtakes_the_first_token_exposes_nothing() -> None:
     router = FakeRouter([[1], [2]])
     moved(router, 8192, kv_transfer=NOW + 1.0, first_token=NOW + 1.25)
-    assert (await probe_on(router, worker_info("p0"), worker_info("d0")).run(P, D)).exposed_s == 0.0
+    assert (await checker_on(router, worker_info("p0"), worker_info("d0")).run(P, D)).exposed_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -95,26 +97,26 @@ async def test_a_hand_over_that_overtakes_the_first_token_exposes_nothing() -> N
 )
 async def test_an_unknown_worker_is_named(pair: tuple[WorkerId, WorkerId], field: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"there is no worker '.9'; there are d0, p0$") as caught:
-        await probe_on(FakeRouter(), worker_info("p0"), worker_info("d0")).run(*pair)
+        await checker_on(FakeRouter(), worker_info("p0"), worker_info("d0")).run(*pair)
     assert caught.value.field == field
 
 
 async def test_a_refusal_is_passed_on() -> None:
     refused = FakeRouter(refusal=UnavailableError("d0 has no room now", "no_room"))
     with pytest.raises(UnavailableError, match=r"^d0 has no room now$"):
-        await probe_on(refused, worker_info("p0"), worker_info("d0")).run(P, D)
+        await checker_on(refused, worker_info("p0"), worker_info("d0")).run(P, D)
 
 
 async def test_a_failure_on_the_way_cancels_what_is_left() -> None:
     router = FakeRouter([[1], UnavailableError("lost", "worker_lost")])
     with pytest.raises(UnavailableError, match=r"^lost$"):
-        await probe_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
+        await checker_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
     assert router.handles[0].num_cancels == 1
 
 
 async def test_whoever_gives_up_leaves_nothing() -> None:
     router = FakeRouter([Wait()])
-    task = asyncio.create_task(probe_on(router, worker_info("p0"), worker_info("d0")).run(P, D))
+    task = asyncio.create_task(checker_on(router, worker_info("p0"), worker_info("d0")).run(P, D))
     await router.arrived.wait()
     await router.handles[0].waiting.wait()
     task.cancel()
@@ -125,5 +127,5 @@ async def test_whoever_gives_up_leaves_nothing() -> None:
 async def test_nothing_is_cancelled_after_the_end() -> None:
     router = FakeRouter([[1], Completion("length", 2, 0)])
     moved(router, 0)
-    await probe_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
+    await checker_on(router, worker_info("p0"), worker_info("d0")).run(P, D)
     assert router.handles[0].num_cancels == 0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from disagg.gateway.openai.tools import MAX_SCHEMA_DEPTH, check_parts
-from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Pieces
+from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.values import is_deeper
 from disagg.gateway.text.chat_template import ChatTurn
 from disagg.gateway.text.tool_grammar import MAX_CALLS
@@ -37,7 +37,7 @@ class _Turn:
         return ChatTurn(self.role, "\n".join(self.texts), compact(extra) if extra else "")
 
 
-class Turns:
+class Messages:
     """The turns of a conversation in their order, while it is read."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Turns:
         """Role of the last turn; empty if there is none."""
         return self._turns[-1].role if self._turns else ""
 
-    def read(self) -> Pieces[tuple[ChatTurn, ...]]:
+    def read(self) -> Cooperative[tuple[ChatTurn, ...]]:
         """All turns as the chat template takes them. Yields between pieces of work."""
         turns: list[ChatTurn] = []
         for turn in self._turns:

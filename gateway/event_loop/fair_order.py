@@ -43,7 +43,7 @@ class _TenantQueue:
     num_running: int = 0
 
 
-class OffloadTurns:
+class FairOrder:
     """The order of offloaded work, and its limits in bytes. One owner, one clock.
 
     Args:
