@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from disagg.gateway.answers.answer import Answer, Delta, Finish
+from disagg.gateway.answers.answer import Answer
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.answers.guarded import GuardedAnswer, guarded_rest
 from disagg.gateway.answers.merge import merge
@@ -30,6 +30,7 @@ from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.answers import AnswerGuard
 from disagg.gateway.guardrails.guardrails import Guardrails
 from disagg.gateway.requests.admitted import AdmittedPrompt
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.charge import Charge
 from disagg.gateway.requests.headers import sibling_of
 from disagg.gateway.requests.request import (
@@ -61,8 +62,6 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids, unpack_token_ids
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
-
-__all__ = ["Delta", "Finish", "Generator"]
 
 T = TypeVar("T")
 Events = AsyncGenerator[Delta | Finish, None]

@@ -14,8 +14,9 @@ from typing import Final, Literal
 import msgspec
 from typing_extensions import override
 
-from disagg.gateway.answers.answer import Answer, Delta, Finish
+from disagg.gateway.answers.answer import Answer
 from disagg.gateway.guardrails.answers import AnswerGuard
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.detokenizer import TextStream
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids

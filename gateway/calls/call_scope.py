@@ -15,7 +15,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.event_loop.turns import run_cooperatively
@@ -24,6 +24,7 @@ from disagg.gateway.metrics.registry import Protocol as ProtocolName
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.admitted import AdmittedPrompt
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.charge import Charge, least_tokens
 from disagg.gateway.requests.part_counts import Cooperative

@@ -14,7 +14,6 @@ from typing import Any, Final, Protocol
 import msgspec
 from typing_extensions import override
 
-from disagg.gateway.answers.generator import Delta, Finish
 from disagg.gateway.openai.logprobs import (
     LEAST_LOGPROB,
     CompletionLogprobs,
@@ -23,6 +22,7 @@ from disagg.gateway.openai.logprobs import (
     prompt_logprobs,
 )
 from disagg.gateway.openai.resume import Position
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.segments import ToolCall
 from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.messages import TokenLogprobs

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from disagg.gateway.answers.generator import Finish, Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.calls.call_scope import Calls, CallScope, Events, Origin, Times
 from disagg.gateway.http.exchange import BodyLimits, Exchange
@@ -33,6 +33,7 @@ from disagg.gateway.openai.resume import BEGINNING, HEADER, Position, read_posit
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, decoded
 from disagg.gateway.openai.to_input import ParsedCall, read_chat, read_completion
 from disagg.gateway.openai.tool_choices import ToolChoices
+from disagg.gateway.requests.answer_events import Finish
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import GenerationInput, IdsPrompt, TextPrompt
 from disagg.gateway.requests.validate import check_millis, check_targets

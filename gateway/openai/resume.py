@@ -20,7 +20,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
 
-from disagg.gateway.answers.generator import Delta, Finish
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.sampling import MAX_SEED
 from disagg.gateway.requests.values import shown
 from disagg.proto.errors import InvalidRequestError

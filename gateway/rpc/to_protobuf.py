@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disagg.gateway.answers.generator import Delta, Finish
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.proto.messages import TokenLogprobs
 from disagg.v1 import inference_pb2 as pb
 

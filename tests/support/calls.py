@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.calls.call_scope import Calls, Origin, Times
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.request import Call, GenerationInput
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId

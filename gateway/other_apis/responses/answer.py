@@ -19,11 +19,11 @@ from typing import Any, Final
 import msgspec
 from typing_extensions import override
 
-from disagg.gateway.answers.generator import Delta, Finish
 from disagg.gateway.http.errors import short_message
 from disagg.gateway.openai.chunks import encode_text
 from disagg.gateway.other_apis.responses.to_input import ParsedResponse
 from disagg.gateway.other_apis.shared.answers import AnswerWriter, Part, PartReader, one_line, typed_event
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.segments import ToolCall
 from disagg.proto.errors import DisaggError
 

@@ -7,8 +7,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from disagg.gateway.answers.generator import Delta, Finish
 from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.segments import ToolCall
 from disagg.proto.errors import DisaggError
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Generator
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt
 from disagg.gateway.requests.sampling import answer_seed
 from disagg.gateway.text.tokenizer import ServedModel

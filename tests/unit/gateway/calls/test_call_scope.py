@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from disagg.gateway.answers.generator import Delta, Finish, Generator
+from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.calls.call_scope import Calls, CallScope, Origin, Times
 from disagg.gateway.metrics.registry import GatewayMetrics
@@ -18,6 +18,7 @@ from disagg.gateway.metrics.registry import Protocol as ProtocolName
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.to_input import FieldNames
 from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt, Targets
 from disagg.gateway.requests.structured import StructuredOutput

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.answers.generator import Delta, Finish
 from disagg.gateway.openai.chunks import (
     AnswerWriter,
     ChatChoices,
@@ -17,6 +16,7 @@ from disagg.gateway.openai.chunks import (
     UsageCount,
     encode_text,
 )
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from disagg.gateway.answers.generator import Delta, Finish
 from disagg.gateway.openai.resume import Events, Position, read_position, rest_after
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId

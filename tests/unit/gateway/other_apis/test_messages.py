@@ -11,7 +11,6 @@ import httpx
 import msgspec
 import pytest
 
-from disagg.gateway.answers.generator import Finish
 from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
 from disagg.gateway.event_loop.turns import run_cooperatively
 from disagg.gateway.openai.schema import decoded
@@ -20,6 +19,7 @@ from disagg.gateway.other_apis.messages.answer import MessageWriter
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.messages.to_input import read_messages
 from disagg.gateway.other_apis.shared.answers import PartReader
+from disagg.gateway.requests.answer_events import Finish
 from disagg.gateway.requests.request import ChatPrompt
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.text.chat_template import ChatTurn
