@@ -83,7 +83,7 @@ PURE_FILES = (
     "gateway/other_apis/shared/bodies.py",
     "gateway/other_apis/shared/names.py",
     "gateway/other_apis/shared/offered.py",
-    "gateway/other_apis/shared/chat_messages.py",
+    "gateway/other_apis/shared/chat_turns.py",
     "gateway/other_apis/messages/schema.py",
     "gateway/other_apis/messages/to_input.py",
     "gateway/other_apis/responses/schema.py",

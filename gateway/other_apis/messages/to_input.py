@@ -34,7 +34,7 @@ from disagg.gateway.other_apis.shared.bodies import (
     refuse_unsupported,
     sampling_of,
 )
-from disagg.gateway.other_apis.shared.chat_messages import Messages
+from disagg.gateway.other_apis.shared.chat_turns import ChatTurns
 from disagg.gateway.other_apis.shared.names import OtherNames
 from disagg.gateway.other_apis.shared.offered import Choice, GivenTool, offer
 from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
@@ -117,7 +117,7 @@ def read_conversation(body: MessagesBody) -> Cooperative[Conversation]:
         raise InvalidRequestError("messages", "must be set")
     check_length(len(body.messages), "messages", MAX_CHAT_MESSAGES)
     tools, (options, shows_reasoning) = _read_tools(body.tools, body.tool_choice), _read_thinking(body.thinking)
-    turns = Messages()
+    turns = ChatTurns()
     if body.system:
         turns.add_text("system", (yield from read_text(body.system, _TEXT, "system")))
     for i, turn in enumerate(body.messages):
@@ -132,7 +132,7 @@ def read_conversation(body: MessagesBody) -> Cooperative[Conversation]:
     return Conversation(ChatPrompt(read, tools.source if tools else "", options), tools, names, shows_reasoning)
 
 
-def _read_turn(turn: Turn, place: str, turns: Messages) -> Cooperative[None]:
+def _read_turn(turn: Turn, place: str, turns: ChatTurns) -> Cooperative[None]:
     if turn.role not in _ROLES:
         raise InvalidRequestError(f"{place}.role", f"must be {' or '.join(_ROLES)}, not {shown(turn.role)}")
     if isinstance(turn.content, str):
@@ -144,7 +144,7 @@ def _read_turn(turn: Turn, place: str, turns: Messages) -> Cooperative[None]:
             yield
 
 
-def _read_block(block: Block, role: str, place: str, turns: Messages) -> Cooperative[None]:
+def _read_block(block: Block, role: str, place: str, turns: ChatTurns) -> Cooperative[None]:
     if block.type == "text":
         turns.add_text(role, _set(block.text, f"{place}.text"), joins=True)
     elif block.type == "thinking" and role == "assistant":

@@ -27,7 +27,7 @@ from disagg.gateway.other_apis.shared.bodies import (
     refuse_unsupported,
     sampling_of,
 )
-from disagg.gateway.other_apis.shared.chat_messages import Messages
+from disagg.gateway.other_apis.shared.chat_turns import ChatTurns
 from disagg.gateway.other_apis.shared.names import OtherNames
 from disagg.gateway.other_apis.shared.offered import Choice, GivenTool, offer
 from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
@@ -113,7 +113,7 @@ def read_response(body: ResponsesBody) -> Cooperative[ParsedResponse]:
 
 
 def _read_turns(body: ResponsesBody) -> Cooperative[tuple[ChatTurn, ...]]:
-    turns = Messages()
+    turns = ChatTurns()
     if body.instructions:
         turns.add_text("system", body.instructions)
     if body.input is None:
@@ -130,7 +130,7 @@ def _read_turns(body: ResponsesBody) -> Cooperative[tuple[ChatTurn, ...]]:
     return (yield from turns.read())
 
 
-def _read_item(item: Item, place: str, turns: Messages, joins: bool) -> Cooperative[None]:
+def _read_item(item: Item, place: str, turns: ChatTurns, joins: bool) -> Cooperative[None]:
     kind = item.type or "message"
     if kind == "message":
         role = _ROLES.get(item.role or "")

@@ -14,7 +14,7 @@ from disagg.gateway.openai.schema import ABSENT, ChatBody, Message
 from disagg.gateway.openai.to_input import read_chat
 from disagg.gateway.openai.tool_choices import ToolChoices
 from disagg.gateway.openai.tools import read_extra, read_tools
-from disagg.gateway.other_apis.shared.chat_messages import Messages
+from disagg.gateway.other_apis.shared.chat_turns import ChatTurns
 from disagg.gateway.requests.part_counts import MAX_JSON_PARTS
 from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.gateway.text.segments import ToolCall
@@ -130,7 +130,7 @@ NUMBERS = '{"a":123456789.123456789123,"b":[1.10,1e400],"c":12345678901234567890
 async def test_numbers_of_earlier_calls_reach_the_template_as_they_are_written() -> None:
     """Over all APIs, for templates that write the object, a value by itself, or have no tools."""
     message = Message("assistant", None, [{"id": "c", "function": {"name": "add", "arguments": NUMBERS}}])
-    turns = Messages()
+    turns = ChatTurns()
     turns.add_call("c", "add", NUMBERS, "input")
     (other,) = await run_cooperatively(turns.read())
     spaced = NUMBERS.replace(":", ": ").replace(",", ", ")

@@ -37,7 +37,7 @@ class _Turn:
         return ChatTurn(self.role, "\n".join(self.texts), compact(extra) if extra else "")
 
 
-class Messages:
+class ChatTurns:
     """The turns of a conversation in their order, while it is read."""
 
     def __init__(self) -> None:
