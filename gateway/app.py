@@ -28,13 +28,13 @@ from disagg.gateway.http.errors import (
 )
 from disagg.gateway.http.exchange import Exchange, Receive, Scope, Send
 from disagg.gateway.http.sites import Sites
-from disagg.gateway.openai.completions import Completions
-from disagg.gateway.openai.information import Information
+from disagg.gateway.openai.shell.completions import Completions
+from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.page import Page
 from disagg.gateway.operators.probes import Probes
-from disagg.gateway.other_apis.messages.errors import MESSAGES, answer_as_anthropic
-from disagg.gateway.other_apis.messages.messages import Messages
-from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
+from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic
+from disagg.gateway.other_apis.shell.messages import Messages
+from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses
 from disagg.gateway.readiness import STOPPING, Readiness
 from disagg.gateway.requests.headers import HEADER as TRACE_HEADER
 from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label

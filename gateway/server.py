@@ -34,7 +34,7 @@ from disagg.gateway.event_loop.fair_order import FairOrder
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.event_loop.turns import LoopTurns
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
 from disagg.gateway.http.protocol import ConnectionLimits
@@ -44,17 +44,17 @@ from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.pair_check import PairCheckers
 from disagg.gateway.models.served_models import ServedModels
-from disagg.gateway.openai.completions import Completions
-from disagg.gateway.openai.information import Information
+from disagg.gateway.openai.shell.completions import Completions
+from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.admin import AdminService, Control, no_controller
 from disagg.gateway.operators.page import Page
 from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness
-from disagg.gateway.rpc.decoding import DecodeRequests
-from disagg.gateway.rpc.health import Health
-from disagg.gateway.rpc.interceptors import Authenticate
-from disagg.gateway.rpc.running_calls import RunningCalls
-from disagg.gateway.rpc.service import InferenceService
+from disagg.gateway.rpc.shell.decoding import DecodeRequests
+from disagg.gateway.rpc.shell.health import Health
+from disagg.gateway.rpc.shell.interceptors import Authenticate
+from disagg.gateway.rpc.shell.running_calls import RunningCalls
+from disagg.gateway.rpc.shell.service import InferenceService
 from disagg.gateway.rpc.watch_places import WatchPlaces
 from disagg.gateway.security import secure
 from disagg.gateway.text.tokenizer import ServedModel

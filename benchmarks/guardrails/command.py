@@ -24,7 +24,7 @@ from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.gateway.answers.answer import Answer
 from disagg.gateway.answers.guarded import GuardedAnswer
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.requests.request import Call, TextPrompt
 from disagg.gateway.requests.verdicts import Decisions
 from disagg.gateway.text.detokenizer import TextStream

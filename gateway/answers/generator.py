@@ -28,7 +28,7 @@ from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import CALLER, Caller
 from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.answers import AnswerGuard
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.requests.admitted import AdmittedPrompt
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.charge import Charge

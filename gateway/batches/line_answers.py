@@ -15,8 +15,8 @@ from disagg.gateway.batches.store import Batch
 from disagg.gateway.batches.tries import Tries
 from disagg.gateway.calls.call_scope import Origin
 from disagg.gateway.http.errors import error_json
-from disagg.gateway.openai.completions import Completions
-from disagg.gateway.other_apis.responses.responses import RESPONSES, Responses
+from disagg.gateway.openai.shell.completions import Completions
+from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Targets
 from disagg.gateway.requests.verdicts import UNJUDGED

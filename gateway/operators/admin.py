@@ -17,7 +17,7 @@ from typing_extensions import override
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.auth.rights import Rights, usage_of
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.models.pair_check import PairChecker
 from disagg.gateway.operators.admin_answers import (
     apply_answer,

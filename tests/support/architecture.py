@@ -118,7 +118,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "triton": ("kernels/*",),
     "starlette": ("gateway/app.py", "gateway/http/*"),
     "uvicorn": ("gateway/http/*",),
-    "httptools": ("gateway/http/*", "gateway/guardrails/service.py"),
+    "httptools": ("gateway/http/*", "gateway/guardrails/shell/service.py"),
     "re2": ("gateway/guardrails/patterns/scanner.py",),
     "python_multipart": ("gateway/batches/upload.py",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),

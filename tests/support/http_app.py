@@ -15,15 +15,15 @@ from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
 from disagg.gateway.calls.call_scope import Calls
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.exchange import BodyLimits
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
-from disagg.gateway.openai.completions import Completions
-from disagg.gateway.openai.information import Information
+from disagg.gateway.openai.shell.completions import Completions
+from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.page import Page
 from disagg.gateway.operators.probes import Probes
 from disagg.gateway.readiness import Readiness

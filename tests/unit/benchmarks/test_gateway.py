@@ -14,7 +14,7 @@ import pytest
 from benchmarks.gateway.command import parse_arguments
 from benchmarks.gateway.cost import Cost, medians, orders, summary
 from benchmarks.gateway.slow import Slow, slow_summary, timings
-from disagg.gateway.rpc.decoding import decode
+from disagg.gateway.rpc.shell.decoding import decode
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Cancel, Dispatch, End, PrefillDone, Sampling, SequenceSpec, StepUpdate, TokenOut

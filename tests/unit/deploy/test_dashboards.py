@@ -13,7 +13,7 @@ import yaml
 
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.gateway.guardrails.config import GuardrailOptions, ServiceOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.autoscaling import AutoscalerState, Decision, PoolDecision

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.gateway.guardrails.config import PythonOptions
-from disagg.gateway.guardrails.judges import load_function
+from disagg.gateway.guardrails.shell.judges import load_function
 from disagg.proto.errors import ConfigError
 
 

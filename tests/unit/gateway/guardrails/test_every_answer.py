@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.requests.answer_events import Delta
 from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput
 from disagg.gateway.text.chat_template import ChatTurn

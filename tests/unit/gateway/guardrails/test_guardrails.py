@@ -16,8 +16,8 @@ from disagg.gateway.answers.generator import Generator
 from disagg.gateway.answers.guarded import deltas
 from disagg.gateway.guardrails.circuit import FAILURES, PAUSE_S
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions, RuleOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.guardrails.judges import Asked, Judge, JudgeError
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.judges import Asked, Judge, JudgeError
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput

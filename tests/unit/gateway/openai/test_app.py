@@ -488,7 +488,7 @@ async def test_lists_of_ids_have_a_limit(app: TestApp, monkeypatch: pytest.Monke
 
 
 async def test_a_long_list_is_written_in_pieces(app: TestApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disagg.gateway.openai.information._VALUES_A_PIECE", 3)
+    monkeypatch.setattr("disagg.gateway.openai.shell.information._VALUES_A_PIECE", 3)
     body: dict[str, Any] = {"prompt": 'q"\u00e9' * 5, "return_token_strs": True}
     answer = (await app.client.post("/tokenize", json=body)).json()
     assert answer["tokens"] == app.model.tokenizer.encode_text(body["prompt"])

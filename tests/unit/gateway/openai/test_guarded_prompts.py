@@ -9,8 +9,8 @@ from typing import Any
 from typing_extensions import override
 
 from disagg.gateway.guardrails.config import GuardrailOptions, PythonOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
-from disagg.gateway.guardrails.judges import Judge
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.judges import Judge
 from disagg.gateway.requests.verdicts import Question, Verdict
 from disagg.gateway.text.tokenizer import ServedModel
 from tests.support.gateway import MODEL_NAME, FakeRouter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
-from disagg.gateway.guardrails.guardrails import Guardrails
+from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from disagg.gateway.rpc.decoding import decode
+from disagg.gateway.rpc.shell.decoding import decode
 from disagg.proto.errors import InvalidRequestError
 from disagg.v1 import inference_pb2 as pb
 from tests.support.gateway import make_turns

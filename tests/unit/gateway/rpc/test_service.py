@@ -13,7 +13,7 @@ from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
-from disagg.gateway.rpc.service import InferenceService
+from disagg.gateway.rpc.shell.service import InferenceService
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import DisaggError, UnavailableError

@@ -8,12 +8,13 @@ import msgspec
 
 from disagg.gateway.calls.call_scope import CallScope, Events, Origin
 from disagg.gateway.http.exchange import Exchange
-from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.schema import decoded
+from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.other_apis.responses.answer import ResponseWriter
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.gateway.other_apis.responses.to_input import ParsedResponse, read_response
-from disagg.gateway.other_apis.shared.answers import PartReader, whole_answer, write_answer
+from disagg.gateway.other_apis.shared.answers import PartReader
+from disagg.gateway.other_apis.shell.sending import whole_answer, write_answer
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.proto.ids import RequestId
 

@@ -16,7 +16,7 @@ import httptools
 import msgspec
 from typing_extensions import override
 
-from disagg.gateway.guardrails.judges import Judge, JudgeError
+from disagg.gateway.guardrails.shell.judges import Judge, JudgeError
 from disagg.gateway.requests.verdicts import ALLOW, Question, Replace, Stop, Verdict
 
 MAX_ANSWER_BYTES: Final = 4 << 20

@@ -9,14 +9,15 @@ import msgspec
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.calls.call_scope import CallScope, Events
 from disagg.gateway.http.exchange import Exchange
-from disagg.gateway.openai.completions import Completions
 from disagg.gateway.openai.schema import decoded
+from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.to_input import ParsedCall
 from disagg.gateway.other_apis.messages.answer import MessageWriter
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.messages.to_input import Conversation, read_conversation, read_messages
-from disagg.gateway.other_apis.shared.answers import PartReader, write_answer
+from disagg.gateway.other_apis.shared.answers import PartReader
 from disagg.gateway.other_apis.shared.bodies import sampling_of
+from disagg.gateway.other_apis.shell.sending import write_answer
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.validate import check_chat
 from disagg.proto.errors import InvalidRequestError

@@ -19,10 +19,10 @@ from disagg.gateway.guardrails.alternatives import Alternatives
 from disagg.gateway.guardrails.answers import AnswerGuard
 from disagg.gateway.guardrails.channels import GuardedChannels
 from disagg.gateway.guardrails.config import GuardrailOptions
-from disagg.gateway.guardrails.judges import Asked, FunctionJudge, Judge, load_function
 from disagg.gateway.guardrails.prompts import NO_REPLACEMENT, GivenText, refusal, ruled, texts_of, with_texts
 from disagg.gateway.guardrails.rules import Rules
-from disagg.gateway.guardrails.service import ServiceJudge
+from disagg.gateway.guardrails.shell.judges import Asked, FunctionJudge, Judge, load_function
+from disagg.gateway.guardrails.shell.service import ServiceJudge
 from disagg.gateway.guardrails.stream import Chain, Check, PieceCheck
 from disagg.gateway.requests.request import BYTES_PER_ID, Call, Prompt
 from disagg.gateway.requests.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict

@@ -1,0 +1,1 @@
+"""The endpoints of the other APIs: they read a body, open a call and send its answer."""
