@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, RefusedError
-from disagg.gateway.auth.rights import require_inference
+from disagg.gateway.auth.shell.rights import require_inference
 from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
 from disagg.gateway.event_loop.loop_watch import name_task
@@ -26,12 +26,12 @@ from disagg.gateway.http.errors import (
     UnknownUrlError,
     error_headers,
 )
-from disagg.gateway.http.exchange import Exchange, Receive, Scope, Send
+from disagg.gateway.http.shell.exchange import Exchange, Receive, Scope, Send
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
-from disagg.gateway.operators.page import Page
-from disagg.gateway.operators.probes import Probes
+from disagg.gateway.operators.shell.page import Page
+from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic
 from disagg.gateway.other_apis.shell.messages import Messages
 from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses

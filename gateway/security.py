@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from disagg.connections.addresses import is_loopback
-from disagg.gateway.auth.api_keys import load_keys
 from disagg.gateway.auth.auth import ANONYMOUS, PUBLIC, AnonymousAccess, ApiKeys, Authenticator, CertificateNames
-from disagg.gateway.auth.file_watch import FileWatch, Watched
-from disagg.gateway.auth.rights import Rights
-from disagg.gateway.auth.tls import ServerTls, http_context
+from disagg.gateway.auth.shell.api_keys import load_keys
+from disagg.gateway.auth.shell.file_watch import FileWatch, Watched
+from disagg.gateway.auth.shell.rights import Rights
+from disagg.gateway.auth.shell.tls import ServerTls, http_context
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.config import GatewayConfig
 from disagg.proto.errors import ConfigError

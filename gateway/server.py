@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from disagg.connections.addresses import is_loopback, join_address
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
-from disagg.gateway.auth.tls import ServerTls
+from disagg.gateway.auth.shell.tls import ServerTls
 from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
 from disagg.gateway.batches.line_answers import LineAnswers
@@ -36,19 +36,19 @@ from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.event_loop.turns import LoopTurns
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
-from disagg.gateway.http.exchange import BodyLimits
-from disagg.gateway.http.protocol import ConnectionLimits
-from disagg.gateway.http.server import HttpServer
+from disagg.gateway.http.shell.exchange import BodyLimits
+from disagg.gateway.http.shell.protocol import ConnectionLimits
+from disagg.gateway.http.shell.server import HttpServer
+from disagg.gateway.http.shell.unfinished import UnfinishedBodies
 from disagg.gateway.http.sites import Sites
-from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.pair_check import PairCheckers
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
-from disagg.gateway.operators.admin import AdminService, Control, no_controller
-from disagg.gateway.operators.page import Page
-from disagg.gateway.operators.probes import Probes
+from disagg.gateway.operators.shell.admin import AdminService, Control, no_controller
+from disagg.gateway.operators.shell.page import Page
+from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.rpc.shell.decoding import DecodeRequests
 from disagg.gateway.rpc.shell.health import Health

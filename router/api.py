@@ -18,7 +18,7 @@ from disagg.router.statistics import Rates, RouterStats
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Limits of one tenant, whatever key it uses. None is no limit. From the gateway's key file, see
-    `gateway/auth/api_keys.py`."""
+    `gateway/auth/shell/api_keys.py`."""
 
     requests_per_minute: int | None = None
     """Answers per minute. Each of the `n` answers to each prompt counts."""

@@ -14,7 +14,7 @@ from disagg.gateway.batches.lines import ENDPOINTS
 from disagg.gateway.batches.pages import page_of
 from disagg.gateway.batches.service import BatchService
 from disagg.gateway.batches.store import Batch
-from disagg.gateway.http.exchange import BodyLimits, Exchange
+from disagg.gateway.http.shell.exchange import BodyLimits, Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.proto.errors import InvalidRequestError

@@ -14,7 +14,7 @@ from disagg.gateway.batches.service import UPLOAD_TIMEOUT_S, BatchService
 from disagg.gateway.batches.store import File
 from disagg.gateway.batches.upload import FormWriter, receive_file
 from disagg.gateway.http.errors import SlowBodyError
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.proto.errors import DisaggError, InvalidRequestError
 
 PURPOSE: Final = "batch"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from disagg.gateway.auth.auth import CALLER, Authenticator
-from disagg.gateway.auth.rights import require_inference
+from disagg.gateway.auth.shell.rights import require_inference
 from disagg.gateway.batches.begun_lines import MAX_ENDS
 from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.runner import MAX_WAIT_S, Later, LineResult

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.proto.errors import InvalidRequestError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.auth.rights import may_use, require_model
+from disagg.gateway.auth.shell.rights import may_use, require_model
 from disagg.gateway.requests.validate import MAX_ECHOED_CHARS
 from disagg.proto.errors import InvalidRequestError, ModelNotFoundError
 

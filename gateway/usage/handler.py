@@ -6,8 +6,8 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.auth.rights import usage_of
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.auth.shell.rights import usage_of
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, Page, Row, UsageView, date_of
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from disagg.gateway.auth.auth import ApiKey, ApiKeys, Authenticator, Caller, digest_of
-from disagg.gateway.http.protocol import ConnectionLimits
-from disagg.gateway.http.server import HttpServer
-from disagg.gateway.operators.page import Page
+from disagg.gateway.http.shell.protocol import ConnectionLimits
+from disagg.gateway.http.shell.server import HttpServer
+from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.text.tokenizer import load_model
 from disagg.proto.ids import RequestId
 from disagg.v1 import inference_pb2 as pb

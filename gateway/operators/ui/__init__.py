@@ -1,1 +1,1 @@
-"""The files of the page for operators, as browsers get them; `operators/page.py` serves them."""
+"""The files of the page for operators, as browsers get them; `operators/shell/page.py` serves them."""

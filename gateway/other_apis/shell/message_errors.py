@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from disagg.gateway.http.errors import short_message
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.other_apis.shared.answers import typed_event
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import RequestId

@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.calls.call_scope import CallScope, Events
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.to_input import ParsedCall

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from disagg.gateway.calls.call_scope import CallScope, Events, Origin
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.other_apis.responses.answer import ResponseWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.other_apis.shared.answers import AnswerWriter
 from disagg.gateway.requests.answer_events import Delta, Finish
 

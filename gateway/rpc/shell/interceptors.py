@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AUTHORIZATION, CALLER, UNAUTHENTICATED, Authenticator, Caller, RefusedError
-from disagg.gateway.auth.rights import require_inference
-from disagg.gateway.auth.tls import name_of_peer
+from disagg.gateway.auth.shell.rights import require_inference
+from disagg.gateway.auth.shell.tls import name_of_peer
 from disagg.gateway.status import abort_on_error
 from disagg.proto.errors import PermissionDeniedError
 

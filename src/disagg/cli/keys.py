@@ -17,8 +17,8 @@ import yaml
 from rich.console import Console
 
 from disagg.connections.watched_files import read_private_file
-from disagg.gateway.auth.api_keys import KeyEntry, parse_entries
 from disagg.gateway.auth.auth import TENANT, digest_of
+from disagg.gateway.auth.shell.api_keys import KeyEntry, parse_entries
 from disagg.proto.errors import ConfigError
 from disagg.router.api import NO_LIMITS
 

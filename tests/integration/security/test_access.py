@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from disagg.client import AsyncClient
 from disagg.gateway.auth.tls_files import TlsFiles
-from disagg.gateway.operators.state_feed import MAX_STREAMS_PER_TENANT
+from disagg.gateway.operators.shell.state_feed import MAX_STREAMS_PER_TENANT
 from disagg.gateway.server import GatewayServer
 from disagg.proto.errors import AuthenticationError, PermissionDeniedError, UnavailableError
 from disagg.router.api import TenantLimits

@@ -247,7 +247,7 @@ async def test_strangers_may_change_nothing(folder: Path, monkeypatch: pytest.Mo
         async with AsyncClient(address) as client:
             assert (await client.generate("hello")).reason == "length"
             await client.requests()
-            monkeypatch.setattr("disagg.gateway.auth.rights.is_local_peer", lambda peer: False)
+            monkeypatch.setattr("disagg.gateway.auth.shell.rights.is_local_peer", lambda peer: False)
             for operation in ADMIN_ONLY.values():
                 with pytest.raises(PermissionDeniedError, match=message):
                     await operation(client)

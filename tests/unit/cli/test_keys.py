@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.keys import KeyRights, run_key_new
-from disagg.gateway.auth.api_keys import MIN_KEY_CHARS, load_keys
 from disagg.gateway.auth.auth import Caller
+from disagg.gateway.auth.shell.api_keys import MIN_KEY_CHARS, load_keys
 from disagg.proto.errors import ConfigError
 from disagg.router.api import NO_LIMITS
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from disagg import __version__
 from disagg.cli import main as cli
 from disagg.cluster.system.children import LaunchError
-from disagg.gateway.auth.api_keys import load_keys
 from disagg.gateway.auth.auth import Caller
+from disagg.gateway.auth.shell.api_keys import load_keys
 from disagg.proto.errors import (
     AuthenticationError,
     DeadlineError,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.auth.api_keys import KeyEntry, expiry_of, load_keys
 from disagg.gateway.auth.auth import (
     ANONYMOUS,
     CALLER,
@@ -23,6 +22,7 @@ from disagg.gateway.auth.auth import (
     RefusedError,
     digest_of,
 )
+from disagg.gateway.auth.shell.api_keys import KeyEntry, expiry_of, load_keys
 from disagg.proto.errors import AuthenticationError, ConfigError
 from disagg.router.api import NO_LIMITS, TenantLimits
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.auth.file_watch import FileWatch, Watched
+from disagg.gateway.auth.shell.file_watch import FileWatch, Watched
 from disagg.proto.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from disagg.gateway.auth.auth import ANONYMOUS, CALLER, PUBLIC, UNAUTHENTICATED, Caller, RefusedError
-from disagg.gateway.auth.rights import Rights, is_local_peer, require_counts
+from disagg.gateway.auth.shell.rights import Rights, is_local_peer, require_counts
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.gateway.security import check_files, secure

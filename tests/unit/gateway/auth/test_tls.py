@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.auth.tls import ServerTls, http_context, name_in, name_of_peer
+from disagg.gateway.auth.shell.tls import ServerTls, http_context, name_in, name_of_peer
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.proto.errors import ConfigError
 from tests.support.certificates import Authority

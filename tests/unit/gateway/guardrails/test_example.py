@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.gateway.guardrails import service
+from disagg.gateway.guardrails.shell import service
 from disagg.gateway.requests.verdicts import ALLOW, Replace, Stop, Verdict
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "guard_service.py"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.http.protocol import (
+from disagg.gateway.http.shell.protocol import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,

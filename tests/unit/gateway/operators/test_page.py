@@ -12,7 +12,7 @@ import pytest
 
 from disagg.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
 from disagg.gateway.http.sites import Sites
-from disagg.gateway.operators.page import (
+from disagg.gateway.operators.shell.page import (
     FOLDER,
     MAX_AGE_S,
     MAX_PAIRS,

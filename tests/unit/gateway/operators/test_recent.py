@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.operators.admin import AdminService
+from disagg.gateway.operators.shell.admin import AdminService
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, Decision, Option, RequestTrace
 

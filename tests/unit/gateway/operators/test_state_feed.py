@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.operators.state_feed import MAX_STREAMS, MAX_STREAMS_PER_TENANT, StateFeed
+from disagg.gateway.operators.shell.state_feed import MAX_STREAMS, MAX_STREAMS_PER_TENANT, StateFeed
 from disagg.proto.control import ControlState, PoolState
 from disagg.proto.errors import OverloadedError
 from disagg.router.api import ClusterView

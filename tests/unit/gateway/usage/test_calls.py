@@ -12,7 +12,7 @@ import pytest
 from typing_extensions import override
 
 from disagg.gateway.auth.auth import AnonymousAccess, Caller
-from disagg.gateway.auth.rights import usage_of
+from disagg.gateway.auth.shell.rights import usage_of
 from disagg.gateway.config import UsageOptions
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.request import Call

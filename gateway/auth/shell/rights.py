@@ -21,7 +21,7 @@ import grpc
 
 from disagg.connections.addresses import split_address
 from disagg.gateway.auth.auth import AUTHORIZATION, CALLER, Authenticator, Caller
-from disagg.gateway.auth.tls import name_of_peer
+from disagg.gateway.auth.shell.tls import name_of_peer
 from disagg.proto.errors import ModelDeniedError, PermissionDeniedError
 
 _MAX_SHOWN_CHARS: Final = 100

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.auth.rights import may_use
+from disagg.gateway.auth.shell.rights import may_use
 from disagg.gateway.operators.admin_answers import cluster_state, with_others
 from disagg.proto.control import ControlState
 from disagg.proto.errors import OverloadedError

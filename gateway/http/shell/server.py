@@ -14,8 +14,8 @@ import ssl
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from disagg.gateway.http.exchange import Receive, Scope, Send
-from disagg.gateway.http.protocol import ConnectionLimits, Connections, make_config
+from disagg.gateway.http.shell.exchange import Receive, Scope, Send
+from disagg.gateway.http.shell.protocol import ConnectionLimits, Connections, make_config
 
 _BACKLOG: Final = 2048
 _ACCEPTS_A_TURN: Final = 32

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from disagg.gateway.auth.auth import CALLER, Caller
-from disagg.gateway.auth.rights import may_use, usage_of
+from disagg.gateway.auth.shell.rights import may_use, usage_of
 from disagg.gateway.http.errors import Headers
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.operators.admin_answers import explanation_json
 from disagg.gateway.usage.counts import DEFAULT_DAYS, NO_USAGE, UsageView
 from disagg.gateway.usage.handler import usage_json
@@ -31,7 +31,7 @@ from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.v1 import inference_pb2 as pb
 
-FOLDER: Final = Path(__file__).parent / "ui"
+FOLDER: Final = Path(__file__).parents[1] / "ui"
 TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
     ".css": b"text/css; charset=utf-8",

@@ -21,11 +21,11 @@ from starlette.datastructures import Headers as RequestHeaders
 
 from disagg.connections.addresses import join_address
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.auth.tls import name_in
+from disagg.gateway.auth.shell.tls import name_in
 from disagg.gateway.event_loop.turns import LoopTurns, run_cooperatively
 from disagg.gateway.http.errors import Headers, SlowBodyError, error_event, error_json
+from disagg.gateway.http.shell.unfinished import UnfinishedBodies
 from disagg.gateway.http.sites import check_content_type
-from disagg.gateway.http.unfinished import UnfinishedBodies
 from disagg.gateway.requests.part_counts import SMALL_BYTES, Cooperative, count_json
 from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError, UnavailableError
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.auth.rights import Rights, usage_of
+from disagg.gateway.auth.shell.rights import Rights, usage_of
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.models.pair_check import PairChecker
 from disagg.gateway.operators.admin_answers import (
@@ -29,7 +29,7 @@ from disagg.gateway.operators.admin_answers import (
     usage_answer,
 )
 from disagg.gateway.operators.decode_placement_log import MAX_CHARS, DecodePlacementLog, check, why
-from disagg.gateway.operators.state_feed import StateFeed
+from disagg.gateway.operators.shell.state_feed import StateFeed
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
 from disagg.proto.clock.process_clock import process_clock

@@ -6,8 +6,8 @@ import msgspec
 
 from disagg import __version__
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.auth.rights import require_counts
-from disagg.gateway.http.exchange import Exchange
+from disagg.gateway.auth.shell.rights import require_counts
+from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.readiness import Readiness
 from disagg.proto.ids import RequestId
