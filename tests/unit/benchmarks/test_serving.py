@@ -9,7 +9,7 @@ import json
 import pytest
 
 from benchmarks import load, load_http
-from benchmarks.load import Run, RequestSizes, Timing
+from benchmarks.load import RequestSizes, Run, Timing
 from benchmarks.load_http import HttpCall
 from benchmarks.serving import side_by_side, throughput
 from benchmarks.serving.parties import Party, divided
