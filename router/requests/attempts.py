@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -21,7 +20,6 @@ from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
 from disagg.proto.messages import End, HandedOver, PrefillDone
 from disagg.router.api import AttemptMarks, Path
 from disagg.router.config import RouterConfig
-from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import (
     Candidate,
     Choice,
@@ -36,6 +34,7 @@ from disagg.router.placement.placement import (
     prefill_assignment,
 )
 from disagg.router.queueing.tenants import Tenant
+from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.events import CancelOn, Dispatch
 from disagg.router.requests.explain import Placed
 from disagg.router.requests.record import Attempt, RequestRecord
@@ -65,7 +64,9 @@ class Blocked(enum.Enum):
 class Attempts:
     """Places requests on workers. Counts attempts, and keeps the means by which demands are made."""
 
-    def __init__(self, config: RouterConfig, gateway_id: GatewayId, fleet: Fleet, policy: Policy, draw: Draw) -> None:
+    def __init__(
+        self, config: RouterConfig, gateway_id: GatewayId, state: CoreState, policy: Policy, draw: Draw
+    ) -> None:
         self._lengths = RunningMean(config.expected_output_tokens)
         """Mean number of output tokens of an answer."""
         self._recent_lengths = RunningMean(config.expected_output_tokens, weight=0)
@@ -75,13 +76,13 @@ class Attempts:
         """Mean share of a prompt that was cached on the workers of its placement."""
         self._config = config
         self._gateway_id = gateway_id
-        self._fleet = fleet
+        self._fleet = state.fleet
         self._policy = policy
         self._draw = draw
         self.late_last = policy.late_last
         """The value of `Policy.late_last`."""
         self._num_started = 0
-        self.decisions: Counter[str] = Counter()
+        self.decisions = state.telemetry.stats.decisions
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
         colocated, probe; no_room, no_slot and no_share left the request in the queue."""
 

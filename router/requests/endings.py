@@ -12,25 +12,21 @@ Owner: the router core. All that a request held is released here, once.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 from disagg.proto.errors import DeadlineError, DisaggError, SuspectRequestError, UnavailableError
-from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
-from disagg.router.placement.fleet import Fleet
-from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests.admission import missing_worker
 from disagg.router.requests.attempts import FAILURE_CODES, Attempts, failed_leg
+from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.events import Command, Fail, Finish
 from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord
 from disagg.router.requests.retries import Retries
 from disagg.router.requests.suspects import NO_CAUSE, Suspicion
-from disagg.router.requests.timers import Timers
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import RequestEvent, RequestState
-from disagg.router.telemetry.telemetry import Telemetry
 from disagg.router.workers.circuit_breakers import Leg
 
 logger = logging.getLogger(__name__)
@@ -41,38 +37,32 @@ class Endings:
 
     Args:
         config: pauses after failures.
-        requests: those that have not ended; a request that ends is removed.
-        counters: the counters of the router core.
+        state: the state of the router core. A request that ends is removed from it.
+        attempts, waiting, migrations: the other parts of the router core, which hold what a request gives back.
         hash_blocks: hashes the blocks of an answer that is to be continued.
     """
 
     def __init__(
         self,
         config: RouterConfig,
-        requests: dict[RequestId, RequestRecord],
-        counters: Counter[str],
-        hash_blocks: HashBlocks,
-        *,
-        fleet: Fleet,
+        state: CoreState,
         attempts: Attempts,
         waiting: Waiting,
         migrations: Migrations,
-        tenants: Tenants,
-        timers: Timers,
-        telemetry: Telemetry,
+        hash_blocks: HashBlocks,
     ) -> None:
         self.retries = Retries(config)
         self._config = config
-        self._requests = requests
-        self._counters = counters
-        self._hash_blocks = hash_blocks
-        self._fleet = fleet
+        self._requests = state.requests
+        self._fleet = state.fleet
+        self._tenants = state.tenants
+        self._timers = state.timers
+        self._telemetry = state.telemetry
+        self._counters = state.counters
         self._attempts = attempts
         self._waiting = waiting
         self._migrations = migrations
-        self._tenants = tenants
-        self._timers = timers
-        self._telemetry = telemetry
+        self._hash_blocks = hash_blocks
 
     def configure(self, config: RouterConfig) -> None:
         """Follow another configuration of pauses and retries."""

@@ -28,13 +28,12 @@ from disagg.proto import messages
 from disagg.proto.ids import RequestId, WorkerId
 from disagg.proto.messages import End, HandedOver, MigrationFailed
 from disagg.router.config import RouterConfig
-from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Candidate, Demand, Policy
 from disagg.router.requests.attempts import Attempts
+from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.events import CancelMigration, Command, Migrate
 from disagg.router.requests.record import Attempt, Move, RequestRecord
 from disagg.router.states import AttemptState
-from disagg.router.telemetry.telemetry import Telemetry
 from disagg.router.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -63,22 +62,14 @@ class _Drain:
 class Migrations:
     """The moves between the workers of one router."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        requests: Mapping[RequestId, RequestRecord],
-        fleet: Fleet,
-        policy: Policy,
-        attempts: Attempts,
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, config: RouterConfig, state: CoreState, policy: Policy, attempts: Attempts) -> None:
         self._most = config.migrations
         self._pair_timeout_s = config.pair_timeout_s
-        self._requests = requests
-        self._fleet = fleet
+        self._requests: Mapping[RequestId, RequestRecord] = state.requests
+        self._fleet = state.fleet
         self._policy = policy
         self._attempts = attempts
-        self._telemetry = telemetry
+        self._telemetry = state.telemetry
         self._num_moving: Counter[WorkerId] = Counter()
         """Number of moves from each worker."""
         self._drains: dict[WorkerId, _Drain] = {}

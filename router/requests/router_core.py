@@ -11,14 +11,13 @@ buffers.
 No clock, no I/O: `now` is the gateway's monotonic clock. The server (`router/shell/server.py`) calls `handle` for every
 event, one at a time, executes the commands in order, and sends `Tick` at `next_wakeup()`.
 
-Owner of all state below: this object. When no request is in it, `holdings()` is zero throughout.
+Owner of the state (`core_state.py`): this object. When no request is in it, `holdings()` is zero throughout.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,6 +50,7 @@ from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
 from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
 from disagg.router.requests.attempts import Attempts, note_answer, note_prefilled
+from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.endings import Endings
 from disagg.router.requests.events import Command, Event
 from disagg.router.requests.inspection import cluster_view, integrity_problems, notes_on
@@ -58,7 +58,6 @@ from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED
 from disagg.router.requests.suspects import Suspects, has_passed
-from disagg.router.requests.timers import Timers
 from disagg.router.requests.trials import Trials
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent
@@ -89,38 +88,26 @@ class RouterCore:
         draw: Draw | None = None,
         hash_blocks: HashBlocks = chain_hashes,
     ) -> None:
-        self.counters: Counter[str] = Counter()
-        """Counts of failures and dropped messages, by name: stale_attempt, wrong_worker, refused, worker_lost, ..."""
         self._config = config
         if draw is None:
             draw = draw_of(gateway_id) if config.num_gateways > 1 else uniform_draw
         self._draw = draw
-        self._requests: dict[RequestId, RequestRecord] = {}
         links = LinkModel()
         self._pairs = Pairs(config)
         policy = create(config.policy, config, links, self._pairs, draw)
-        self._fleet = Fleet(config, policy, links, self._pairs)
         self._policy, self._links = policy, links
-        self._attempts = Attempts(config, gateway_id, self._fleet, policy, draw)
+        self._fleet = fleet = Fleet(config, policy, links, self._pairs)
+        self._tenants = Tenants(config, fleet.num_places, fleet.kv_room)
+        self._telemetry = Telemetry(config.num_traces)
+        state = CoreState(fleet=fleet, tenants=self._tenants, telemetry=self._telemetry)
+        self._requests, self._timers = state.requests, state.timers
+        self.counters = state.counters
+        """Counts of failures and dropped messages, see `CoreState`."""
         self._trials = Trials()
-        self._timers = Timers()
-        self._tenants = Tenants(config, self._fleet.num_places, self._fleet.kv_room)
-        self._waiting = Waiting(config, self._requests, self._fleet, self._attempts, self._timers, self._tenants)
-        self._telemetry = Telemetry(config.num_traces, self._attempts.decisions)
-        self._migrations = Migrations(config, self._requests, self._fleet, policy, self._attempts, self._telemetry)
-        self._endings = Endings(
-            config,
-            self._requests,
-            self.counters,
-            hash_blocks,
-            fleet=self._fleet,
-            attempts=self._attempts,
-            waiting=self._waiting,
-            migrations=self._migrations,
-            tenants=self._tenants,
-            timers=self._timers,
-            telemetry=self._telemetry,
-        )
+        self._attempts = Attempts(config, gateway_id, state, policy, draw)
+        self._waiting = Waiting(config, state, self._attempts)
+        self._migrations = Migrations(config, state, policy, self._attempts)
+        self._endings = Endings(config, state, self._attempts, self._waiting, self._migrations, hash_blocks)
         self._cancel_on_return: dict[WorkerId, tuple[Incarnation, list[AttemptKey]]] = {}
         """Attempts given up when a session broke. If the same incarnation reconnects, they are cancelled there."""
         self._num_submitted = 0

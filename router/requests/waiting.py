@@ -28,12 +28,11 @@ from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Demand
 from disagg.router.queueing.queue import RequestQueue, Share
-from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests.admission import work_ms
 from disagg.router.requests.attempts import Attempts, Blocked
+from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.events import Dispatch
 from disagg.router.requests.record import RequestRecord
-from disagg.router.requests.timers import Timers
 from disagg.router.workers.worker import Worker
 
 MAX_LOOKS = 16
@@ -47,30 +46,20 @@ class Waiting:
 
     Args:
         config: how long to wait for a worker that could hold a request at all.
-        records: the requests that have not ended; read only.
-        fleet: the workers.
+        state: the state of the router core. Its requests are only read; its timers get the end of the grace and of
+            the bypass; its tenants tell which of them may have more running.
         attempts: places requests.
-        timers: gets the end of the grace and of the bypass.
-        tenants: which of them may have more running.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        records: Mapping[RequestId, RequestRecord],
-        fleet: Fleet,
-        attempts: Attempts,
-        timers: Timers,
-        tenants: Tenants,
-    ) -> None:
-        self.queue = RequestQueue(config.fair_quantum_tokens, tenants.may_run)
-        self._tenants = tenants
+    def __init__(self, config: RouterConfig, state: CoreState, attempts: Attempts) -> None:
+        self.queue = RequestQueue(config.fair_quantum_tokens, state.tenants.may_run)
+        self._tenants = state.tenants
         self._config = config
-        self._records = records
-        self._fleet = fleet
+        self._records: Mapping[RequestId, RequestRecord] = state.requests
+        self._fleet = state.fleet
         self._attempts = attempts
         self._late_last = attempts.late_last
-        self._timers = timers
+        self._timers = state.timers
         self._unschedulable: dict[RequestId, RequestRecord] = {}
         self._isolated: RequestRecord | None = None
         """The only request that is queued or runs, of those that may end workers."""
@@ -78,7 +67,7 @@ class Waiting:
         """The others of these requests, in order. Tenants do not take turns here: a request that is no longer isolated
         runs beside the next one that is tried, so innocent ones would only lose their attempts with the workers of
         those."""
-        self._hold = WorkerHold(fleet, config.bypass_s, self.queue.level)
+        self._hold = WorkerHold(state.fleet, config.bypass_s, self.queue.level)
         self._must_look = False
         self._least_lacking: int | None = None
         """The fewest tokens for which there is no room; None if no request waits for room."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 
 from disagg.proto.errors import LimitError, RequestCancelledError
 from disagg.router.api import RUNNING, RequestTrace
@@ -37,11 +36,10 @@ class Telemetry:
 
     Args:
         num_traces: ended requests whose traces are kept.
-        decisions: counts of decisions, by reason; incremented by `Attempts`.
     """
 
-    def __init__(self, num_traces: int, decisions: Counter[str]) -> None:
-        self.stats = RouterStats(decisions=decisions)
+    def __init__(self, num_traces: int) -> None:
+        self.stats = RouterStats()
         self.traces = TraceRing(num_traces)
         self._recent = SlidingWindowCounter(SLO_WINDOW_S)
 
