@@ -104,7 +104,7 @@ class Elastic(Joint):
                 delay = (worker.num_decodes + 1) * num_steps * (step - _LATE * target)
             if self._gathers:
                 delay += num_steps * _taken_ms(worker, step, target)
-        barrier = self._barrier_of(candidate)
+        barrier = self._barrier_of(candidate.worker, candidate.num_blocks)
         candidate.as_decode = Weight(delay + barrier, 0, 0.0, 0.0, num_steps * step, delay, barrier, step)
         return candidate.as_decode
 

@@ -63,8 +63,7 @@ class Joint:
 
     def rank(self, worker: Worker) -> float:
         """The wait, the added cost of one more sequence in a step, and the barrier."""
-        k = worker.used_blocks / worker.num_blocks
-        cost = worker.backlog_ms + (self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms)
+        cost = worker.backlog_ms + self._barrier_of(worker, 0)
         if worker.decodes:
             cost += worker.around_ms + worker.num_decodes * worker.decode_ms
         return cost
@@ -81,8 +80,7 @@ class Joint:
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         if worker.num_decodes:
             delay += worker.num_decodes * compute_ms(worker, cached, num_tokens)
-        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
-        barrier = self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
+        barrier = self._barrier_of(worker, candidate.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
 
@@ -93,8 +91,7 @@ class Joint:
         step = worker.around_ms + joining
         decode = num_steps * step
         delay = num_steps * joining * worker.num_decodes
-        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
-        barrier = self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
+        barrier = self._barrier_of(worker, candidate.num_blocks)
         misses = 1 if step > demand.tpot_ms else 0
         weight = candidate.as_decode = Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
         return weight
@@ -134,10 +131,9 @@ class Joint:
         decode_id = worker.worker_id
         return self._links.known_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
 
-    def _barrier_of(self, candidate: Candidate) -> float:
-        """The barrier of the worker's KV utilization after joining."""
-        worker = candidate.worker
-        k = (worker.used_blocks + candidate.num_blocks) / worker.num_blocks
+    def _barrier_of(self, worker: Worker, num_blocks: int) -> float:
+        """The barrier of the worker's KV utilization after `num_blocks` more are in use."""
+        k = (worker.used_blocks + num_blocks) / worker.num_blocks
         return self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
 
 
