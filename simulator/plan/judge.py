@@ -25,6 +25,9 @@ from disagg.simulator.plan.pools import Candidate, Judgement, Planner, Pool
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 
+PLAN_ENGINE: EngineKind = "fast"
+"""The engine that judges plans. For the reason why it is not the exact one see
+docs/adr/0081-the-fast-engine-judges-plans.md."""
 COUNTED = 300
 """Least number of requests that count."""
 MAX_REQUESTS = 20_000
@@ -42,7 +45,7 @@ class SimulatedJudge:
     """Judges candidates of one planner under the same requests at the same times."""
 
     def __init__(
-        self, planner: Planner, requests: Outline, engine: EngineKind = "fast", counted_from_s: float = 0.0
+        self, planner: Planner, requests: Outline, engine: EngineKind = PLAN_ENGINE, counted_from_s: float = 0.0
     ) -> None:
         self._planner = planner
         self._requests = [UserRequest(each) for each in requests.requests]

@@ -172,6 +172,16 @@ def test_only_tests_of_benchmarks_import_them() -> None:
     assert importers == set()
 
 
+def test_only_the_simulated_cluster_imports_the_fast_engine() -> None:
+    """So that the second engine stays behind one choice, and can be deleted when plans no longer need it."""
+    importers = {
+        path
+        for path in CODE
+        if any(found.name.startswith("disagg.simulator.fast") for found in arch.imports(path, SOURCES[path]))
+    }
+    assert {path for path in importers if not path.startswith("simulator/fast/")} == {"simulator/cluster.py"}
+
+
 def test_every_folder_is_linked_under_src() -> None:
     package = arch.REPOSITORY / "src" / "disagg"
     links = {entry.name: entry.readlink().as_posix() for entry in package.iterdir() if entry.is_symlink()}

@@ -28,11 +28,12 @@ from disagg.simulator.durations.fitted import fit
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
 from disagg.simulator.durations.perf_tables import PerfTables
 from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
-from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
+from disagg.simulator.plan.judge import PLAN_ENGINE, SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import GB, Precision, widths
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
+from disagg.simulator.world.settings import EngineKind
 from disagg.step_times.interface import LinkTimes, StepTimes
 
 LINK_LATENCY_S = 1e-4
@@ -89,12 +90,13 @@ def run_plan(options: PlanOptions, console: Console) -> int:
     facts = facts_of(planner)
     lines = lines_of(planner, facts, source, is_example_price=options.price is None)
     print_facts(console, lines, facts, load)
-    answer, simulated = None, False
+    answer: Answer | None = None
+    engine: EngineKind | None = None
     if options.rate is not None or options.scenario is not None:
         judge = _judge(options, planner, requests, console)
-        simulated = judge is not None
+        engine = None if judge is None else PLAN_ENGINE
         answer = planner.best(judge, options.max_simulated)
-        print_answer(console, answer, load, simulated=simulated)
+        print_answer(console, answer, load, engine)
     else:
         say(console, "next: --rate, --ttft-ms and --tpot-ms, for the pools that serve a load")
     if options.json is not None:
@@ -102,7 +104,7 @@ def run_plan(options: PlanOptions, console: Console) -> int:
         _write(options.json, json.dumps(report, indent=1) + "\n", "--json")
     if options.html is not None:
         title = f"{site.model.name} on {site.device.name}"
-        _write(options.html, plan_page(title, lines, facts, answer, load, simulated=simulated), "--html")
+        _write(options.html, plan_page(title, lines, facts, answer, load, engine), "--html")
     return EXIT_MET if answer is None or answer.is_met else EXIT_MISSED
 
 
@@ -331,8 +333,8 @@ def print_facts(console: Console, lines: Sequence[str], facts: Facts, load: Load
         print_table(console, shown)
 
 
-def print_answer(console: Console, answer: Answer, load: Load, *, simulated: bool) -> None:
+def print_answer(console: Console, answer: Answer, load: Load, engine: EngineKind | None) -> None:
     """Print the table of pools, and the verdict."""
     say(console, "")
-    print_table(console, pools_table(answer, load, simulated=simulated))
+    print_table(console, pools_table(answer, load, engine))
     say(console, verdict(answer, load))

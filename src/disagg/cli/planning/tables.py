@@ -12,6 +12,7 @@ from disagg.simulator.plan.memory import GB
 from disagg.simulator.plan.pools import Answer, Judged
 from disagg.simulator.plan.report import Facts, price_per_million_output, verdict
 from disagg.simulator.plan.sweep import SweepRow
+from disagg.simulator.world.settings import EngineKind
 
 MAX_SHOWN = 6
 """Number of candidates in the table."""
@@ -60,9 +61,9 @@ def sweep_table(facts: Facts) -> TextTable:
     )
 
 
-def pools_table(answer: Answer, load: Load, *, simulated: bool) -> TextTable:
-    """Table of the best candidates."""
-    judge = "simulated" if simulated else "estimated"
+def pools_table(answer: Answer, load: Load, engine: EngineKind | None) -> TextTable:
+    """Table of the best candidates. `engine`: the simulator's engine that judged them; None for the estimate."""
+    judge = "estimated" if engine is None else f"simulated, {engine} engine"
     shown = (answer.best, *answer.judged[: MAX_SHOWN - 1])
     return TextTable(
         title=f"{load.rate_per_s:g} requests/s, limits {load.slo}, for {100 * load.min_attainment:g} % of them "
@@ -87,7 +88,9 @@ def _row(judged: Judged, load: Load, *, is_best: bool) -> tuple[str, ...]:
     )
 
 
-def plan_page(title: str, lines: list[str], facts: Facts, answer: Answer | None, load: Load, *, simulated: bool) -> str:
+def plan_page(
+    title: str, lines: list[str], facts: Facts, answer: Answer | None, load: Load, engine: EngineKind | None
+) -> str:
     """All tables and charts as one HTML page. Raises `ConfigError` where charts cannot be drawn."""
 
     def parts() -> Iterator[str]:
@@ -97,7 +100,7 @@ def plan_page(title: str, lines: list[str], facts: Facts, answer: Answer | None,
         yield table_html(TextTable(title="the plan", columns=("", ""), rows=rows))
         yield charts_html(sweep_charts(facts, load))
         if answer is not None:
-            yield table_html(pools_table(answer, load, simulated=simulated))
+            yield table_html(pools_table(answer, load, engine))
         yield table_html(sweep_table(facts))
         yield table_html(width_table(facts, load))
 

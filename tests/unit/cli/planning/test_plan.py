@@ -98,7 +98,7 @@ def test_the_simulator_judges_unless_it_is_left_out() -> None:
     status, text = output(options(rate=2.0, ttft_ms=500.0, tpot_ms=30.0, mode="colocated", max_simulated=1))
     assert status == 0
     assert "simulating up to 1 candidates, 305 requests each" in text
-    assert "(simulated)" in text
+    assert "(simulated, fast engine)" in text
 
 
 def test_limits_that_no_pools_meet_are_status_1() -> None:
