@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -173,6 +175,48 @@ def test_five_unknowns_are_solved_to_the_last_bit(system: tuple[list[list[float]
     moments.moment = tuple(right)
     lines = [[gram[i][i] * (1.0 + 1e-11), *gram[i][i + 1 :], right[i]] for i in range(5)]
     assert solve_five(moments.gram, right) == solve_triangle(lines)
+
+
+def best_of_all_active_sets(gram: list[list[float]], moment: list[float]) -> tuple[list[float], float]:
+    """The solution of least squares without negative unknowns and its objective, by trying each set of unknowns that
+    are not zero; without rounding."""
+    size, best = len(moment), ([0.0] * len(moment), Fraction(0))
+    for free in (each for count in range(1, size + 1) for each in combinations(range(size), count)):
+        lines = [[*(Fraction(gram[i][j]) for j in free), Fraction(moment[i])] for i in free]
+        values = solved(lines)
+        if min(values) < 0:
+            continue
+        objective = -sum(Fraction(moment[i]) * value for i, value in zip(free, values, strict=True)) / 2
+        if objective < best[1]:
+            found = dict(zip(free, values, strict=True))
+            best = [float(found.get(i, Fraction(0))) for i in range(size)], objective
+    return best[0], float(best[1])
+
+
+def solved(lines: list[list[Fraction]]) -> list[Fraction]:
+    """The solution of a positive definite system, whose lines end with the right side, by exact elimination."""
+    size = len(lines)
+    for i in range(size):
+        lines[i] = [value / lines[i][i] for value in lines[i]]
+        for other in range(size):
+            if other != i:
+                lines[other] = [a - lines[other][i] * b for a, b in zip(lines[other], lines[i], strict=True)]
+    return [line[-1] for line in lines]
+
+
+@given(systems())
+def test_the_solution_is_the_best_of_all_active_sets(system: tuple[list[list[float]], list[float]]) -> None:
+    gram, moment = system
+    moments = Moments(len(moment))
+    moments.gram = tuple(gram[i][j] for i in range(len(gram)) for j in range(i, len(gram)))
+    moments.moment = tuple(moment)
+    expected, least = best_of_all_active_sets(gram, moment)
+    solution = moments.solve()
+    assert solution == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    squared, product = moments.along(solution)
+    assert squared / 2 - product == pytest.approx(least, rel=1e-6, abs=1e-9)
+    if len(moment) == 2 and (two := solve_two(moments.gram, moments.moment)) is not None:
+        assert list(two) == solution
 
 
 @given(systems())
