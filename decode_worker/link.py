@@ -1,4 +1,4 @@
-"""The shell around one `Receiver`: the pair of this decode worker with one incarnation of a prefill worker.
+"""The stream and the transport of one `Receiver`: the pair of a decode worker with one incarnation of a prefill worker.
 
 It begins with the hello of the prefill worker's stream. The byte transport is formed beside the stream; a chunk that is
 to be received before the transport stands waits for it, and so does every message after it (`ordered_sender.py`). The
@@ -16,20 +16,10 @@ from dataclasses import dataclass
 
 from disagg.decode_worker.ordered_sender import OrderedSender
 from disagg.decode_worker.service import Outgoing
-from disagg.engine.commands import Extend, Join, Release, Reserve, Scatter, Scattered
+from disagg.engine.commands import Event
 from disagg.engine.io.blocking import open_on_thread
-from disagg.engine.kv_transfer.commands import (
-    ClosePair,
-    ExtendSequence,
-    JoinSequence,
-    ReceiveKv,
-    ReceiveOver,
-    ReceiverCommand,
-    ReleaseSequence,
-    ReserveBlocks,
-    ScatterChunk,
-    SendControl,
-)
+from disagg.engine.kv_transfer.commands import Cause, ReceiveKv, ReceiveOver
+from disagg.engine.kv_transfer.pair_shell import ReceiverShell
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.sharding.kv_routes import PairPlan
@@ -37,7 +27,7 @@ from disagg.engine.shell.pair_link import PairLink
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.handover import CloseWhenIdle, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import EndReason, SequenceSpec, WorkerInfo
+from disagg.proto.messages import SequenceSpec, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +47,7 @@ class LinkCallbacks:
 class PrefillLink(PairLink):
     """One pair, on the decode side."""
 
-    _half: Receiver
+    _shell: ReceiverShell
 
     def __init__(
         self,
@@ -77,6 +67,8 @@ class PrefillLink(PairLink):
         self.peer = peer
         self._outgoing = outgoing
         self._ordered = OrderedSender(context.parts.control_out(outgoing.put))
+        self.send = self._ordered.send
+        """Writes a message to the control stream, after the receives before it are posted."""
         self._loop_thread = threading.get_ident()
         self.on_message = context.parts.control_in(self._on_message)
         """Takes a control message of the prefill worker."""
@@ -86,7 +78,7 @@ class PrefillLink(PairLink):
         """Receives that are posted once the transport stands."""
         self._lost = asyncio.Event()
         self._is_forming = True
-        self._half = Receiver(
+        half = Receiver(
             context.now(),
             bytes_per_token=plan.bytes_per_token,
             max_chunk_bytes=config.transfer.chunk_bytes,
@@ -97,6 +89,7 @@ class PrefillLink(PairLink):
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
         )
+        self._shell = ReceiverShell(half, self, peer.tp)
         self._task = asyncio.create_task(self._run(accept), name=f"transport-{peer.worker_id}")
         self._task.add_done_callback(lambda _: callbacks.on_gone(self))
 
@@ -138,11 +131,11 @@ class PrefillLink(PairLink):
         self._lost.set()
         if self._is_forming:
             self._task.cancel()  # A transport that is formed nevertheless is closed.
-        self._carry_out(self._half.close(self._context.now()))
+        self._shell.close(self._context.now())
         self._ordered.drop()
         early, self._early = self._early, []
         for chunk in early:
-            self._on_received(chunk, False, 0)
+            self._shell.on_received(chunk.key, chunk.seq, ok=False, checksum=0)
         self._context.flush()
 
     async def wait_gone(self) -> None:
@@ -152,79 +145,42 @@ class PrefillLink(PairLink):
     # ------------------------------------------------------------ inputs
 
     def _on_message(self, message: SenderToReceiver) -> None:
-        self._carry_out(self._half.on_message(message, self._context.now()))
+        self._shell.on_message(message, self._context.now())
         self._context.flush()
 
-    def on_reserved(self, key: AttemptKey, cached_tokens: int) -> None:
-        """The engine counted the blocks."""
-        self._carry_out(self._half.on_reserved(key, cached_tokens))
-
-    def on_reserve_refused(self, key: AttemptKey, reason: str) -> None:
-        """The engine has no room."""
-        self._carry_out(self._half.on_reserve_refused(key, reason))
-
-    def on_scattered(self, scattered: Scattered) -> None:
-        """The engine copied a chunk into its blocks, or dropped it."""
-        key, seq = scattered.key, scattered.seq
-        self._copies.pop((key, seq), None)
-        self._carry_out(self._half.on_scattered(key, seq, scattered.ok, scattered.intact))
-
-    def on_ended(self, key: AttemptKey, reason: EndReason) -> None:
-        """The engine ended the sequence by itself."""
-        self._carry_out(self._half.on_ended(key, reason))
+    def on_event(self, event: Event) -> None:
+        """Pass an event of the engine to the receiver."""
+        self._shell.on_event(event)
 
     def cancel(self, key: AttemptKey) -> None:
         """Cancel an attempt for the gateway; it may not have been offered yet."""
-        self._carry_out(self._half.cancel(key))
+        self._shell.cancel(key)
 
     def tick(self, now: float) -> None:
         """Check leases and deadlines of the pair; called at every heartbeat."""
-        self._carry_out(self._half.tick(now))
-
-    # ------------------------------------------------------------ commands
-
-    def _carry_out(self, commands: list[ReceiverCommand]) -> None:
-        for command in commands:
-            match command:
-                case SendControl(message):
-                    self._ordered.send(message)
-                case ReserveBlocks(spec):
-                    self._reserve(spec)
-                case ReceiveKv():
-                    self._receive(command)
-                case ScatterChunk():
-                    self._scatter(command)
-                case ExtendSequence(key, token_ids):
-                    self._context.post(Extend(key, token_ids))
-                case JoinSequence(key, token_id, logprobs):
-                    self._context.post(Join(key, token_id, logprobs))
-                case ReleaseSequence(key):
-                    self._context.post(Release(key))
-                case ReceiveOver():
-                    self._callbacks.on_over(self, command)
-                case ClosePair(cause):
-                    logger.warning("pair with %s: %s; its attempts fail", self.peer.worker_id, cause.detail)
-                    self.give_up()
+        self._shell.tick(now)
 
     def close_when_idle(self) -> None:
         """Ask the prefill worker to close the pair, unless an attempt uses it by then."""
         self._outgoing.put(CloseWhenIdle())
 
-    def _reserve(self, spec: SequenceSpec) -> None:
+    # ------------------------------------------------------------ ReceiverIo
+
+    def on_offered(self, spec: SequenceSpec) -> bool:
+        """Ask the role whether it takes the attempt."""
         self.used_at = self._context.now()
-        if self._callbacks.on_offered(self, spec):
-            self._context.post(Reserve(spec))
-        else:
-            self.on_reserve_refused(spec.key, "this attempt is here already")
+        return self._callbacks.on_offered(self, spec)
 
-    def _scatter(self, chunk: ScatterChunk) -> None:
-        self._copies[chunk.key, chunk.seq] = chunk.nbytes
-        data = self._buffer(chunk.slot)[: chunk.nbytes]
-        self._context.post(
-            Scatter(chunk.key, chunk.seq, chunk.start, chunk.end, data, self.peer.tp, digest=chunk.digest)
-        )
+    def on_over(self, over: ReceiveOver) -> None:
+        """Tell the role that the hand-over of an attempt is decided."""
+        self._callbacks.on_over(self, over)
 
-    def _receive(self, chunk: ReceiveKv) -> None:
+    def on_close_pair(self, cause: Cause) -> None:
+        """End the stream, and with it the pair."""
+        logger.warning("pair with %s: %s; its attempts fail", self.peer.worker_id, cause.detail)
+        self.give_up()
+
+    def receive_kv(self, chunk: ReceiveKv) -> None:
         """Start a receive, or keep it until the transport stands. `ClearToSend`, which follows it, waits for the
         receive."""
         self._ordered.wait_for((chunk.key, chunk.seq))
@@ -244,9 +200,6 @@ class PrefillLink(PairLink):
                 self._context.call_soon(self._ordered.posted, number)
 
         def done(ok: bool, error: str, checksum: int) -> None:
-            self._context.call_soon(self._on_received, chunk, ok, checksum)
+            self._context.call_soon(self._shell.on_received, chunk.key, chunk.seq, ok, checksum)
 
-        transport.recv(self._buffer(chunk.slot), chunk.nbytes, done, posted)
-
-    def _on_received(self, chunk: ReceiveKv, ok: bool, checksum: int) -> None:
-        self._carry_out(self._half.on_received(chunk.key, chunk.seq, ok, checksum))
+        transport.recv(self._shell.buffer(chunk.slot), chunk.nbytes, done, posted)

@@ -16,17 +16,7 @@ import uuid
 
 from disagg.decode_worker.link import LinkCallbacks, PrefillLink
 from disagg.decode_worker.service import Outgoing, Pair, TransferService
-from disagg.engine.commands import (
-    Add,
-    Ended,
-    Event,
-    Joined,
-    PrefillComputed,
-    Release,
-    Reserved,
-    ReserveRefused,
-    Scattered,
-)
+from disagg.engine.commands import Add, Ended, Event, Joined, PrefillComputed, Release, Scattered
 from disagg.engine.kv_transfer.commands import ReceiveOver
 from disagg.engine.kv_transfer.transports.transport import Checksum, Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
@@ -199,26 +189,16 @@ class DecodeRole:
                 if (gateway_id := self._gateway_of.pop(event.key, None)) is not None:
                     outbox = self._context.outbox
                     outbox.end(gateway_id, event.key, event.reason, event.detail, event.cached_tokens, event.queue_s)
-                if link is not None:
-                    link.on_ended(event.key, event.reason)
             case Joined():
                 """The hand-over was committed when the receiver ordered the join."""
-            case _ if link is not None:
-                self._on_link_event(link, event)
-            case _:
+            case _ if link is None:
                 logger.debug("%s came too late", event)
-
-    def _on_link_event(self, link: PrefillLink, event: Event) -> None:
-        match event:
-            case Reserved():
-                link.on_reserved(event.key, event.cached_tokens)
-            case ReserveRefused():
-                link.on_reserve_refused(event.key, event.reason)
-            case Scattered():
-                link.on_scattered(event)
-                self._link_of.copied(event.key)
             case _:
-                """An event of the prefill role, which moves the attempt to another worker."""
+                """Nothing for the gateway. A link ignores the events of the prefill role, which moves attempts."""
+        if link is not None:
+            link.on_event(event)
+            if isinstance(event, Scattered):
+                self._link_of.copied(event.key)
 
     # ------------------------------------------------------------ links
 

@@ -1,7 +1,7 @@
-"""The shell around one `Sender`: the pair of this prefill worker with one incarnation of a decode worker.
+"""The stream and the transport of one `Sender`: the pair of a prefill worker with one incarnation of a decode worker.
 
     connecting   control stream, hello, then the byte transport; attempts wait, at most until their deadline
-    open         the sender decides, this file executes its commands
+    open         the sender decides; its `SenderShell` has its commands carried out here (`SenderIo`)
     closed       every attempt was reported; the role makes a new link for the next attempt
     gone         stream, transport and task have ended, too
 
@@ -19,25 +19,17 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
-from disagg.engine.commands import Add, End, Gather, Held, Hold, Release, Unhold
+from disagg.engine.commands import Ended, Event
 from disagg.engine.io.blocking import call_on_thread, open_on_thread
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
     Cause,
-    ClosePair,
-    EndSequence,
-    GatherChunk,
-    HoldSequence,
-    ReleaseSequence,
-    SendControl,
-    SenderCommand,
     SendKv,
     SendOver,
-    StartPrefill,
-    UnholdSequence,
+    ended_on_prefill,
 )
-from disagg.engine.kv_transfer.pair_half import TransitionError
+from disagg.engine.kv_transfer.pair_shell import SenderShell
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transports.transport import Checksum, PairTransport
 from disagg.engine.parallel.transport import PairEnd, form_pair
@@ -47,7 +39,7 @@ from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.service import PairError, PairStream
 from disagg.proto.handover import CloseWhenIdle, Failure, PairWelcome, ReceiverToSender
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import PeerRef, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import PeerRef, SequenceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +90,7 @@ class LinkCallbacks:
 class DecodeLink(PairLink):
     """One pair, on the prefill side."""
 
-    _half: Sender | None
+    _shell: SenderShell | None
 
     def __init__(self, context: RoleContext, peer: PeerRef, callbacks: LinkCallbacks) -> None:
         super().__init__(context, peer.worker_id)
@@ -106,11 +98,9 @@ class DecodeLink(PairLink):
         self._callbacks = callbacks
         self._waiting: dict[AttemptKey, _Waiting] = {}
         self._stream = PairStream(peer, context.cluster_secret)
-        self._send = context.parts.control_out(self._stream.send)
+        self.send = context.parts.control_out(self._stream.send)
+        """Writes a message to the control stream."""
         self._take = context.parts.control_in(self._on_message)
-        self._peer_tp = 1
-        self._digests = False
-        """Whether checksums are digests that devices compute: `PairWelcome.digests`."""
         self._task: asyncio.Task[None] | None = None
         self._is_shutting_down = False
         self._is_retired = False
@@ -128,7 +118,7 @@ class DecodeLink(PairLink):
         logger.info("pair with %s: idle for %.0f s, closing it: %s", self.peer.worker_id, idle_s, why)
         self._is_retired = True
         self._callbacks.on_closed(self)
-        if self._half is not None:
+        if self._shell is not None:
             self._stream.abandon()  # a cancelled reader would keep call and socket until garbage collection
         elif self._task is not None and not self._is_shutting_down:
             self._task.cancel()
@@ -179,14 +169,11 @@ class DecodeLink(PairLink):
         self._transport = await self._formed(
             lambda: form_pair(end, lambda name: connect(name, end.store_address), self._context.followers)
         )
-        self._peer_tp = welcome.tp
-        self._digests = welcome.digests
-        self._slot_bytes = min(config.transfer.chunk_bytes, welcome.max_chunk_bytes)
         now = self._context.now()
-        self._half = Sender(
+        half = Sender(
             now,
             bytes_per_token=end.plan.bytes_per_token,
-            max_chunk_bytes=self._slot_bytes,
+            max_chunk_bytes=min(config.transfer.chunk_bytes, welcome.max_chunk_bytes),
             credits=welcome.credits,
             num_slots=config.transfer.num_slots,
             announces_early=welcome.transport != "nccl",  # whose receives keep the GPU busy from when they are posted
@@ -194,6 +181,7 @@ class DecodeLink(PairLink):
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
         )
+        self._shell = SenderShell(half, self, welcome.tp, digests=welcome.digests)
         logger.info("pair with %s: formed over %s", self.peer.worker_id, self._transport.name)
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
@@ -225,8 +213,8 @@ class DecodeLink(PairLink):
         waiting, self._waiting = self._waiting, {}
         for key, each in waiting.items():
             self._callbacks.on_over(SendOver(key, "refused", cause, stays=each.move > 0))
-        if self._half is not None:
-            self._carry_out(self._half.close(self._context.now(), cause))
+        if self._shell is not None:
+            self._shell.close(self._context.now(), cause)
         self._context.flush()
         await self._stream.close()
         await self._close_transport()
@@ -234,12 +222,12 @@ class DecodeLink(PairLink):
     # ------------------------------------------------------------ inputs
 
     def _on_message(self, message: ReceiverToSender) -> None:
-        assert self._half is not None
+        assert self._shell is not None
         if isinstance(message, CloseWhenIdle):
             if self.is_idle:
                 self.retire("the decode worker has too many")
             return
-        self._carry_out(self._half.on_message(message, self._context.now()))
+        self._shell.on_message(message, self._context.now())
         self._context.flush()
 
     def offer(self, spec: SequenceSpec, pair_timeout_s: float | None, move: int = 0) -> None:
@@ -247,49 +235,31 @@ class DecodeLink(PairLink):
         `pair_timeout_s` the attempt is refused, while the pair is still being formed. `move`: the number of the move of
         a sequence that decodes here; 0 for a prompt."""
         self.used_at = now = self._context.now()
-        if self._half is None:
+        if self._shell is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s
             self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s, move)
             return
-        try:
-            commands = self._half.offer(spec, now, move)
-        except TransitionError as error:  # a gateway that uses a key again, or a move that was given up a moment ago
-            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)), stays=move > 0)]
-        self._carry_out(commands)
+        self._shell.offer(spec, now, move)
 
     def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
         """Abort an attempt; unknown ones are ignored."""
         if (waiting := self._waiting.pop(key, None)) is not None:
             self._callbacks.on_over(SendOver(key, "cancelled", cause, stays=waiting.move > 0))
-        elif self._half is not None:
-            self._carry_out(self._half.cancel(key, cause))
+        elif self._shell is not None:
+            self._shell.cancel(key, cause)
 
-    def on_chunk_planned(self, key: AttemptKey, end: int) -> None:
-        """The engine computes tokens before `end` now."""
-        if self._half is not None:
-            self._carry_out(self._half.on_chunk_planned(key, end))
-
-    def on_prefill_computed(self, key: AttemptKey, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
-        """The engine computed the prompt and sampled its first token."""
-        if self._half is not None:
-            self._carry_out(self._half.on_prefill_computed(key, token_id, logprobs))
-
-    def on_held(self, held: Held) -> None:
-        """The engine took a running sequence out of the batch."""
-        if self._half is not None:
-            self._carry_out(self._half.on_held(held.key, held.ok, held.token_ids, held.token_id, held.logprobs))
-
-    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, checksum: int) -> None:
-        """The engine filled a staging slot."""
-        assert self._half is not None
-        nbytes = self._copies.pop((key, seq))
-        self._carry_out(self._half.on_gathered(key, seq, ok, nbytes, checksum))
+    def on_event(self, event: Event) -> None:
+        """Pass an event of the engine to the sender. An attempt that waits for the pair can only end."""
+        if self._shell is not None:
+            self._shell.on_event(event)
+        elif isinstance(event, Ended):
+            self.cancel(event.key, ended_on_prefill(event.reason))
 
     def tick(self, now: float) -> None:
         """Check leases and deadlines of the pair; called at every heartbeat."""
         self._expire_waiting(now)
-        if self._half is not None:
-            self._carry_out(self._half.tick(now))
+        if self._shell is not None:
+            self._shell.tick(now)
 
     def _expire_waiting(self, now: float) -> None:
         for key in [key for key, waiting in self._waiting.items() if waiting.is_expired(now)]:
@@ -303,54 +273,31 @@ class DecodeLink(PairLink):
     def holdings(self) -> dict[str, int]:
         return {**super().holdings(), "waiting_for_pair": len(self._waiting)}
 
-    # ------------------------------------------------------------ commands
+    # ------------------------------------------------------------ SenderIo
 
-    def _carry_out(self, commands: list[SenderCommand]) -> None:
-        for command in commands:
-            match command:
-                case SendControl(message):
-                    self._send(message)
-                case StartPrefill(spec):
-                    self._callbacks.on_reserved(spec.key)
-                    self._context.post(Add(spec, hold_after_prefill=True))
-                case GatherChunk():
-                    self._gather(command)
-                case SendKv():
-                    self._send_bytes(command)
-                case ReleaseSequence(key):
-                    self._context.post(Release(key))
-                case HoldSequence(key, num_known):
-                    self._context.post(Hold(key, num_known))
-                case UnholdSequence(key):
-                    self._context.post(Unhold(key))
-                case EndSequence(key, moved, detail):
-                    self._context.post(End(key, "moved" if moved else "failed", detail))
-                case SendOver():
-                    self._callbacks.on_over(command)
-                case ClosePair(cause):
-                    logger.warning(
-                        "pair with %s: %s; its attempts fail, the next one forms a new pair",
-                        self.peer.worker_id,
-                        cause.detail,
-                    )
-                    self._callbacks.on_closed(self)
-                    self._stream.abandon()
-
-    def _gather(self, chunk: GatherChunk) -> None:
-        self._copies[chunk.key, chunk.seq] = chunk.nbytes
-        buffer = self._buffer(chunk.slot)[: chunk.nbytes]
-        self._context.post(
-            Gather(chunk.key, chunk.seq, chunk.start, chunk.end, buffer, self._peer_tp, digests=self._digests)
-        )
-
-    def _send_bytes(self, chunk: SendKv) -> None:
-        assert self._transport is not None
+    def send_kv(self, chunk: SendKv) -> None:
+        """Send a chunk over the transport."""
+        transport, shell = self._transport, self._shell
+        assert transport is not None
+        assert shell is not None
 
         def done(ok: bool, error: str) -> None:
-            self._context.call_soon(self._on_sent, chunk.key, chunk.seq, ok)
+            self._context.call_soon(shell.on_sent, chunk.key, chunk.seq, ok)
 
-        self._transport.send(self._buffer(chunk.slot), chunk.nbytes, done)
+        transport.send(shell.buffer(chunk.slot), chunk.nbytes, done)
 
-    def _on_sent(self, key: AttemptKey, seq: int, ok: bool) -> None:
-        assert self._half is not None
-        self._carry_out(self._half.on_sent(key, seq, ok))
+    def on_reserved(self, key: AttemptKey) -> None:
+        """Tell the role that the decode worker has room for the attempt."""
+        self._callbacks.on_reserved(key)
+
+    def on_over(self, over: SendOver) -> None:
+        """Tell the role that the hand-over of an attempt is decided."""
+        self._callbacks.on_over(over)
+
+    def on_close_pair(self, cause: Cause) -> None:
+        """End the control stream; the task of the link closes the transport."""
+        logger.warning(
+            "pair with %s: %s; its attempts fail, the next one forms a new pair", self.peer.worker_id, cause.detail
+        )
+        self._callbacks.on_closed(self)
+        self._stream.abandon()

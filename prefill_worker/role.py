@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from disagg.engine.commands import ChunkPlanned, Ended, Event, Export, Exported, Gathered, Held, PrefillComputed
+from disagg.engine.commands import Ended, Event, Export, Exported, Gathered, PrefillComputed
 from disagg.engine.config import kv_stays_private
 from disagg.engine.kv_transfer.commands import Cause, SendOutcome, SendOver
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
@@ -203,26 +203,15 @@ class PrefillRole:
         if link is None:
             return  # a move that the engine has not answered yet
         match event:
-            case ChunkPlanned():
-                link.on_chunk_planned(event.key, event.end)
             case PrefillComputed():
                 self._on_computed(event)
-                link.on_prefill_computed(event.key, event.token_id, event.logprobs)
-            case Held():
-                link.on_held(event)
             case Ended():
-                outbox, reason = self._context.outbox, event.reason
-                attempt = self._attempts.get(event.key)
-                if attempt is not None and attempt.is_move:
-                    attempt.has_ended = True
-                else:
-                    outbox.end(event.gateway_id, event.key, reason, event.detail, event.cached_tokens, event.queue_s)
-                link.cancel(event.key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
-            case Gathered():
-                link.on_gathered(event.key, event.seq, event.ok, event.checksum)
-                self._link_of.copied(event.key)
+                self._on_ended(event)
             case _:
-                """An event of the decode role, which has the attempt, too."""
+                """Nothing for the gateway. A link ignores the events of the decode role, which has moves, too."""
+        link.on_event(event)
+        if isinstance(event, Gathered):
+            self._link_of.copied(event.key)
 
     def tick(self, now: float) -> None:
         """Heartbeats, leases and deadlines of all pairs."""
@@ -271,6 +260,14 @@ class PrefillRole:
             alloc_wait_s=0.0 if attempt is None else attempt.alloc_wait_s,
             queue_s=event.queue_s,
         )
+
+    def _on_ended(self, event: Ended) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None and attempt.is_move:
+            attempt.has_ended = True
+        else:
+            outbox = self._context.outbox
+            outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens, event.queue_s)
 
     def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
         attempt = self._attempts.pop(over.key)

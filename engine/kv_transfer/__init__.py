@@ -4,6 +4,7 @@
     send_window.py, receive_window.py    attempts and chunks of each half: records, transition tables, staging slots
     pair_half.py              what both halves have in common
     commands.py               what they have their worker do
+    pair_shell.py             carries that out around a half, by a `PairIo`
     transports/               how bytes move: an interface, and gloo, NCCL, shared memory, or one process
 
 Control messages travel on one ordered stream per pair. Bytes travel on the pair's transport, strictly in the order in

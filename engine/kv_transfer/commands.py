@@ -1,4 +1,4 @@
-"""What a half of the hand-over has its worker do: frozen data, to be carried out in the order given.
+"""What a half of the hand-over has its worker do: frozen data, which `pair_shell.py` carries out in the order given.
 
 Order matters in three places. Commands for the engine (all but `SendControl`, `SendKv`, `ReceiveKv`, the reports and
 `ClosePair`) go into one queue, so that a release runs after everything that was queued before it.
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec, TokenLogprobs
+from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
 
 SendOutcome = Literal["handed_over", "refused", "failed", "cancelled"]
 ReceiveOutcome = Literal["committed", "aborted"]
@@ -34,6 +34,11 @@ PAIR_CLOSED = Cause(Failure.PAIR_CLOSED, "the pair was closed")
 STUCK = Cause(Failure.STUCK, "the peer sends heartbeats, but not what is due")
 KV_GONE = Cause(Failure.KV_GONE, "its KV is gone on the prefill worker")
 BLOCKS_GONE = Cause(Failure.BLOCKS_GONE, "its blocks are gone on the decode worker")
+
+
+def ended_on_prefill(reason: EndReason) -> Cause:
+    """Why an attempt ends whose sequence P's engine ended."""
+    return Cause(Failure.ENDED, f"ended on the prefill worker: {reason}")
 
 
 @dataclass(frozen=True, slots=True)

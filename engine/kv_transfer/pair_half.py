@@ -206,7 +206,8 @@ class ChunkWindow(Generic[K]):
             raise ValueError(f"a pair needs at least one credit, not {credits}")
         self._credits = credits
         self._bytes_per_token = bytes_per_token
-        self._max_chunk_bytes = max_chunk_bytes
+        self.max_chunk_bytes = max_chunk_bytes
+        """Bytes of a staging slot, and of the largest payload."""
         self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
         self._slots = SlotPool(num_slots)
         self._chunks: dict[tuple[AttemptKey, int], K] = {}
@@ -272,6 +273,11 @@ class PairHalf(ABC, Generic[A, M, C]):
         self._attempts: dict[AttemptKey, A] = {}
         self.closed = False
         self.counters: Counter[str] = Counter()
+
+    @property
+    def max_chunk_bytes(self) -> int:
+        """Bytes of a staging slot."""
+        return self._window.max_chunk_bytes
 
     def on_message(self, message: M, now: float) -> list[C | SendControl | ClosePair]:
         """A control message of the peer. One that it must not send closes the pair."""

@@ -293,7 +293,7 @@ class ReceiveWindow(ChunkWindow[ReceivedChunk]):
         Raises:
             PeerError: if the header is not the one that is due, or P has no credit for it.
         """
-        check_header(attempt, header, self._bytes_per_token, self._max_chunk_bytes)
+        check_header(attempt, header, self._bytes_per_token, self.max_chunk_bytes)
         if len(self) >= self._credits:
             raise PeerError(f"chunk {header.seq} of {attempt.key} was announced without a credit")
         attempt.next_seq += 1

@@ -1,6 +1,6 @@
-"""What the links of prefill and decode workers have in common: the shell around one half of a pair.
+"""What the links of prefill and decode workers have in common.
 
-    PairLink        staging memory, copies that the engine has not made yet, whether the pair is idle
+    PairLink        one pair with its transport; whether it is idle
     LinkTable       which attempt belongs to which link
     surplus_links   which pairs to close where there are too many
 
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
+from disagg.engine.commands import Command
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.io.mailbox import Mailbox
-from disagg.engine.kv_transfer.pair_half import PairHalf
+from disagg.engine.kv_transfer.pair_shell import PairShell
 from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.role import RoleContext
@@ -35,7 +36,7 @@ async def outgoing_frames(messages: Mailbox[Any]) -> AsyncIterator[bytes]:
 
 
 class PairLink:
-    """The shell around one half of a pair.
+    """One end of a pair: the `PairIo` of its `PairShell`.
 
     Args:
         context: the worker.
@@ -45,19 +46,15 @@ class PairLink:
     def __init__(self, context: RoleContext, peer_id: WorkerId) -> None:
         self._context = context
         self._peer_id = peer_id
-        self._half: PairHalf[Any, Any, Any] | None = None
+        self._shell: PairShell[Any, Any] | None = None
         self._transport: PairTransport | None = None
-        self._slot_bytes = context.config.transfer.chunk_bytes
-        self._buffers: dict[int, Buffer] = {}
-        self._copies: dict[tuple[AttemptKey, int], int] = {}
-        """(attempt, chunk) -> bytes that the engine still copies into or out of a staging slot."""
         self.used_at = context.now()
         """When the last attempt was offered, or the link was made."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no attempt uses the pair."""
-        return not self._copies and not any(self.holdings().values())
+        return (self._shell is None or not self._shell.num_copies) and not any(self.holdings().values())
 
     @property
     def transport_name(self) -> str:
@@ -66,23 +63,26 @@ class PairLink:
 
     def holdings(self) -> dict[str, int]:
         """Counts of what the pair holds; zero when idle."""
-        return {} if self._half is None else self._half.holdings()
+        return {} if self._shell is None else self._shell.half.holdings()
 
     def is_copying(self, key: AttemptKey) -> bool:
         """Whether the engine still copies a chunk of this attempt."""
-        return any(copying == key for copying, _ in self._copies)
+        return self._shell is not None and self._shell.is_copying(key)
 
-    def _buffer(self, slot: int) -> Buffer:
-        """The memory of a staging slot, allocated at its first use."""
-        if slot not in self._buffers:
-            self._buffers[slot] = self._context.new_staging(self._slot_bytes)
-        return self._buffers[slot]
+    def post(self, command: Command) -> None:
+        """Queue a command for the engine."""
+        self._context.post(command)
+
+    def new_staging(self, nbytes: int) -> Buffer:
+        """Memory for a staging slot."""
+        return self._context.new_staging(nbytes)
 
     async def _close_transport(self) -> None:
         if self._transport is not None:
             await call_on_thread(f"close-{self._peer_id}", self._transport.close)
         # Now, because the garbage collector does not see their size. A copy under way has its own reference.
-        self._buffers.clear()
+        if self._shell is not None:
+            self._shell.free_buffers()
 
 
 L = TypeVar("L", bound=PairLink)

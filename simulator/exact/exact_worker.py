@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from disagg.engine.commands import (
     Add,
-    ChunkPlanned,
     Ended,
     Event,
     Export,
@@ -33,7 +32,7 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.commands import Cause, ReceiveOver, SendOver
+from disagg.engine.kv_transfer.commands import ReceiveOver, SendOver
 from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import (
@@ -139,7 +138,7 @@ class ExactWorker(ExactEngine):
                 if self._migrations.pop(key, None) is not None and gateway_id is not None:
                     self._outbox.migration_failed(gateway_id, key, "cancelled", refused=False)
                 elif (sending := self._sending.get(key)) is not None:
-                    sending.pair.cancel_sending(key)
+                    sending.pair.sender.cancel(key)
         self.flush()
 
     def _dispatch(self, dispatch: Dispatch) -> None:
@@ -192,14 +191,14 @@ class ExactWorker(ExactEngine):
     def _cancel(self, key: AttemptKey) -> None:
         self._migrations.pop(key, None)
         if (sending := self._sending.get(key)) is not None:
-            sending.pair.cancel_sending(key)
+            sending.pair.sender.cancel(key)
         if (pair := self._receiving.get(key)) is not None:
-            pair.cancel_receiving(key)
+            pair.receiver.cancel(key)
         elif key in self._gateway_of:
             self.post(Release(key))
         elif "decode" in self.config.roles:
             for each in self._incoming:  # its offer may be on its way
-                each.cancel_receiving(key)
+                each.receiver.cancel(key)
         self._gateway_of.pop(key, None)
 
     # ------------------------------------------------------------ events of the engine
@@ -222,10 +221,8 @@ class ExactWorker(ExactEngine):
     # ------------------------------------------------------------ the prefill role
 
     def _on_prefill_event(self, sending: _Sending, event: Event) -> None:
-        key, pair = event.key, sending.pair
+        key = event.key
         match event:
-            case ChunkPlanned():
-                pair.on_chunk_planned(key, event.end)
             case PrefillComputed():
                 self._outbox.prefill_done(
                     event.gateway_id,
@@ -234,22 +231,17 @@ class ExactWorker(ExactEngine):
                     alloc_wait_s=sending.alloc_wait_s,
                     queue_s=event.queue_s,
                 )
-                pair.on_prefill_computed(key, event.token_id)
-            case Held():
-                pair.on_held(event)
             case Ended():
                 sending.has_ended = True
                 if not sending.is_move:
                     outbox = self._outbox
                     outbox.end(event.gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
-                pair.cancel_sending(key, Cause(Failure.ENDED, f"ended on the prefill worker: {event.reason}"))
-            case Gathered():
-                pair.on_gathered(event)
-                self._forget_if_sent(key)
-            case _ if sending.is_move:
-                """The decode role handles this event."""
             case _:
-                raise AssertionError(f"a prefill worker got {event}")
+                """Nothing for the gateway."""
+        if not sending.pair.sender.on_event(event) and not sending.is_move:  # else the decode role handles the event
+            raise AssertionError(f"a prefill worker got {event}")
+        if isinstance(event, Gathered):
+            self._forget_if_sent(key)
 
     def on_reserved(self, key: AttemptKey) -> None:
         """Note the time since the dispatch as the attempt's wait for blocks on D."""
@@ -274,7 +266,7 @@ class ExactWorker(ExactEngine):
 
     def _forget_if_sent(self, key: AttemptKey) -> None:
         sending = self._sending.get(key)
-        if sending is not None and sending.is_over and not sending.pair.is_gathering(key):
+        if sending is not None and sending.is_over and not sending.pair.sender.is_copying(key):
             del self._sending[key]
 
     # ------------------------------------------------------------ the decode role
@@ -288,21 +280,18 @@ class ExactWorker(ExactEngine):
             case Ended():
                 if (gateway_id := self._gateway_of.pop(key, None)) is not None:
                     self._outbox.end(gateway_id, key, event.reason, event.detail, event.cached_tokens, event.queue_s)
-                if pair is not None:
-                    pair.on_ended(key, event.reason)
-            case Reserved() if pair is not None:
-                pair.on_reserved(key, event.cached_tokens)
-            case ReserveRefused() if pair is not None:
-                pair.on_reserve_refused(key, event.reason)
-            case Scattered() if pair is not None:
-                pair.on_scattered(key, event.seq, event.ok)
-                self._forget_if_received(key)
+            case Reserved() | ReserveRefused() | Scattered():
+                """It came too late where the attempt has no pair any more."""
             case Held() | Gathered():
                 """The prefill role, which moves the sequence, handles this event."""
-            case Joined() | Reserved() | ReserveRefused() | Scattered():
-                """The hand-over was committed when the join was requested; the other events came too late."""
+            case Joined():
+                """The hand-over was committed when the join was requested."""
             case _:
                 raise AssertionError(f"a decode worker got {event}")
+        if pair is not None:
+            pair.receiver.on_event(event)
+            if isinstance(event, Scattered):
+                self._forget_if_received(key)
 
     def on_paired(self, pair: Pair) -> None:
         """Add the pair to those through which attempts may be offered."""
@@ -345,5 +334,5 @@ class ExactWorker(ExactEngine):
 
     def _forget_if_received(self, key: AttemptKey) -> None:
         pair = self._receiving.get(key)
-        if pair is not None and key not in self._under_way and not pair.is_scattering(key):
+        if pair is not None and key not in self._under_way and not pair.receiver.is_copying(key):
             del self._receiving[key]

@@ -28,7 +28,7 @@ from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
-from tests.support.pair_shells import ReceiverShell, SenderShell
+from tests.support.pair_ends import CheckedReceiver, CheckedSender
 
 BYTES_PER_TOKEN = 8
 """Of the fake model."""
@@ -169,11 +169,11 @@ class WorkerPair:
             "credits": credits,
             **timeouts,
         }
-        self._new_shells: Callable[[], tuple[SenderShell, ReceiverShell]] = lambda: (
-            SenderShell(self, num_slots=send_slots, **common),
-            ReceiverShell(self, num_slots=receive_slots, **common),
+        self._new_ends: Callable[[], tuple[CheckedSender, CheckedReceiver]] = lambda: (
+            CheckedSender(self, num_slots=send_slots, **common),
+            CheckedReceiver(self, num_slots=receive_slots, **common),
         )
-        self.sender, self.receiver = self._new_shells()
+        self.sender, self.receiver = self._new_ends()
         self.specs: dict[AttemptKey, SequenceSpec] = {}
         self.moves: dict[AttemptKey, SequenceSpec] = {}
         """With what running sequences were offered."""
@@ -230,7 +230,7 @@ class WorkerPair:
         self.to_p.clear()
         self.wire.close()
         self.answers[side].clear()
-        sender, receiver = self._new_shells()
+        sender, receiver = self._new_ends()
         if side == "p":
             self.sender, self.p = sender, Side("p", self.p.token_budget, self.p.num_blocks)
             self.receiver.close()
@@ -241,7 +241,7 @@ class WorkerPair:
     def reconnect(self) -> None:
         """A new stream and transport between the workers that live now; the old pair is at rest."""
         self.broken, self.wire = False, Wire()
-        self.sender, self.receiver = self._new_shells()
+        self.sender, self.receiver = self._new_ends()
 
     # ------------------------------------------------------------ time
 
@@ -282,14 +282,14 @@ class WorkerPair:
 
     def _deliver_to_engine(self, name: str) -> None:
         side = self.p if name[0] == "p" else self.d
-        shell: SenderShell | ReceiverShell = self.sender if name[0] == "p" else self.receiver
+        end: CheckedSender | CheckedReceiver = self.sender if name[0] == "p" else self.receiver
         match name[2:]:
             case "command":
                 side.events += side.core.handle(side.commands.popleft(), self.now)
             case "step":
                 side.events += side.core.step(self.now)
             case "event":
-                shell.on_event(side.events.popleft())
+                end.on_event(side.events.popleft())
 
     def run(self, pick: Callable[[list[str]], str] | None = None, limit: int = 20_000) -> None:
         """Deliver until nothing is left. Without `pick` the queues take turns."""

@@ -23,7 +23,7 @@ ACTIONS = ("drop", "duplicate", "reorder", "stale", "resize")
 
 def test_every_kind_of_message_occurs() -> None:
     kinds = {kind for scenario in SCENARIOS for kind in scenario.play().messages}
-    assert kinds == set(MESSAGES) - {"CloseWhenIdle"}  # which is for the shell around a sender
+    assert kinds == set(MESSAGES) - {"CloseWhenIdle"}  # which is for the link around a sender
 
 
 @pytest.mark.parametrize("action", ACTIONS)

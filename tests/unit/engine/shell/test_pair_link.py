@@ -6,29 +6,34 @@ from typing import Any
 
 import pytest
 
+from disagg.engine.kv_transfer.pair_shell import ReceiverShell
+from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.shell.pair_link import LinkTable, PairLink, surplus_links, total_holdings
 from disagg.proto.ids import WorkerId
+from tests.support.pair_ends import RecordedIo
 from tests.support.roles import PlayedContext, key_of
 
 A = key_of("a")
 
 
 class PlayedLink(PairLink):
-    """A link without a half; the test sets what it copies, and since when it is unused."""
+    """A link of a receiver at rest; the test sets what it copies, and since when it is unused."""
 
     def __init__(self, name: str = "p", *, used_at: float = 0.0, **held: int) -> None:
         super().__init__(PlayedContext("d", "decode"), WorkerId(name))
+        half = Receiver(0.0, bytes_per_token=8, max_chunk_bytes=80, credits=1, num_slots=2)
+        self.shell = self._shell = ReceiverShell(half, RecordedIo())
         self.used_at = used_at
         self.held = held
 
     def holdings(self) -> dict[str, int]:
-        return {**super().holdings(), **self.held}
+        return self.held
 
     def begin_copy(self, seq: int) -> None:
-        self._copies[A, seq] = 8
+        self.shell._copies[A, seq] = 8
 
     def end_copy(self, seq: int) -> None:
-        del self._copies[A, seq]
+        del self.shell._copies[A, seq]
 
 
 @pytest.mark.parametrize("copy_ends_first", [False, True])
@@ -69,11 +74,3 @@ async def test_idle_links_that_were_not_used_for_longest_make_room() -> None:
 async def test_holdings_add_up() -> None:
     links = [PlayedLink(sending=1, slots=0), PlayedLink(sending=2)]
     assert total_holdings({"attempts": 4, "sending": 0}, links) == {"attempts": 4, "sending": 3, "slots": 0}
-
-
-async def test_a_staging_slot_is_allocated_once() -> None:
-    link = PlayedLink()
-    first = link._buffer(0)
-    assert first.nbytes == link._context.config.transfer.chunk_bytes
-    assert link._buffer(0) is first
-    assert link._buffer(1) is not first
