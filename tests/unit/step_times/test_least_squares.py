@@ -186,7 +186,8 @@ def best_of_all_active_sets(gram: list[list[float]], moment: list[float]) -> tup
         values = solved(lines)
         if min(values) < 0:
             continue
-        objective = -sum(Fraction(moment[i]) * value for i, value in zip(free, values, strict=True)) / 2
+        gains = (Fraction(moment[i]) * value for i, value in zip(free, values, strict=True))
+        objective = -sum(gains, Fraction(0)) / 2
         if objective < best[1]:
             found = dict(zip(free, values, strict=True))
             best = [float(found.get(i, Fraction(0))) for i in range(size)], objective
