@@ -1,10 +1,9 @@
 """The stream and the transport of one `Receiver`: the pair of a decode worker with one incarnation of a prefill worker.
 
 It begins with the hello of the prefill worker's stream. The byte transport is formed beside the stream; a chunk that is
-to be received before the transport stands waits for it, and so does every message after it (`ordered_sender.py`). The
-pair is lost with its stream, or when the transport cannot be formed; it is gone when the transport is closed, too.
-Owner: the asyncio thread.
-"""
+to be received before the transport stands waits for it, and so does every message after it
+(`engine/kv_transfer/ordered_sender.py`). The pair is lost with its stream, or when the transport cannot be formed; it
+is gone when the transport is closed, too. Owner: the asyncio thread."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.decode_worker.ordered_sender import OrderedSender
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.commands import Event
 from disagg.engine.io.blocking import open_on_thread
 from disagg.engine.kv_transfer.commands import Cause, ReceiveKv, ReceiveOver
+from disagg.engine.kv_transfer.ordered_sender import OrderedSender
 from disagg.engine.kv_transfer.pair_shell import ReceiverShell
 from disagg.engine.kv_transfer.receiver import Receiver
-from disagg.engine.kv_transfer.transports.transport import PairTransport
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.engine.shell.pair_link import PairLink
 from disagg.engine.shell.role import RoleContext

@@ -18,7 +18,7 @@ from disagg.decode_worker.link import LinkCallbacks, PrefillLink
 from disagg.decode_worker.service import Outgoing, Pair, TransferService
 from disagg.engine.commands import Add, Ended, Event, Joined, PrefillComputed, Release, Scattered
 from disagg.engine.kv_transfer.commands import ReceiveOver
-from disagg.engine.kv_transfer.transports.transport import Checksum, Rendezvous
+from disagg.engine.kv_transfer.transport import Checksum, Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings

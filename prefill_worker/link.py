@@ -31,7 +31,7 @@ from disagg.engine.kv_transfer.commands import (
 )
 from disagg.engine.kv_transfer.pair_shell import SenderShell
 from disagg.engine.kv_transfer.sender import Sender
-from disagg.engine.kv_transfer.transports.transport import Checksum, PairTransport
+from disagg.engine.kv_transfer.transport import Checksum, PairTransport
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.pair_link import PairLink

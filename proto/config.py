@@ -1,9 +1,8 @@
 """What the configurations of all processes share: types of values with their bounds, the check of a struct against
 them, and the limits that the engine and the router both apply.
 
-A bound stands in the type of its field, once. The reader of the user's YAML (`cluster/config/reader.py`), decoding, and
-`check_bounds` in a constructor all take it from there.
-"""
+A bound stands in the type of its field, once. The reader of the user's YAML (`cluster/core/config_reader.py`),
+decoding, and `check_bounds` in a constructor all take it from there."""
 
 from __future__ import annotations
 

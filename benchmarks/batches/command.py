@@ -26,7 +26,7 @@ from benchmarks.batches.beside import beside, ratios
 from benchmarks.batches.usage import usage_cost, usage_figures
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.support.reports import print_table, report, write_json
 
 ENDPOINT = "/v1/completions"

@@ -36,7 +36,7 @@ from disagg.client import AsyncClient, Delta
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import allow_open_files
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import GatewayRecord
 from disagg.proto.errors import ConfigError, UnavailableError
 from tests.support.process_figures import cpu_seconds

@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, call_ms, parse, read_ceilings, row_file, wall_ms
 from disagg.engine.device_environment import device_environment, one_gpu_environment
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.kv_transfer.transports.nixl_agent import MODULES
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import MAX_PIECES, GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache

@@ -24,8 +24,8 @@ from benchmarks.gpu.handover import TensorSizes, shape_for
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.commands import Gathered, GatherFailed, Gathering
 from disagg.engine.config import STAGED_ON_DEVICE, TransportName
+from disagg.engine.kv_transfer.transport import Checksum, PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import Checksum, PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from disagg.cluster.models.catalog import resolve_model
+from disagg.engine.batch_arrays import BatchBuilder
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
-from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.kv_cache import KvCache, kv_layout

@@ -33,8 +33,8 @@ from benchmarks.transfer.rates import (
     in_turn,
     rate_of,
 )
+from disagg.engine.kv_transfer.transport import Connector, PairTransport, Rendezvous, ignore_posted
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, ignore_posted
 from disagg.engine.parallel.channels import RankChannels
 from disagg.engine.parallel.transport import OpenChannel
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair

@@ -23,8 +23,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer
 from tests.support.secret import SECRET, checksum
 

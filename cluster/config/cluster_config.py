@@ -17,7 +17,6 @@ import yaml
 
 from disagg.cluster.config.checks import LEAST_TRACES, check, check_keys
 from disagg.cluster.config.model_pools import active_pools, models_of, pool_path, unused_pools
-from disagg.cluster.config.reader import parse_yaml, read_struct
 from disagg.cluster.config.schema import (
     MAX_MODELS,
     ClusterConfig,
@@ -32,6 +31,7 @@ from disagg.cluster.config.schema import (
     TransferSection,
     WorkersConfig,
 )
+from disagg.cluster.core.config_reader import parse_yaml, read_struct
 from disagg.cluster.models.catalog import looks_like_path
 from disagg.proto.errors import ConfigError
 

@@ -45,7 +45,7 @@ from disagg.engine.config import (
     resolved_dtype,
 )
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
-from disagg.engine.runner.model.sharding import rank_model
+from disagg.engine.sharding.model_shards import rank_model
 from disagg.engine.sharding.shards import Shard
 from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 from disagg.proto.config import KvReserve

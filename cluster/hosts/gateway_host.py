@@ -30,7 +30,6 @@ from disagg.gateway.config import ModelSource
 from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
-from disagg.gateway.models.all_routers import AllRouters
 from disagg.gateway.models.membership import ControllerLink
 from disagg.gateway.models.model_changes import ModelChanges
 from disagg.gateway.operators.admin_answers import counts_of
@@ -38,6 +37,7 @@ from disagg.gateway.server import GatewayServer
 from disagg.proto.clock.process_clock import AwakeLoop
 from disagg.proto.ids import model_of
 from disagg.proto.messages import StartPhase
+from disagg.router.all_routers import AllRouters
 from disagg.router.config import RouterConfig
 from disagg.router.shell.router_servers import RouterServers
 from disagg.router.shell.server import RouterServer

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import msgspec
 from typing_extensions import override
 
-from disagg.cluster.hosts.ranks import rank_config, rank_name
+from disagg.cluster.core.ranks import rank_config, rank_name
 from disagg.cluster.system.children import Process, describe_exit, end, read_config, spawn, terminate_when_orphaned
 from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.logs import setup_logging

@@ -15,9 +15,9 @@ from collections.abc import Collection
 import msgspec
 
 from disagg.cluster.control.controller_link import RegisterLink, StageReports, report_failure
+from disagg.cluster.core.ranks import rank_config
 from disagg.cluster.hosts.host import STOP_GRACE_S, Phases, StartError, run_child
 from disagg.cluster.hosts.rank_process import rank_processes
-from disagg.cluster.hosts.ranks import rank_config
 from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.process_tools import describe, freeze_start
 from disagg.connections.blocking_stream import Resolve

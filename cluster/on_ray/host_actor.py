@@ -26,7 +26,7 @@ import msgspec
 
 from disagg.cluster.control.plan import GatewaySpec, port_of, with_ports
 from disagg.cluster.core.backoff import Starts, next_actor_start
-from disagg.cluster.hosts.ranks import rank_config
+from disagg.cluster.core.ranks import rank_config
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.rank_actors import end_followers, end_this_actor, rank_actors
 from disagg.cluster.on_ray.store import CONTROLLER, ProcessSettings

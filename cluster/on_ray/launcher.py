@@ -23,7 +23,7 @@ from disagg.cluster.config.cluster_config import PoolConfig
 from disagg.cluster.config.core_layout import num_cores
 from disagg.cluster.control.launcher import Launcher
 from disagg.cluster.control.plan import GatewaySpec
-from disagg.cluster.hosts.ranks import rank_name, worker_of
+from disagg.cluster.core.ranks import rank_name, worker_of
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.handles import (
     STOP_TIMEOUT_S,

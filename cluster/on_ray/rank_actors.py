@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from typing_extensions import override
 
-from disagg.cluster.hosts.ranks import rank_config, rank_name
+from disagg.cluster.core.ranks import rank_config, rank_name
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.store import RankSettings
 from disagg.cluster.system.cores import pin_process

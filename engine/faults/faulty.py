@@ -1,4 +1,4 @@
-"""Where the failpoints of a worker (`failpoints.py`) take effect: wrappers around the parts that it is made of.
+"""Where the failpoints of a worker (`engine/failpoints.py`) take effect: wrappers around the parts that it is made of.
 
     Failpoints.connector, .rendezvous   pairs that do not form, or form over a `FaultyTransport`
     Failpoints.sending, .receiving      control messages of one pair, lost, doubled, late or wrong
@@ -25,10 +25,10 @@ from typing import Any, Generic, Never, TypeVar, cast
 
 from typing_extensions import override
 
-from disagg.engine.faults.failpoints import Failpoint, Plan, Tamper, Trigger, parse
+from disagg.engine.failpoints import Failpoint, Plan, Tamper, Trigger, parse
 from disagg.engine.faults.faulty_transport import FaultyTransport
 from disagg.engine.io.mailbox import Mailbox
-from disagg.engine.kv_transfer.transports.transport import Connector, PairTransport, Rendezvous, TransportError
+from disagg.engine.kv_transfer.transport import Connector, PairTransport, Rendezvous, TransportError
 from disagg.engine.plan import ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from disagg.engine.faults.failpoints import Failpoint
-from disagg.engine.kv_transfer.transports.transport import Done, PairTransport, Posted, Received, ignore_posted
+from disagg.engine.failpoints import Failpoint
+from disagg.engine.kv_transfer.transport import Done, PairTransport, Posted, Received, ignore_posted
 from disagg.engine.plan import Buffer
 
 BROKEN = "broken by a failpoint"

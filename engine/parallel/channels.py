@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Posted, TransportError, ignore_posted
+from disagg.engine.kv_transfer.transport import PairTransport, Posted, TransportError, ignore_posted
 from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.proto.handover import Side

@@ -36,7 +36,7 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
         ConfigError: the checkpoint, the device, or the configuration cannot work.
     """
     if config.is_fake:
-        from disagg.engine.runner.fake import FakeModelRunner
+        from disagg.engine.fake_runner import FakeModelRunner
 
         return FakeModelRunner(
             num_blocks=config.num_blocks or 1024,

@@ -27,10 +27,12 @@ from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.connection import Connection, ConnectionFailedError, connect
 from disagg.connections.handshake import NONCE_BYTES, answer
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.factories import join_collective, make_runner
 from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
-from disagg.engine.parallel.messages import (
+from disagg.engine.parallel.staging import StagingParts
+from disagg.engine.plan import Buffer, is_fatal
+from disagg.engine.rank_messages import (
     Answer,
     Begin,
     Capture,
@@ -50,8 +52,6 @@ from disagg.engine.parallel.messages import (
     TransportCommand,
     decode_step,
 )
-from disagg.engine.parallel.staging import StagingParts
-from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import decoder
 

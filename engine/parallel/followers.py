@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from disagg.connections.connection import Connection, ConnectionFailedError
 from disagg.engine.parallel.interfaces import Followers, Reply
-from disagg.engine.parallel.messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
+from disagg.engine.rank_messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
 from disagg.proto.messages import decoder
 
 logger = logging.getLogger(__name__)

@@ -18,12 +18,12 @@ from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.connection import Connection
 from disagg.connections.handshake import AuthenticatedListener
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.factories import NO_RENDEZVOUS, join_collective, make_runner, open_rendezvous
 from disagg.engine.parallel.followers import STOP_TIMEOUT_S, ConnectedFollowers, RankLostError
 from disagg.engine.parallel.interfaces import Ranks, ShardRunner, StartRanks
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.messages import Begin, Join
+from disagg.engine.rank_messages import Begin, Join
 from disagg.engine.sharding.shards import Shard
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from disagg.engine.kv_transfer.transports.transport import Checksum
-from disagg.engine.parallel.messages import Done, RankCall, RankCommand, TransportCommand
+from disagg.engine.batch_arrays import BatchArrays
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
-from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.rank_messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.sharding.shards import Shard
 
 if TYPE_CHECKING:

@@ -24,7 +24,9 @@ from typing_extensions import override
 
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
-from disagg.engine.parallel.messages import (
+from disagg.engine.parallel.staging import GroupBuffer
+from disagg.engine.plan import ModelRunner, StepPlan, StepQueue, StepResult
+from disagg.engine.rank_messages import (
     Capture,
     ClearBuffer,
     Done,
@@ -35,8 +37,6 @@ from disagg.engine.parallel.messages import (
     ScatterPart,
     encode_step,
 )
-from disagg.engine.parallel.staging import GroupBuffer
-from disagg.engine.plan import ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)

@@ -25,8 +25,8 @@ from typing import Any
 from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.kv_transfer.transports.factory import make_connector
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine import rank_messages
+from disagg.engine.kv_transfer.transport import (
     SET_UP_TIMEOUT_S,
     Checksum,
     Done,
@@ -36,11 +36,11 @@ from disagg.engine.kv_transfer.transports.transport import (
     TransportError,
     ignore_posted,
 )
-from disagg.engine.parallel import messages
+from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChannels
 from disagg.engine.parallel.interfaces import Followers, RankTransports, Reply
-from disagg.engine.parallel.messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
 from disagg.engine.plan import Buffer
+from disagg.engine.rank_messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
@@ -237,7 +237,7 @@ class GroupTransport(PairTransport):
 def _answer(whole: AllOf, index: int, rank: int) -> Reply:
     """What a follower's `Done` means for the operation."""
 
-    def reply(done: messages.Done) -> None:
+    def reply(done: rank_messages.Done) -> None:
         whole.one_over(index, done.ok, f"rank {rank}: {done.error}" if not done.ok else "", done.checksums)
 
     return reply
@@ -258,7 +258,7 @@ class _OpenReply:
     def give(self, ok: bool, error: str = "") -> None:
         """Answer, unless that was done."""
         if self._once.acquire(blocking=False):
-            self._reply(messages.Done(call=self._call, ok=ok, error=error))
+            self._reply(rank_messages.Done(call=self._call, ok=ok, error=error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ class ShardTransports(RankTransports):
             if pair is not None:
                 pair.channels.close()
                 pair.opened.give(False, CLOSED)
-            reply(messages.Done(call=command.call, ok=True))
+            reply(rank_messages.Done(call=command.call, ok=True))
 
         _on_thread("kv-close", close)
 
@@ -373,7 +373,7 @@ class ShardTransports(RankTransports):
 
 def _part_done(call: int, reply: Reply) -> Callable[[bool, str, Checksums], None]:
     def done(ok: bool, error: str, checksums: Checksums) -> None:
-        reply(messages.Done(call=call, ok=ok, error=error, checksums=checksums))
+        reply(rank_messages.Done(call=call, ok=ok, error=error, checksums=checksums))
 
     return done
 

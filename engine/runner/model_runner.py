@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from disagg.engine.batch_arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import (
     WorkerConfig,
@@ -26,7 +27,7 @@ from disagg.engine.config import (
     check_share_weights,
     device_defaults,
 )
-from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
+from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, Copying, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.request import Sequence, dummy_sequence
@@ -35,7 +36,6 @@ from disagg.engine.runner.collectives import Alone, Collective
 from disagg.engine.runner.device import torch_device
 from disagg.engine.runner.loaded_weights import load_weights, whole_weights
 from disagg.engine.runner.logits import sampled_logprobs
-from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws
@@ -45,12 +45,12 @@ from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTable
-from disagg.engine.runner.model.sharding import rank_model
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
+from disagg.engine.sharding.model_shards import rank_model
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.start_stages import OnStage, no_stages
 from disagg.kernels.attention import AttentionProvider

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig, TensorEntry, read_header, weight_files
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters, plain
-from disagg.engine.runner.model.sharding import rank_model, vocab_part
+from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
 

@@ -17,7 +17,7 @@ from disagg.engine.commands import Command
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.pair_shell import PairShell
-from disagg.engine.kv_transfer.transports.transport import PairTransport
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.frames import frames

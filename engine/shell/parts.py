@@ -10,8 +10,8 @@ from typing import Any
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import TransportName
 from disagg.engine.io.mailbox import Mailbox
+from disagg.engine.kv_transfer.transport import Connector, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import Connector, Rendezvous
 from disagg.engine.plan import ModelRunner
 from disagg.proto.messages import StepUpdate
 

@@ -32,7 +32,7 @@ from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.core.reports import PendingPrompts
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.factories import choose_threads, make_runner, warm_up
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks

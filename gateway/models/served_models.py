@@ -19,13 +19,13 @@ from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.gateway.event_loop.offload import Offload
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
-from disagg.gateway.models.all_routers import AllRouters
 from disagg.gateway.models.models import Models
 from disagg.gateway.models.pair_check import RouterPairChecker
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import RequestId
+from disagg.router.all_routers import AllRouters
 from disagg.router.api import ClusterView, Router
 
 

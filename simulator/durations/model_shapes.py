@@ -68,7 +68,7 @@ class ModelShape:
         return max(1, self.num_kv_heads // tp)
 
     def check_tp(self, tp: int, flag: str = "--tp") -> None:
-        """Check that `tp` ranks can divide the model; the rules are those of `engine/runner/model/sharding.py`.
+        """Check that `tp` ranks can divide the model; the rules are those of `engine/sharding/model_shards.py`.
 
         Raises:
             ConfigError: they cannot; names the size that stands against it.

@@ -33,10 +33,10 @@ import yaml
 
 from disagg.client import Client
 from disagg.client.types import Targets
+from disagg.cluster.core.node_table import host_of
 from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK
-from disagg.cluster.on_ray.nodes.table import host_of
 from disagg.cluster.system.process_tools import ProcessRef
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.cluster.launching import Launch, new_launch
 from tests.cluster.test_ray_up import node_ids, node_types, wait_for_workers, write_files
 from tests.support.metrics import read_samples, value

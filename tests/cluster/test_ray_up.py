@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from disagg.client import Client
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.cluster.launching import Launch, free_ports, new_launch, read_deploy
 from tests.support.processes import mentioning

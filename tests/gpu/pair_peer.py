@@ -26,8 +26,8 @@ from typing import Any, cast
 import torch
 
 from disagg.engine.config import STAGED_ON_DEVICE, TransportName
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.runner.model_runner import TorchModelRunner
 from tests.support.secret import SECRET, checksum

@@ -25,10 +25,10 @@ os.environ["DISAGG_KERNELS"] = "triton"
 import torch
 import triton
 
+from disagg.engine.batch_arrays import BatchBuilder
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
-from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws

@@ -14,10 +14,10 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import check_plan, scheduler_findings
 from disagg.engine.core.slack import Slack
+from disagg.engine.fake_runner import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
-from disagg.engine.runner.fake import FAKE_FINGERPRINT, FakeModelRunner, fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
 from disagg.proto.messages import RoleName, Sampling, SequenceSpec, Targets, TokenLogprobs

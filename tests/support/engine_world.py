@@ -18,8 +18,8 @@ import numpy as np
 from disagg.engine.commands import Ended, Event, Join, Release, Reserve, Reserved, ReserveRefused, Scatter, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import Dispatch, Load, SequenceSpec, StepUpdate
 from disagg.router.api import RoutedRequest

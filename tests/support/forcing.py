@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import msgspec
 
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import StepPlan, StepResult
 from disagg.engine.request import Sequence
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sampling_rules import takes_forced
 from tests.support.engine import BLOCK, VOCAB_SIZE
 

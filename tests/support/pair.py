@@ -20,9 +20,9 @@ import numpy as np
 from disagg.engine.commands import Add, Command, Event
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.kv_transfer.commands import ReceiveOver, SendOver
 from disagg.engine.plan import Buffer
-from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId

@@ -33,7 +33,7 @@ from disagg.engine.kv_transfer.commands import Cause, ReceiveKv, ReceiveOver, Se
 from disagg.engine.kv_transfer.pair_shell import PairShell, ReceiverShell, SenderShell
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import (
     Buffer,
     Copying,
@@ -26,7 +27,6 @@ from disagg.engine.plan import (
 )
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
-from disagg.engine.runner.fake import FakeModelRunner
 from tests.support.engine import BLOCK, VOCAB_SIZE
 
 

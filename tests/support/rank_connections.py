@@ -19,13 +19,13 @@ from typing_extensions import override
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.connection import Connection, ConnectionFailedError
 from disagg.engine.config import WorkerConfig
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.interfaces import RankTransports, Reply, ShardRunner
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.messages import Begin, Done, ReceivePart, TransportCommand
 from disagg.engine.plan import Buffer
-from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.rank_messages import Begin, Done, ReceivePart, TransportCommand
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE

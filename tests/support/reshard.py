@@ -17,11 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, Reply
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.messages import (
+from disagg.engine.parallel.staging import StagingParts
+from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
+from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.rank_messages import (
     Capture,
     ClearBuffer,
     Done,
@@ -31,10 +35,6 @@ from disagg.engine.parallel.messages import (
     RankCommand,
     ScatterPart,
 )
-from disagg.engine.parallel.staging import StagingParts
-from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
-from disagg.engine.plan import Buffer, ModelRunner
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side

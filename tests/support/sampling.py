@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.sharding.shards import WHOLE, Shard

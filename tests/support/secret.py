@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 
 SECRET = ClusterSecret(bytes(range(NUM_BYTES)))
 OTHER_SECRET = ClusterSecret(bytes(reversed(range(NUM_BYTES))))

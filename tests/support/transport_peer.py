@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous
 from tests.support.secret import SECRET
 from tests.support.waiting import LONG_WAIT_S
 

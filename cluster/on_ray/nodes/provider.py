@@ -37,9 +37,9 @@ from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 from typing_extensions import override
 
+from disagg.cluster.core.node_table import Node, NodeTable, host_of, make_node_id
 from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK, LocalCommandRunner, LocalNode
 from disagg.cluster.on_ray.nodes.state import TableFile
-from disagg.cluster.on_ray.nodes.table import Node, NodeTable, host_of, make_node_id
 from disagg.cluster.on_ray.private import MAX_RAY_DIR_CHARS
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.proto.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.cluster.on_ray.nodes.table import NodeTable
+from disagg.cluster.core.node_table import NodeTable
 from disagg.proto.errors import ConfigError
 
 

@@ -19,10 +19,7 @@ from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports import nixl
-from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, check_open
-from disagg.engine.kv_transfer.transports.nixl_agent import NixlError, load
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     RANK_OF,
     SET_UP_TIMEOUT_S,
     Connector,
@@ -30,6 +27,9 @@ from disagg.engine.kv_transfer.transports.transport import (
     Rendezvous,
     TransportError,
 )
+from disagg.engine.kv_transfer.transports import nixl
+from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, check_open
+from disagg.engine.kv_transfer.transports.nixl_agent import NixlError, load
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)

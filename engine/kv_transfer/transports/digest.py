@@ -6,7 +6,7 @@ than xxh3, which pairs of CPU workers use.
 
 from __future__ import annotations
 
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.plan import Buffer
 from disagg.kernels.dispatch import digest_sums
 

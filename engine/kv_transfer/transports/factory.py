@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import TransportName
-from disagg.engine.kv_transfer.transports.transport import Connector, Rendezvous
+from disagg.engine.kv_transfer.transport import Connector, Rendezvous
 from disagg.proto.handover import Side
 
 

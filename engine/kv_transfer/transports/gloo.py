@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     CLOSED,
     RANK_OF,
     SET_UP_TIMEOUT_S,

@@ -15,7 +15,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
     Checksum,

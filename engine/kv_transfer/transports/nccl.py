@@ -53,10 +53,7 @@ from typing_extensions import override
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.device_environment import GPU_ENVIRONMENT
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports.digest import digest
-from disagg.engine.kv_transfer.transports.gloo import check_open
-from disagg.engine.kv_transfer.transports.process_end import exit_process, return_or_exit
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     CLOSED,
     RANK_OF,
     SET_UP_TIMEOUT_S,
@@ -70,6 +67,9 @@ from disagg.engine.kv_transfer.transports.transport import (
     ignore_posted,
     with_checksum,
 )
+from disagg.engine.kv_transfer.transports.digest import digest
+from disagg.engine.kv_transfer.transports.gloo import check_open
+from disagg.engine.kv_transfer.transports.process_end import exit_process, return_or_exit
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.runner.device import NCCL_CALLS
 from disagg.proto.handover import Side

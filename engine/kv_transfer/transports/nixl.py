@@ -34,11 +34,7 @@ from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.connection import Connection, ConnectionFailedError, connect
 from disagg.connections.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
-from disagg.engine.kv_transfer.transports.digest import checksum_of
-from disagg.engine.kv_transfer.transports.gloo import check_open
-from disagg.engine.kv_transfer.transports.nixl_agent import MemoryKind, NixlAgent, NixlError, Region, load, region_of
-from disagg.engine.kv_transfer.transports.process_end import end_process, return_or_exit
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     CLOSED,
     PEER_ENDED,
     RANK_OF,
@@ -53,6 +49,10 @@ from disagg.engine.kv_transfer.transports.transport import (
     ignore_posted,
     no_checksum,
 )
+from disagg.engine.kv_transfer.transports.digest import checksum_of
+from disagg.engine.kv_transfer.transports.gloo import check_open
+from disagg.engine.kv_transfer.transports.nixl_agent import MemoryKind, NixlAgent, NixlError, Region, load, region_of
+from disagg.engine.kv_transfer.transports.process_end import end_process, return_or_exit
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.proto.handover import Side
 from disagg.proto.messages import Message, decoder

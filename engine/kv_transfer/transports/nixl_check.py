@@ -15,9 +15,9 @@ import secrets
 from multiprocessing.connection import Connection
 
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
+from disagg.engine.kv_transfer.transport import TransportError
 from disagg.engine.kv_transfer.transports.nixl import NixlConnector, NixlRendezvous
 from disagg.engine.kv_transfer.transports.nixl_agent import MODULES, NixlAgent, NixlError
-from disagg.engine.kv_transfer.transports.transport import TransportError
 
 HOST = "127.0.0.1"
 PAIR = "check"

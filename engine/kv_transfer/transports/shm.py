@@ -26,17 +26,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.kv_transfer.transports.shm_lane import (
-    NUM_SLOTS,
-    PIECE_BYTES,
-    Lane,
-    Operation,
-    RingReceiver,
-    RingSender,
-    new_ring,
-    peers_ring,
-)
-from disagg.engine.kv_transfer.transports.transport import (
+from disagg.engine.kv_transfer.transport import (
     CLOSED,
     SET_UP_TIMEOUT_S,
     Checksum,
@@ -47,6 +37,16 @@ from disagg.engine.kv_transfer.transports.transport import (
     Rendezvous,
     TransportError,
     ignore_posted,
+)
+from disagg.engine.kv_transfer.transports.shm_lane import (
+    NUM_SLOTS,
+    PIECE_BYTES,
+    Lane,
+    Operation,
+    RingReceiver,
+    RingSender,
+    new_ring,
+    peers_ring,
 )
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Side

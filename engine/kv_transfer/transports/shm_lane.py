@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from disagg.engine.kv_transfer.transports.transport import CLOSED, PEER_ENDED, Checksum, Received, TransportError
+from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, Checksum, Received, TransportError
 from disagg.engine.plan import Buffer
 
 if sys.platform != "linux":

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.batch_arrays import BatchArrays
 from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.ops import PlannedPrefills, PrefillChunk, Prefills
 from disagg.kernels.prefill_work import ChunkPlace

@@ -23,7 +23,7 @@ from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, Weight
 from disagg.engine.runner.model.rope import RopeTable
-from disagg.engine.runner.model.sharding import rank_model, vocab_part
+from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.attention import AttentionProvider, OwnKernels
 from disagg.kernels.dispatch import (

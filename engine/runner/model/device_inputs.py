@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.engine.runner.model.arrays import I64, BatchArrays
+from disagg.engine.batch_arrays import I64, BatchArrays
 from disagg.engine.runner.model.batch import Batch
 from disagg.kernels.cuda_graph import bucket_sizes
 

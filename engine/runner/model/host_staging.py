@@ -22,8 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.config import STAGED_ON_DEVICE, TransportName
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.kv_transfer.transports.digest import checksum_of
-from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.kv_digests import DigestSums

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
-from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
+from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_digests import DigestSums

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.engine.kv_transfer.transports.transport import Checksum
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.kernels.dispatch import digest_sums
 
 

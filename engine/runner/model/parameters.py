@@ -2,7 +2,7 @@
 
 `allocate_parameters` makes them empty, `disagg.engine.runner.weights` fills them from a checkpoint, then
 `pack_parameters` lays the weights of the linear layers out in the layout that the device's GEMM reads. One rank of
-several has the parameters of a smaller model (`sharding.rank_model`). Shape letters: H hidden, I intermediate, V
+several has the parameters of a smaller model (`model_shards.rank_model`). Shape letters: H hidden, I intermediate, V
 vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head dim, D head dim.
 """
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from disagg.engine.runner.model.arrays import BatchArrays
+from disagg.engine.batch_arrays import BatchArrays
 from disagg.engine.runner.model.batch import Batch, to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs, Pending

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from disagg.engine.batch_arrays import BatchBuilder
 from disagg.engine.plan import NO_TOKEN, QueuedStep, RowFault, StepPlan, StepQueue, StepResult
 from disagg.engine.request import SequenceState
-from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import NO_SOURCE, Mark, Pending
 from disagg.engine.runner.model.replay import ReplayedDecoder

@@ -23,7 +23,7 @@ import grpc.aio
 from typing_extensions import override
 
 from disagg.client import AsyncClient, Targets
-from disagg.engine.runner.fake import DEFAULT_VOCAB_SIZE, fake_generate
+from disagg.engine.fake_runner import DEFAULT_VOCAB_SIZE, fake_generate
 from disagg.proto.errors import DisaggError, OverloadedError
 from tests.support.pace import on_time, steady
 

@@ -35,8 +35,8 @@ from typing import Any
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
-from disagg.engine.runner.fake import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.acceptance.faults.soak_rest import Footprint, at_rest, fired, footprints
 from tests.support.reports import print_table, report, write_json

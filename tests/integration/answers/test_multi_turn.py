@@ -15,7 +15,7 @@ import pytest
 from disagg.client import AsyncClient, ClusterState, Explanation, Options
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.support.cluster_state import until_counts
 from tests.support.metrics import Samples, scrape, value
 from tests.support.workers import wait_until_workers_idle

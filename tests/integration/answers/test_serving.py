@@ -19,7 +19,7 @@ import pytest
 from disagg.client import AsyncClient, ClusterState, Explanation, Options
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import (
     ContextLengthError,
     DeadlineError,

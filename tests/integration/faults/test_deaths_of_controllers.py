@@ -29,7 +29,7 @@ from disagg.cluster.system.logs import LoggingConfig
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.cluster.templates.templates import Templates
 from disagg.engine.config import WorkerConfig
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest
 from disagg.proto.ids import WorkerId
 from tests.integration.operators.test_controller import free_port

@@ -20,8 +20,8 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
+from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
-from disagg.engine.runner.fake import fake_generate
 from disagg.proto.ids import AttemptKey, RequestId
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.cluster_state import requests_of, until_counts

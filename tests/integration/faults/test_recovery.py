@@ -13,7 +13,7 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId, WorkerId
 from disagg.proto.messages import Sampling, WorkerInfo

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from disagg.engine.config import TransferLimits, WorkerConfig
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.integration.faults.hosts import TwoHosts, two_hosts, why_not_here, workers_on
 from tests.support.workers import Answer, GatewayStub, audit, open_gateway, wait_until_workers_idle

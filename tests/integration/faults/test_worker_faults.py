@@ -20,8 +20,8 @@ import pytest
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.commands import Release
 from disagg.engine.config import TransferLimits, WorkerConfig
-from disagg.engine.kv_transfer.transports.transport import SET_UP_TIMEOUT_S
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
+from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
 from disagg.engine.shell.role import RoleContext
 from disagg.engine.shell.worker import Worker
 from disagg.proto.frames import frame_of

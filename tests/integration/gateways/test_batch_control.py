@@ -22,7 +22,7 @@ import yaml
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster, ProcessLauncher
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.support.secret import SECRET
 from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle

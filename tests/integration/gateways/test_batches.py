@@ -15,7 +15,7 @@ import yaml
 
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.integration.scaling.test_scaling import replaced
 from tests.support.waiting import LONG_WAIT_S, wait_until
 

@@ -15,7 +15,7 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.gateway.guardrails.config import GuardrailOptions, RuleOptions
 from disagg.gateway.text.tokenizer import fake_model, load_model
 from disagg.proto.errors import ContentFilterError, UnavailableError

@@ -18,7 +18,7 @@ import pytest
 from disagg.client import AsyncClient, Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ControlState, GatewayRecord, StateRequest
 from tests.integration.scaling.test_scaling import replaced
 from tests.support.waiting import eventually

@@ -20,7 +20,7 @@ from disagg.cluster.control.controller_thread import ControllerThread
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.children import LaunchError
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
 from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector

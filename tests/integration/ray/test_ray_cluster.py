@@ -19,12 +19,12 @@ import yaml
 
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.hosts.ranks import rank_name, worker_of
+from disagg.cluster.core.ranks import rank_name, worker_of
 from disagg.cluster.on_ray.cluster import RayCluster
 from disagg.cluster.on_ray.private import MAX_TEMP_DIR_CHARS
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest, WorkerRecord
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import WorkerId

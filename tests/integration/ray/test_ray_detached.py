@@ -18,7 +18,7 @@ import yaml
 from disagg.client import Client, ClusterState
 from disagg.cluster.control.twin_process import MODULE as TWIN_MODULE
 from disagg.cluster.system.process_tools import ProcessRef
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.integration.ray.ray_nodes import RayNodes, ray_nodes
 from tests.support.processes import mentioning

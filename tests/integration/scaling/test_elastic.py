@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.support.workers import wait_until_workers_idle
 
 CONFIG = {

@@ -10,7 +10,7 @@ from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import ProcessRef
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import UnavailableError
 from tests.integration.scaling.test_scaling import settled
 from tests.integration.workers.test_processes import FAKE, PROMPT

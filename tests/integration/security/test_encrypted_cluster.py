@@ -15,7 +15,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.connections import channels, identity
 from disagg.connections.cluster_secret import CertificateFiles, ClusterSecret
 from disagg.connections.guard import ClusterGuard
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import ConfigError
 from disagg.proto.services import CHANNEL_OPTIONS, SERVER_OPTIONS, service_and_method
 from tests.integration.security.test_security import http_get

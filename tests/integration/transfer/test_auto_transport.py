@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disagg.engine.fake_runner import fake_generate
+from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.kv_transfer.transports import auto, nixl, nixl_agent
 from disagg.engine.kv_transfer.transports.auto import Address, AutoConnector, AutoRendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.nixl import NixlTransport
 from disagg.engine.kv_transfer.transports.nixl_agent import NixlAgent, NixlError
-from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
-from disagg.engine.runner.fake import fake_generate
 from disagg.proto.messages import RoleName
 from tests.integration.transfer.test_hand_over import _config, prompt_of
 from tests.support.secret import SECRET, checksum

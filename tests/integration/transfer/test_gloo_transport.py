@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from disagg.engine.io.rendezvous import RendezvousServer
+from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, GlooTransport
-from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.sockets import listening_addresses

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
-from disagg.engine.runner.fake import fake_generate, fake_logprobs
+from disagg.engine.fake_runner import fake_generate, fake_logprobs
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support.transports import NIXL
 from tests.support.workers import GatewayStub, open_gateway, running_workers

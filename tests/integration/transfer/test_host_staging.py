@@ -16,12 +16,12 @@ import torch
 
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
-from disagg.engine.faults.failpoints import parse
+from disagg.engine.failpoints import parse
 from disagg.engine.faults.faulty import Failpoints
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.shm import ShmTransport
-from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging, Piece
 from disagg.engine.runner.model.kv_cache import KvCache

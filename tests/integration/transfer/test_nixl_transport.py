@@ -21,11 +21,11 @@ import torch
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.connections.connection import connect
 from disagg.connections.handshake import NONCE_BYTES, HandshakeError, answer
+from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, TransportError
 from disagg.engine.kv_transfer.transports import nixl, nixl_agent
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.nixl import Filled, NixlConnector, NixlRendezvous, NixlTransport, Taken
 from disagg.engine.kv_transfer.transports.nixl_agent import NixlAgent, NixlError, region_of
-from disagg.engine.kv_transfer.transports.transport import CLOSED, PEER_ENDED, TransportError
 from disagg.proto.messages import Message
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum

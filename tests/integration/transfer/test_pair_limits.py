@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from disagg.engine.config import TransferLimits, WorkerConfig
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.workers import GatewayStub, running_workers, wait_until_workers_idle
 

@@ -21,13 +21,13 @@ import pytest
 
 from disagg.connections.connection import SocketConnection, connect
 from disagg.engine.config import TransportName, WorkerConfig
+from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import PairTransport
 from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.messages import Begin
 from disagg.engine.parallel.transport import PairEnd, form_pair
+from disagg.engine.rank_messages import Begin
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side

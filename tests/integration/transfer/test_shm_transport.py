@@ -23,11 +23,11 @@ import pytest
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.engine.fake_runner import fake_generate
+from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, TransportError
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.shm import Hello, ShmConnector, ShmRendezvous, ShmTransport
 from disagg.engine.kv_transfer.transports.shm_lane import PIECE_BYTES, RING_BYTES
-from disagg.engine.kv_transfer.transports.transport import CLOSED, PEER_ENDED, TransportError
-from disagg.engine.runner.fake import fake_generate
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content

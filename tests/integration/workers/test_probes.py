@@ -14,8 +14,8 @@ from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.core.probes import MAX_TRIES
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.children import LaunchError
+from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
-from disagg.engine.runner.fake import fake_generate
 from disagg.proto.control import ScaleRequest, WorkerRecord
 from tests.integration.workers.test_processes import FAKE, PATIENT, PROMPT
 from tests.support.metrics import Samples, scrape

@@ -21,7 +21,7 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.process_tools import ProcessRef, Stopped
 from disagg.cluster.templates.template import IS_SUPPORTED
 from disagg.engine.config import WorkerConfig
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import ConfigError
 from disagg.router.config import RouterConfig
 from tests.support.processes import children_mentioning

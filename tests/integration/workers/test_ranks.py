@@ -25,12 +25,12 @@ from disagg.connections.connection import Connection, ConnectionFailedError, Soc
 from disagg.connections.handshake import HandshakeError, answer
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.parallel.follower import Follower, serve_rank
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.group import RankRendezvous
 from disagg.engine.parallel.interfaces import Ranks
-from disagg.engine.parallel.messages import Begin, Failed
-from disagg.engine.runner.fake import FakeModelRunner, fake_generate
+from disagg.engine.rank_messages import Begin, Failed
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.shell.worker import Worker
 from disagg.proto.errors import ConfigError

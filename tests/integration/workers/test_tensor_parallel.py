@@ -21,8 +21,8 @@ import pytest
 
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
+from disagg.cluster.core.ranks import rank_cores
 from disagg.cluster.hosts.processes import WORKER_MODULE, ProcessCluster, start_child, stop_children
-from disagg.cluster.hosts.ranks import rank_cores
 from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.config import WorkerConfig
 from disagg.engine.sharding.shards import Shard

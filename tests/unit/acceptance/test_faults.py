@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from tests.acceptance.faults.load import Model, Stream
 from tests.acceptance.faults.overload import TTFT_MS, WINDOW_S, is_good, rate
 from tests.acceptance.faults.promises import GROUPS, summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.decode_worker.ordered_sender import OrderedSender
+from disagg.engine.kv_transfer.ordered_sender import OrderedSender
 from disagg.proto.handover import ClearToSend, PairHeartbeat, ReceiverToSender
 from disagg.proto.ids import RequestId
 from tests.support.roles import key_of

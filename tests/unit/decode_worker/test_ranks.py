@@ -10,8 +10,8 @@ import pytest
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.commands import Release, Scatter, Scattered
 from disagg.engine.io.blocking import call_on_thread
+from disagg.engine.kv_transfer.transport import Done, Posted, Received, ignore_posted
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous
-from disagg.engine.kv_transfer.transports.transport import Done, Posted, Received, ignore_posted
 from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello

@@ -29,8 +29,8 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.io.blocking import call_on_thread
+from disagg.engine.kv_transfer.transport import TransportError
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
-from disagg.engine.kv_transfer.transports.transport import TransportError
 from disagg.proto import handover
 from disagg.proto.handover import (
     Abort,

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disagg.engine.commands import Add, PrefillComputed, Release
-from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.fake_runner import FakeModelRunner
 from tests.support.engine import (
     VOCAB_SIZE,
     assert_idle,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from disagg.engine.batch_arrays import BatchArrays
 from disagg.engine.runner.model import replay
-from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.kernels.capture import CaptureError
 from disagg.kernels.cuda_graph import GraphCapturer, bucket_sizes

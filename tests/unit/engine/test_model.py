@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from disagg.engine.batch_arrays import BatchBuilder
 from disagg.engine.checkpoint.checkpoint import RopeConfig
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model import batch as batch_module
-from disagg.engine.runner.model.arrays import BatchBuilder
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.rope import inverse_frequencies
 from disagg.engine.runner.model_runner import TorchModelRunner

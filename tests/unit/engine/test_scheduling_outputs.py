@@ -11,8 +11,8 @@ from disagg.engine.commands import Add, Event
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import ModelRunner
-from disagg.engine.runner.fake import FakeModelRunner
 from tests.support.engine import (
     BLOCK,
     VOCAB_SIZE,

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from disagg.cluster.config.reader import parse_size
+from disagg.cluster.core.config_reader import parse_size
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.terminal import table
 from disagg.engine.config import WorkerConfig

@@ -14,7 +14,7 @@ from disagg.cluster.config.cluster_config import (
     parse_config,
     unused_pools,
 )
-from disagg.cluster.config.reader import parse_size
+from disagg.cluster.core.config_reader import parse_size
 from disagg.connections.addresses import is_loopback
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.config import BatchOptions, UsageOptions

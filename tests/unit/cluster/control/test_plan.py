@@ -7,7 +7,6 @@ import pytest
 
 from disagg.cluster.config.cluster_config import ClusterConfig, active_pools, parse_config
 from disagg.cluster.config.core_layout import CorePlan, check_devices, plan_cores, worker_device
-from disagg.cluster.config.reader import read_struct
 from disagg.cluster.control.plan import (
     ClusterPlan,
     gateway_config,
@@ -17,6 +16,7 @@ from disagg.cluster.control.plan import (
     transport_name,
     worker_config,
 )
+from disagg.cluster.core.config_reader import read_struct
 from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, TransferLimits
 from disagg.engine.kv_transfer.transports import nixl_agent
 from disagg.gateway.auth.tls_files import TlsFiles

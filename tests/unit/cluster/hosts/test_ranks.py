@@ -11,7 +11,7 @@ import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.plan import plan_cluster
-from disagg.cluster.hosts import ranks
+from disagg.cluster.core import ranks
 from disagg.cluster.hosts.rank_process import RankStart
 from disagg.cluster.system.cores import VISIBLE_DEVICES, own_devices, see_own_devices
 from disagg.engine.config import WorkerConfig

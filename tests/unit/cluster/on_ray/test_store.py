@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.hosts.ranks import rank_name
+from disagg.cluster.core.ranks import rank_name
 from disagg.cluster.on_ray.controller_client import changed_sizes
 from disagg.cluster.on_ray.detached import ray_address
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerSettings, actor_name, process_name

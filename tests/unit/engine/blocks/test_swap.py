@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.blocks.swap import Piece, SwapIn, SwapOut, Swapper, SwapPool, slot_tokens_for, swap_pool
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.request import SequenceState
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.sharding.shards import Shard
 from tests.support.engine import VOCAB_SIZE, key_of, kv_of, make_prompt, make_sequence, make_spec, new_buffer
 

@@ -9,8 +9,8 @@ import pytest
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.proto.messages import RoleName, StepSample
 
 

@@ -24,9 +24,9 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.fake_runner import FakeModelRunner, fake_logprobs
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner, fake_logprobs
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import Load, Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids

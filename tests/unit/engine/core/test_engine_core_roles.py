@@ -23,7 +23,7 @@ from disagg.engine.commands import (
     TokenSampled,
 )
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.runner.fake import fake_logprobs
+from disagg.engine.fake_runner import fake_logprobs
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import pack_token_ids

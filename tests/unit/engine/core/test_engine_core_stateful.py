@@ -32,9 +32,9 @@ from disagg.engine.commands import (
     Unhold,
 )
 from disagg.engine.config import Scheduling
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.fake_runner import fake_generate, fake_logprobs
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
-from disagg.engine.runner.fake import fake_generate, fake_logprobs
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids

@@ -10,8 +10,8 @@ import pytest
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.commands import Add
 from disagg.engine.core.idle_steps import FIRST_PAUSE_S, LONGEST_PAUSE_S, IdleSteps
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import StepPlan
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.proto.messages import StepSample
 from tests.support.engine import assert_sound, handle_all, make_core, make_spec, run_until_idle
 

@@ -26,7 +26,7 @@ from disagg.engine.commands import (
     Unhold,
 )
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.proto.messages import SequenceSpec, Targets
 from tests.support.engine import (
     assert_idle,

@@ -7,8 +7,8 @@ from itertools import pairwise
 from disagg.engine.commands import Add, Event, PrefillComputed, TokenSampled
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.prompt_logprobs import MAX_ROWS
+from disagg.engine.fake_runner import fake_logprobs
 from disagg.engine.plan import StepPlan
-from disagg.engine.runner.fake import fake_logprobs
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 from tests.support.engine import (
     VOCAB_SIZE,

@@ -10,7 +10,7 @@ import pytest
 from disagg.engine.commands import Add
 from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.proto.messages import StepSample
 from tests.support.engine import BLOCK, VOCAB_SIZE, make_prompt, make_spec, shape_of
 

@@ -11,7 +11,7 @@ from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Res
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.steps import plan_ahead
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
 from tests.support.engine import (
     GATEWAY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.faults.failpoints import ACTIONS, MESSAGES, Failpoint, Plan, Tamper, Trigger, parse
+from disagg.engine.failpoints import ACTIONS, MESSAGES, Failpoint, Plan, Tamper, Trigger, parse
 from disagg.proto.handover import Abort, ChunkHeader, ClearToSend, Failure, PairHeartbeat
 from disagg.proto.ids import RequestId
 

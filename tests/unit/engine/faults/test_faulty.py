@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from disagg.engine.commands import Add
-from disagg.engine.faults.failpoints import parse
+from disagg.engine.failpoints import parse
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
 from disagg.engine.io.mailbox import Mailbox
+from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, local_connector
-from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.plan import StepPlan
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.shell.parts import DEFAULT_PARTS
 from disagg.proto.messages import StepUpdate
 from tests.support.engine import (

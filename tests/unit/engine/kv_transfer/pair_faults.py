@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.engine.faults.failpoints import Failpoint, Tamper, Trigger
+from disagg.engine.failpoints import Failpoint, Tamper, Trigger
 from disagg.proto.ids import AttemptKey
 from tests.support.pair import NO_TAMPERS, Message, WorkerPair, prompt_of, spec_of
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from disagg.engine.faults.failpoints import MESSAGES
+from disagg.engine.failpoints import MESSAGES
 from disagg.engine.kv_transfer.commands import STUCK
 from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
 from tests.unit.engine.kv_transfer.pair_faults import (

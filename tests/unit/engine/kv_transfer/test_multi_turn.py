@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.commands import Add, Ended, TokenSampled
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.pair import BYTES_PER_TOKEN, ROOT, WorkerPair, prompt_of, spec_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from disagg.engine.kv_transfer.pair_half import ExpiringSet, PairClock, PeerError, SlotPool, Table, TransitionError
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.proto.ids import AttemptKey, RequestId
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.parallel.messages import decode_step, encode_step
 from disagg.engine.plan import StepPlan, StepQueue, StepResult
+from disagg.engine.rank_messages import decode_step, encode_step
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import WHOLE, Shard

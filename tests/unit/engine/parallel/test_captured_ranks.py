@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.parallel import leader
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.runner import model_runner
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.runner.model.replay import ReplayedDecoder
 from tests.support.captured import Again, captured_steps
 from tests.support.rank_connections import fake_group

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.parallel.messages import (
+from disagg.engine.batch_arrays import BatchArrays
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.rank_messages import (
     Answer,
     Begin,
     ClearBuffer,
@@ -26,9 +29,6 @@ from disagg.engine.parallel.messages import (
     Stop,
     encode_step,
 )
-from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.engine.runner.fake import FakeModelRunner
-from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import decoder

@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from disagg.engine.parallel.followers import ConnectedFollowers, RankLostError
-from disagg.engine.parallel.messages import (
+from disagg.engine.rank_messages import (
     Begin,
     Done,
     Failed,

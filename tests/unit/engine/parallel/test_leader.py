@@ -12,13 +12,13 @@ from disagg.engine.commands import Add, Ended, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.messages import Failed
 from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
+from disagg.engine.rank_messages import Failed
 from disagg.engine.runner import model_runner
-from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.sharding.kv_routes import head_slices
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import FakeGroup, fake_group

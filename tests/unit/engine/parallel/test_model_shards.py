@@ -16,9 +16,9 @@ from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.kv_cache import kv_layout
-from disagg.engine.runner.model.sharding import rank_model, vocab_part
 from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.runner.weights import Target, checkpoint_tensors, load_parameters
+from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
 from tests.support.stepping import chunk, generate, last_token, make_runner, make_sequence, prefill

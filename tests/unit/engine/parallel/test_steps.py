@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.engine.parallel.messages import RankCommand, Step, decode_step, encode_step
+from disagg.engine.batch_arrays import BatchArrays, BatchBuilder
 from disagg.engine.plan import StepPlan
-from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
+from disagg.engine.rank_messages import RankCommand, Step, decode_step, encode_step
 from disagg.proto.messages import MAX_FRAME_BYTES
 from tests.support.stepping import chunk, last_token, make_sequence
 

@@ -8,9 +8,9 @@ import pytest
 
 from disagg.engine.commands import Add
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.runner.fake import FakeModelRunner
 from tests.support.engine import (
     VOCAB_SIZE,
     assert_idle,

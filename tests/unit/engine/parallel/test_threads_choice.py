@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from disagg.engine.config import WorkerConfig
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.parallel.factories import choose_threads
 from disagg.engine.plan import StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.kernels import dispatch
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
-from disagg.engine.kv_transfer.transports.transport import PairTransport, TransportError
 from disagg.engine.parallel.channels import CLOSED, AllOf, RankChannels
 from disagg.engine.parallel.interfaces import Reply
-from disagg.engine.parallel.messages import ClosePair, Done, OpenPair, RankCall, ReceivePart, SendPart
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.parallel.transport import GroupTransport, ShardTransports, form_pair
+from disagg.engine.rank_messages import ClosePair, Done, OpenPair, RankCall, ReceivePart, SendPart
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from tests.support.reshard import (

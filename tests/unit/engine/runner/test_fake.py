@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
-from disagg.engine.parallel.messages import decode_step, encode_step
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate, fake_logprobs
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.rank_messages import decode_step, encode_step
 from disagg.engine.request import Sequence
-from disagg.engine.runner.fake import FakeModelRunner, fake_generate, fake_logprobs
 from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import TokenLogprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disagg.engine.runner.model.arrays import blocks_for_tokens
+from disagg.engine.batch_arrays import blocks_for_tokens
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from disagg.engine.batch_arrays import BatchArrays
 from disagg.engine.checkpoint.checkpoint import model_fingerprint
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import NO_TOKEN, ModelRunner, ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.request import Sequence
-from disagg.engine.runner.model.arrays import BatchArrays
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.replay import Scored
 from disagg.engine.runner.model_runner import TorchModelRunner, _warm_up_of, warm_up

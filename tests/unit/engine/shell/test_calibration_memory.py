@@ -11,7 +11,7 @@ from msgspec import structs
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
-from disagg.engine.runner.fake import FakeModelRunner
+from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.shell import calibration_memory
 from disagg.engine.shell.calibration_memory import MAX_AGE_S, calibration_folder, remembered_calibration
 from disagg.proto.messages import StepSample

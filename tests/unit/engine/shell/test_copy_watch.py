@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from disagg.engine.commands import Add, Ended, Gather, Gathered, GatherFailed, Gathering, Release
-from disagg.engine.kv_transfer.transports.transport import UNKEYED
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer, Copying
-from disagg.engine.runner.fake import FakeModelRunner
 from disagg.engine.shell.copy_watch import CopyWatch
 from tests.support.engine import (
     BLOCK,

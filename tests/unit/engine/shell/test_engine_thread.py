@@ -13,8 +13,8 @@ import pytest
 from disagg.engine.commands import Add, Command, Ended, Event, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core import idle_steps
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.plan import QueuedStep, StepPlan, StepResult
-from disagg.engine.runner.fake import FakeModelRunner, fake_generate
 from disagg.engine.shell import engine_thread
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.proto.messages import StepSample

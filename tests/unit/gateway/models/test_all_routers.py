@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.gateway.models.all_routers import together
+from disagg.router.all_routers import together
 from disagg.router.api import BackgroundView, ClusterView
 
 

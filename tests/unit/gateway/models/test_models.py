@@ -7,11 +7,11 @@ import pytest
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import ANONYMOUS
 from disagg.gateway.metrics.registry import GatewayMetrics
-from disagg.gateway.models.all_routers import AllRouters, together
 from disagg.gateway.models.models import Models
 from disagg.gateway.text.tokenizer import fake_model
 from disagg.proto.errors import InvalidRequestError, ModelDeniedError, ModelNotFoundError
 from disagg.proto.ids import RequestId
+from disagg.router.all_routers import AllRouters, together
 from disagg.router.api import BackgroundView, ClusterView, RequestTrace
 from disagg.router.statistics import Rates
 from tests.support.gateway import FakeRouter, limits_of

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.kv_transfer.transports.digest import checksum_of, digest
-from disagg.engine.kv_transfer.transports.transport import Checksum
 from disagg.kernels import dispatch, reference
 from disagg.kernels.triton import copy
 from disagg.kernels.triton.ops import TritonOps

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from disagg.engine.commands import Add, Command, Reserve
-from disagg.engine.runner.fake import fake_generate
+from disagg.engine.fake_runner import fake_generate
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous, TransportError
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
-from disagg.engine.kv_transfer.transports.transport import PairTransport, Rendezvous, TransportError
 from tests.support.secret import SECRET
 
 

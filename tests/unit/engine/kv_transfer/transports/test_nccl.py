@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from disagg.engine.device_environment import GPU_ENVIRONMENT, device_environment
+from disagg.engine.kv_transfer.transport import UNKEYED, TransportError
 from disagg.engine.kv_transfer.transports import nccl
 from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
-from disagg.engine.kv_transfer.transports.transport import UNKEYED, TransportError
 from disagg.engine.runner.device import NCCL_CALLS
 from tests.support.secret import SECRET
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from disagg.engine.kv_transfer.transport import UNKEYED, TransportError
 from disagg.engine.kv_transfer.transports.shm_lane import (
     NUM_SLOTS,
     PIECE_BYTES,
@@ -26,7 +27,6 @@ from disagg.engine.kv_transfer.transports.shm_lane import (
     new_ring,
     peers_ring,
 )
-from disagg.engine.kv_transfer.transports.transport import UNKEYED, TransportError
 
 Bytes = npt.NDArray[np.uint8]
 

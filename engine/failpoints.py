@@ -17,7 +17,7 @@ must match (any, as in file names).
 
 This module is the text, and what is decided by it. Which opportunity a fault falls on is a function of seed, worker and
 count, so a run can be repeated as far as its opportunities come in the same order. A restarted worker counts anew.
-`faulty.py` puts the faults where they belong.
+`faults/faulty.py` puts the faults where they belong.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from disagg.engine.kv_transfer.transports.transport import UNKEYED, Checksum
+from disagg.engine.batch_arrays import BatchArrays, BatchBuilder
+from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.randomness import first_outputs
-from disagg.engine.runner.model.arrays import BatchArrays, BatchBuilder
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey

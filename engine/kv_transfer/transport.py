@@ -1,4 +1,4 @@
-"""How the bytes of a pair move, as an interface, and their checksum. `factory.py` makes what carries it out.
+"""How the bytes of a pair move, as an interface, and their checksum. `transports/factory.py` makes what carries it out.
 
     D  make_rendezvous(name, host, secret) ──> Rendezvous: its address goes to P in `PairWelcome`
     D  rendezvous.accept(pair_name) ──> PairTransport      both block until the other side is there; so not on an
@@ -14,11 +14,10 @@ Workers of several ranks have such a channel for each two ranks (`parallel/trans
 The checksum of a payload (`Checksum`) has a key that only the cluster's processes have. It finds a wrong, torn or
 reused buffer, and bytes that another process put into a KV connection: such a process has neither the key nor the
 sender's checksum, which comes over the control stream. It is no MAC in the cryptographic sense; ADR 38 has the price of
-one. Of host memory it is xxh3-64. Of a device's memory it is a digest that is computed there (`digest.py`), so that no
-payload goes through the host: both ends of a pair have their buffers in memory of one kind, or both use the digest.
-Where both ends copy between their devices and buffers of the host, each computes the digest on its device, of what it
-sends and of what arrived there; then no end of the transport computes a checksum (`skip_checksums`).
-"""
+one. Of host memory it is xxh3-64. Of a device's memory it is a digest that is computed there (`transports/digest.py`),
+so that no payload goes through the host: both ends of a pair have their buffers in memory of one kind, or both use the
+digest. Where both ends copy between their devices and buffers of the host, each computes the digest on its device, of
+what it sends and of what arrived there; then no end of the transport computes a checksum (`skip_checksums`)."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ class Checksum:
         return xxhash.xxh3_64_intdigest(memoryview(host), seed=self.seed)
 
     def of_sums(self, sums: Sequence[int], nbytes: int) -> int:
-        """Checksum of `nbytes` bytes with these two sums (`digest.py`): a multilinear hash of all three modulo 2^61 -
-        1."""
+        """Checksum of `nbytes` bytes with these two sums (`transports/digest.py`): a multilinear hash of all three
+        modulo 2^61 - 1."""
         parts = [nbytes, *(part for total in sums for part in (total & _LOW, total >> 32 & _LOW))]
         state = splitmix64(self.seed ^ MASK, 0)  # other keys than those of the sums
         return sum(splitmix64(state, index) % _PRIME * part for index, part in enumerate(parts)) % _PRIME

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.engine.runner.model.arrays import I32, I64, BatchArrays, ChunkArrays
+from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays
 from disagg.proto.messages import Message
 
 
