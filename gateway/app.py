@@ -19,7 +19,7 @@ from disagg.gateway.auth.auth import CALLER, UNAUTHENTICATED, Authenticator, Ref
 from disagg.gateway.auth.shell.rights import require_inference
 from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
-from disagg.gateway.event_loop.loop_watch import name_task
+from disagg.gateway.event_loop.shell.loop_watch import name_task
 from disagg.gateway.http.errors import (
     Headers,
     MethodNotAllowedError,

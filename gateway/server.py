@@ -32,8 +32,8 @@ from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.config import GatewayConfig, GatewayOptions, serves_page
 from disagg.gateway.event_loop.fair_order import FairOrder
 from disagg.gateway.event_loop.loop_times import LoopTimes
-from disagg.gateway.event_loop.offload import Offload
-from disagg.gateway.event_loop.turns import LoopTurns
+from disagg.gateway.event_loop.shell.offload import Offload
+from disagg.gateway.event_loop.shell.turns import LoopTurns
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.shell.exchange import BodyLimits

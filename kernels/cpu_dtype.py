@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 from disagg.kernels.cpu import build
-from disagg.kernels.switches import switches
+from disagg.kernels.settings.switches import switches
 
 _MULTIPLIES_BF16: Final = frozenset({"avx512_bf16", "amx_bf16"})
 """Processor features with which oneDNN has products of bf16."""

@@ -2,9 +2,9 @@
 
 CPU tensors take the C++ kernels (`kernels/cpu`), compiled when the first of them comes; CUDA tensors take the Triton
 kernels (`kernels/triton`). Where no compiler or no Triton is, or for tensors that they do not take, the torch
-reference. The environment variables are read at first use: `DISAGG_KERNELS` (`kernels/switches.py`) chooses otherwise,
-or switches single Triton kernels off; `DISAGG_CPU_LEVEL` (`kernels/cpu/build.py`) and `DISAGG_TRITON_SHAPES`
-(`kernels/triton_shapes.py`) say how they are compiled.
+reference. The environment variables are read at first use: `DISAGG_KERNELS` (`kernels/settings/switches.py`) chooses
+otherwise, or switches single Triton kernels off; `DISAGG_CPU_LEVEL` (`kernels/cpu/build.py`) and `DISAGG_TRITON_SHAPES`
+(`kernels/settings/triton_shapes.py`) say how they are compiled.
 
 The choices are logged once; `describe` names that for CPU tensors, and makes it if it was not made yet: call it at the
 start of what computes on a CPU, so that no request waits for the compiler. Shapes and numerics of the ops:
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from disagg.kernels import reference, triton_shapes
+from disagg.kernels import reference
 from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
 from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
@@ -35,7 +35,8 @@ from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
-from disagg.kernels.switches import switches
+from disagg.kernels.settings import triton_shapes
+from disagg.kernels.settings.switches import switches
 
 if TYPE_CHECKING:
     from disagg.kernels.triton.ops import TritonOps

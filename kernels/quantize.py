@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.kernels.linear import PackedWeight
-from disagg.kernels.switches import switches
+from disagg.kernels.settings.switches import switches
 
 LARGEST_INT8 = 127
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import msgspec
 
-from disagg.connections.channels import open_channel
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.channels import open_channel
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
 from disagg.proto.frames import frame_decoder

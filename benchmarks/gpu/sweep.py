@@ -37,7 +37,7 @@ from benchmarks.gpu.shapes import (
 from benchmarks.gpu.timing import attempt, kernel_ms, parse, row_file
 from disagg.kernels.ops import PlannedPrefills
 from disagg.kernels.prefill_work import ChunkPlace
-from disagg.kernels.triton_shapes import VARIABLE
+from disagg.kernels.settings.triton_shapes import VARIABLE
 
 SECTION = "sweep"
 MAX_ERROR = 0.02

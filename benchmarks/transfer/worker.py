@@ -20,8 +20,8 @@ from typing_extensions import override
 from disagg.cluster.hosts import worker_host
 from disagg.cluster.hosts.host import Phases, run_child
 from disagg.cluster.hosts.worker_host import WorkerHost
-from disagg.connections.blocking_stream import Resolve
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import Resolve
 from disagg.engine.commands import Command, Event, Join, PrefillComputed
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore

@@ -20,9 +20,9 @@ from typing import cast
 import grpc
 import msgspec
 
-from disagg.connections.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
-from disagg.connections.channels import open_blocking_channel
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
+from disagg.connections.shell.channels import open_blocking_channel
 from disagg.proto.control import (
     HEARTBEAT_S,
     ControllerToWorker,

@@ -360,7 +360,7 @@ def _find_model(alone: ClusterConfig) -> str:
 def check_gateway(config: ClusterConfig) -> None:
     """Check before models are loaded that the ports of the gateway are free, and that keys, certificates and folders
     can be used; raises `LaunchError` or `ConfigError`."""
-    from disagg.connections.channels import check_given  # loads gRPC, as the next one
+    from disagg.connections.shell.channels import check_given  # loads gRPC, as the next one
     from disagg.gateway.security import check_files
     from disagg.gateway.stores import check_stores
 

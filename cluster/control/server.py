@@ -37,9 +37,9 @@ from disagg.cluster.core.probes import Probe
 from disagg.cluster.core.rollout import Desired
 from disagg.cluster.core.state_diff import gateway_address
 from disagg.connections.addresses import join_address
-from disagg.connections.channels import add_port
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.guard import ClusterGuard
+from disagg.connections.shell.channels import add_port
+from disagg.connections.shell.guard import ClusterGuard
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import (

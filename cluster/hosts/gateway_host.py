@@ -23,13 +23,13 @@ from disagg.cluster.control.plan import GatewaySpec
 from disagg.cluster.hosts.host import Phases, StartError, run_child
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.process_tools import allow_open_files, describe, freeze_start, use_batch_scheduling
-from disagg.connections.blocking_stream import Resolve
-from disagg.connections.channels import given_until
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import Resolve
+from disagg.connections.shell.channels import given_until
 from disagg.gateway.config import ModelSource
-from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
-from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
+from disagg.gateway.event_loop.shell.heartbeat import HeartbeatConnection
+from disagg.gateway.event_loop.shell.loop_watch import LoopWatch, TimedSelector
 from disagg.gateway.models.membership import ControllerLink
 from disagg.gateway.models.model_changes import ModelChanges
 from disagg.gateway.operators.admin_answers import counts_of

@@ -27,8 +27,8 @@ import msgspec
 from disagg.cluster.system.children import read_config, terminate_when_orphaned
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import StopFlag, Stopped, age_s
-from disagg.connections.blocking_stream import Resolve
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import Resolve
 from disagg.proto.messages import StartPhase
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from disagg.cluster.hosts.host import STOP_GRACE_S, Phases, StartError, run_chil
 from disagg.cluster.hosts.rank_process import rank_processes
 from disagg.cluster.system.cores import pin_process, see_own_devices
 from disagg.cluster.system.process_tools import describe, freeze_start
-from disagg.connections.blocking_stream import Resolve
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import Resolve
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints

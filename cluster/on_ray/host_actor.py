@@ -43,7 +43,7 @@ from disagg.proto.messages import WorkerInfo
 
 if TYPE_CHECKING:
     from disagg.cluster.hosts.host import Host, Phases
-    from disagg.connections.blocking_stream import Resolve
+    from disagg.connections.shell.blocking_stream import Resolve
 
 logger = logging.getLogger(__name__)
 

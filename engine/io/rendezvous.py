@@ -26,8 +26,8 @@ import torch
 import torch.distributed
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError, connect
-from disagg.connections.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
+from disagg.connections.shell.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.shell.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.proto.messages import Message, decoder
 
 # ---------------------------------------------------------------- store

@@ -24,8 +24,8 @@ from typing import Final
 import numpy as np
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError, connect
-from disagg.connections.handshake import NONCE_BYTES, answer
+from disagg.connections.shell.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.shell.handshake import NONCE_BYTES, answer
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.factories import join_collective, make_runner

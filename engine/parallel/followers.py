@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from disagg.connections.connection import Connection, ConnectionFailedError
+from disagg.connections.shell.connection import Connection, ConnectionFailedError
 from disagg.engine.parallel.interfaces import Followers, Reply
 from disagg.engine.rank_messages import Answer, Done, Failed, Join, Posted, RankCall, RankCommand, Stop
 from disagg.proto.messages import decoder

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection
-from disagg.connections.handshake import AuthenticatedListener
+from disagg.connections.shell.connection import Connection
+from disagg.connections.shell.handshake import AuthenticatedListener
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.factories import NO_RENDEZVOUS, join_collective, make_runner, open_rendezvous

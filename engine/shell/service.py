@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
-from disagg.connections.channels import add_port
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.guard import ClusterGuard
+from disagg.connections.shell.channels import add_port
+from disagg.connections.shell.guard import ClusterGuard
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.reports import StepSampler, WorkerCounters
 from disagg.engine.io.mailbox import Mailbox

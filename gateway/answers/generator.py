@@ -26,7 +26,7 @@ from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.answers.guarded import GuardedAnswer, guarded_rest
 from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import CALLER, Caller
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.guardrails.answers import AnswerGuard
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.requests.admitted import AdmittedPrompt

@@ -18,7 +18,7 @@ from typing import Protocol
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.event_loop.turns import run_cooperatively
+from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.metrics.registry import Protocol as ProtocolName
 from disagg.gateway.models.models import Models

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from disagg.gateway.event_loop.loop_times import LIMITS_S, LoopTimes
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.metrics.cluster import cluster_families
 from disagg.gateway.metrics.family_constructors import counter, gauge, of_models

@@ -21,8 +21,8 @@ from typing import Protocol
 import grpc.aio
 import msgspec
 
-from disagg.connections.channels import open_channel
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.channels import open_channel
 from disagg.gateway.config import ModelSource
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.control import (

@@ -17,7 +17,7 @@ from disagg.gateway.answers.grammars.compiler import CompilerStart
 from disagg.gateway.answers.grammars.compiler_process import CompilerProcess
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.config import GatewayConfig, ModelSource
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.models.models import Models
 from disagg.gateway.models.pair_check import RouterPairChecker

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from disagg.kernels.ops import AttentionSpec, PlannedPrefills, can_hold
 from disagg.kernels.prefill_work import ITEM_FIELDS, ChunkPlace, PrefillWork, prefill_work
+from disagg.kernels.settings.triton_shapes import changes
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_attention, prefill_shape
-from disagg.kernels.triton_shapes import changes
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 9, 256
 """Range of the head dim. Tensor cores take products over at least 16 numbers, and heads are padded to a power of two.

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.settings.triton_shapes import DecodeChange
 from disagg.kernels.triton.attend import attend, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
-from disagg.kernels.triton_shapes import DecodeChange
 
 AS_BUILT_IN = DecodeChange()
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from disagg.kernels.prefill_work import ITEM_FIELDS, JOIN_FIELDS, PrefillWork
+from disagg.kernels.settings.triton_shapes import PrefillChange
 from disagg.kernels.triton.attend import attend, attend_boxes, nothing_yet, write_rows
 from disagg.kernels.triton.jit import jit
-from disagg.kernels.triton_shapes import PrefillChange
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _JOIN_FIELDS = tl.constexpr(JOIN_FIELDS)

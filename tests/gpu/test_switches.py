@@ -11,7 +11,7 @@ import torch
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import dispatch
-from disagg.kernels.switches import TRITON_OPS, VARIABLE
+from disagg.kernels.settings.switches import TRITON_OPS, VARIABLE
 from disagg.proto.messages import Sampling
 from tests.gpu import reference
 from tests.gpu.test_engine import PROMPT, answers, config_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import triton
 
+from disagg.kernels.settings.triton_shapes import DecodeChange, PrefillChange
 from disagg.kernels.triton.decode_attention import decode_shape
 from disagg.kernels.triton.prefill_attention import prefill_shape
-from disagg.kernels.triton_shapes import DecodeChange, PrefillChange
 from tests.support.triton_compile import Case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from disagg.gateway.answers.grammars.compiler import verdict_of
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.event_loop.fair_order import FairOrder
-from disagg.gateway.event_loop.turns import LoopTurns
+from disagg.gateway.event_loop.shell.turns import LoopTurns
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError
+from disagg.connections.shell.connection import Connection, ConnectionFailedError
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.parallel.follower import Follower

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import hypothesis
 import pytest
 
-from disagg.gateway.event_loop import turns
+from disagg.gateway.event_loop.shell import turns
 
 os.environ["TRITON_INTERPRET"] = "1"
 """Triton reads this when it is imported, which transformers does: so here, before any test's imports."""

@@ -31,8 +31,8 @@ import numpy as np
 from typing_extensions import override
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError, connect
-from disagg.connections.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
+from disagg.connections.shell.connection import Connection, ConnectionFailedError, connect
+from disagg.connections.shell.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
 from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
 from disagg.engine.kv_transfer.transport import (
     CLOSED,

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from typing import Final, Protocol
 
 from disagg.gateway.answers.grammars.compiler import NUM_PLACES
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.proto.errors import UnavailableError
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers as RequestHeaders
 from disagg.connections.addresses import join_address
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.auth.shell.tls import name_in
-from disagg.gateway.event_loop.turns import LoopTurns, run_cooperatively
+from disagg.gateway.event_loop.shell.turns import LoopTurns, run_cooperatively
 from disagg.gateway.http.errors import Headers, SlowBodyError, error_event, error_json
 from disagg.gateway.http.shell.unfinished import UnfinishedBodies
 from disagg.gateway.http.sites import check_content_type

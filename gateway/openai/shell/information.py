@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import run_cooperatively
+from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.http.shell.exchange import BodyLimits, Exchange
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.logprobs import token_text

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import LoopTurns, rest_after, run_cooperatively
+from disagg.gateway.event_loop.shell.turns import LoopTurns, rest_after, run_cooperatively
 from disagg.gateway.requests.part_counts import SMALL_BYTES, count_fields, find_broken_text
 from disagg.gateway.status import abort_on_error
 from disagg.proto.errors import InvalidRequestError

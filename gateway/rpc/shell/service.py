@@ -14,9 +14,9 @@ from typing_extensions import override
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.calls.call_scope import Calls, Origin, Times
-from disagg.gateway.event_loop.loop_watch import name_task
-from disagg.gateway.event_loop.stall import StalledError, StallWatch
-from disagg.gateway.event_loop.turns import run_cooperatively
+from disagg.gateway.event_loop.shell.loop_watch import name_task
+from disagg.gateway.event_loop.shell.stall import StalledError, StallWatch
+from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.headers import HEADER as TRACE_METADATA
 from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label

@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 import msgspec
 
-from disagg.connections.guard import ClusterGuard
+from disagg.connections.shell.guard import ClusterGuard
 from disagg.proto.ids import AttemptKey, Incarnation
 from disagg.proto.messages import (
     AuditReport,

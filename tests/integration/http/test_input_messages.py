@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.event_loop import turns
+from disagg.gateway.event_loop.shell import turns
 from disagg.gateway.server import GatewayServer
 from tests.acceptance.bad_input.fuzz_clients import Answer, Sender
 from tests.acceptance.bad_input.fuzz_messages import FAMILIES, Served, make

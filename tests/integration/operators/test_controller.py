@@ -21,9 +21,9 @@ from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.children import LaunchError
 from disagg.engine.fake_runner import fake_generate
-from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
 from disagg.gateway.event_loop.loop_times import LoopTimes
-from disagg.gateway.event_loop.loop_watch import LoopWatch, TimedSelector
+from disagg.gateway.event_loop.shell.heartbeat import HeartbeatConnection
+from disagg.gateway.event_loop.shell.loop_watch import LoopWatch, TimedSelector
 from disagg.gateway.models.membership import ControllerLink
 from disagg.proto.control import ControlRefused, ControlState, DrainRequest, ScaleRequest, StateRequest
 from disagg.proto.errors import UnavailableError

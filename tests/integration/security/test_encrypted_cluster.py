@@ -12,9 +12,10 @@ import pytest
 from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.connections import channels, identity
+from disagg.connections import identity
 from disagg.connections.cluster_secret import CertificateFiles, ClusterSecret
-from disagg.connections.guard import ClusterGuard
+from disagg.connections.shell import channels
+from disagg.connections.shell.guard import ClusterGuard
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import ConfigError
 from disagg.proto.services import CHANNEL_OPTIONS, SERVER_OPTIONS, service_and_method

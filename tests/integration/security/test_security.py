@@ -24,7 +24,7 @@ from disagg.client import AsyncClient, Client, Finished
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.connections.guard import ClusterGuard
+from disagg.connections.shell.guard import ClusterGuard
 from disagg.gateway.auth.auth import KEY_NEEDED
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.server import GatewayServer
@@ -542,7 +542,7 @@ async def test_a_wrong_secret_is_logged_once_for_each_peer(caplog: pytest.LogCap
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        with caplog.at_level(logging.WARNING, logger="disagg.connections.guard"):
+        with caplog.at_level(logging.WARNING, logger="disagg.connections.shell.guard"):
             for _ in range(3):
                 assert (await call_inside(address, CONTROL, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
         (line,) = caplog.messages

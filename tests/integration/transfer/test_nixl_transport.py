@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
-from disagg.connections.connection import connect
-from disagg.connections.handshake import NONCE_BYTES, HandshakeError, answer
+from disagg.connections.shell.connection import connect
+from disagg.connections.shell.handshake import NONCE_BYTES, HandshakeError, answer
 from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, TransportError
 from disagg.engine.kv_transfer.transports import nixl, nixl_agent
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import ConnectionFailedError, connect
+from disagg.connections.shell.connection import ConnectionFailedError, connect
 from disagg.engine.io import rendezvous
 from disagg.engine.io.rendezvous import RendezvousServer, gloo_group, join_rendezvous, member_store
 from tests.support.secret import OTHER_SECRET, SECRET

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.connections.connection import SocketConnection, connect
+from disagg.connections.shell.connection import SocketConnection, connect
 from disagg.engine.config import TransportName, WorkerConfig
 from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous

@@ -21,8 +21,8 @@ import pytest
 from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError, SocketConnection, connect
-from disagg.connections.handshake import HandshakeError, answer
+from disagg.connections.shell.connection import Connection, ConnectionFailedError, SocketConnection, connect
+from disagg.connections.shell.handshake import HandshakeError, answer
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.connections import handshake
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import ConnectionFailedError
-from disagg.connections.handshake import (
+from disagg.connections.shell import handshake
+from disagg.connections.shell.connection import ConnectionFailedError
+from disagg.connections.shell.handshake import (
     Challenge,
     HandshakeError,
     Introduction,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from disagg.kernels.ops import Ops
-from disagg.kernels.switches import TRITON_OPS, Switches, parse, switches
+from disagg.kernels.settings.switches import TRITON_OPS, Switches, parse, switches
 
 
 def test_nothing_is_switched_off_unless_the_variable_says_so() -> None:

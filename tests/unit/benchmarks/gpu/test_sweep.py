@@ -29,7 +29,7 @@ from benchmarks.gpu.shapes import (
 )
 from benchmarks.gpu.sweep import SECTION, Sizes, Sweep, name_of, times_of
 from benchmarks.gpu.timing import attempt
-from disagg.kernels import triton_shapes as launch_shapes
+from disagg.kernels.settings import triton_shapes as launch_shapes
 from disagg.kernels.triton.decode_attention import decode_shape
 from disagg.kernels.triton.prefill_attention import prefill_shape
 

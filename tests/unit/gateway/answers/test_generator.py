@@ -9,7 +9,7 @@ import pytest
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.request import Call, ChatPrompt, GenerationInput, IdsPrompt, Targets, TextPrompt
 from disagg.gateway.text.chat_template import ChatTurn

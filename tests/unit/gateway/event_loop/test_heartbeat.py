@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from disagg.gateway.event_loop.heartbeat import HeartbeatConnection
+from disagg.gateway.event_loop.shell.heartbeat import HeartbeatConnection
 from disagg.proto.ids import GatewayId
 from tests.support.secret import SECRET
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.gateway.event_loop import loop_watch
 from disagg.gateway.event_loop.loop_times import LoopTimes
-from disagg.gateway.event_loop.loop_watch import MAX_EVENTS, LoopWatch, TimedSelector, name_task
+from disagg.gateway.event_loop.shell import loop_watch
+from disagg.gateway.event_loop.shell.loop_watch import MAX_EVENTS, LoopWatch, TimedSelector, name_task
 
 
 class Clock:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.proto.errors import DeadlineError, OverloadedError
 
 

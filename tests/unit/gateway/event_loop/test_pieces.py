@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.event_loop.turns import rest_after, run_cooperatively
+from disagg.gateway.event_loop.shell.turns import rest_after, run_cooperatively
 
 
 class Times:
@@ -32,8 +32,8 @@ class Times:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     it = Times()
-    monkeypatch.setattr("disagg.gateway.event_loop.turns.time.monotonic", it.monotonic)
-    monkeypatch.setattr("disagg.gateway.event_loop.turns.SHORT_S", 0.0005)
+    monkeypatch.setattr("disagg.gateway.event_loop.shell.turns.time.monotonic", it.monotonic)
+    monkeypatch.setattr("disagg.gateway.event_loop.shell.turns.SHORT_S", 0.0005)
     monkeypatch.setattr(asyncio, "sleep", it.sleep)
     return it
 

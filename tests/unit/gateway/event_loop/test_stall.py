@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disagg.gateway.event_loop.stall import StalledError, StallWatch
+from disagg.gateway.event_loop.shell.stall import StalledError, StallWatch
 
 
 class Timers:

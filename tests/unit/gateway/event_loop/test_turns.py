@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from disagg.gateway.event_loop.fair_order import FairOrder
-from disagg.gateway.event_loop.turns import LoopTurns
+from disagg.gateway.event_loop.shell.turns import LoopTurns
 from disagg.proto.errors import OverloadedError
 
 
@@ -100,8 +100,8 @@ async def test_a_task_that_is_cancelled_as_the_turn_ends_harms_nobody_else() -> 
 async def test_a_tenant_has_its_next_turn_after_a_rest_by_the_size_of_the_message_and_others_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("disagg.gateway.event_loop.turns.MESSAGE_S", 0.002)
-    monkeypatch.setattr("disagg.gateway.event_loop.turns.BYTE_S", 60e-9)
+    monkeypatch.setattr("disagg.gateway.event_loop.shell.turns.MESSAGE_S", 0.002)
+    monkeypatch.setattr("disagg.gateway.event_loop.shell.turns.BYTE_S", 60e-9)
     timers: list[tuple[float, Callable[[], None]]] = []
     monkeypatch.setattr(
         asyncio.get_running_loop(),

@@ -10,7 +10,7 @@ import pytest
 
 from disagg.gateway.auth.auth import ANONYMOUS
 from disagg.gateway.config import GatewayConfig, ModelSource
-from disagg.gateway.event_loop.offload import Offload
+from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.models import model_changes
 from disagg.gateway.models.model_changes import ModelChanges
 from disagg.gateway.models.served_models import ServedModels

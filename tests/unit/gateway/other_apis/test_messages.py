@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from disagg.gateway.auth.auth import AnonymousAccess, ApiKey, ApiKeys, Caller, digest_of
-from disagg.gateway.event_loop.turns import run_cooperatively
+from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.to_input import ParsedCall
 from disagg.gateway.other_apis.messages.answer import MessageWriter

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from disagg.gateway.event_loop.turns import run_cooperatively
+from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.other_apis.responses.answer import ResponseWriter
 from disagg.gateway.other_apis.responses.schema import ResponsesBody

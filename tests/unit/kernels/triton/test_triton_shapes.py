@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
+from disagg.kernels.settings.triton_shapes import VARIABLE, Changes, DecodeChange, PrefillChange, changes, parse
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.decode_attention import DecodeShape, decode_shape
 from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_shape
-from disagg.kernels.triton_shapes import VARIABLE, Changes, DecodeChange, PrefillChange, changes, parse
 from tests.support.paged import PagedCase
 from tests.unit.kernels.triton.test_attention import assert_close, assert_prefill, expected_decode
 

@@ -28,7 +28,7 @@ import msgspec
 
 from disagg.connections.addresses import join_address
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.connection import Connection, ConnectionFailedError, SocketConnection
+from disagg.connections.shell.connection import Connection, ConnectionFailedError, SocketConnection
 from disagg.proto.messages import Message, decoder
 
 NONCE_BYTES: Final = 32

@@ -12,8 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
-from disagg.connections.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.blocking_stream import MAX_PAUSE_S, MIN_PAUSE_S, BlockingStream, Resolve
 from disagg.proto.control import HEARTBEAT_S, GatewayHeartbeat
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import encode

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from disagg.connections.channels import open_blocking_channel
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.channels import open_blocking_channel
 
 Resolve = Callable[[], str]
 """Returns the present host:port of the controller; may block. An exception counts as a controller that cannot be

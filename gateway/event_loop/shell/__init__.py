@@ -1,0 +1,1 @@
+"""What runs on the event loop and beside it: turns, threads for long work, heartbeat and watch."""
