@@ -7,13 +7,13 @@ workers as messages, whose answers come back as events. A request is charged to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
 from disagg.proto.messages import Cancel, CancelMigration, Connect, GatewayToWorker, WorkerInfo
-from disagg.router.api import NO_LIMITS, CallDemand, Completion, RoutedRequest
+from disagg.router.api import CallDemand, Completion, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.requests import events
 from disagg.router.requests.router_core import RouterCore
@@ -79,18 +79,29 @@ class Gateway:
 
     def submit(self, request: RoutedRequest, arrival: float, client: Client) -> None:
         """Submit a request that was checked and tokenized; `arrival` is when its first byte came."""
+        self.submit_call([(request, client)], arrival)
+
+    def submit_call(self, answers: Sequence[tuple[RoutedRequest, Client]], arrival: float) -> None:
+        """Submit the answers of one call, of one tenant: they are admitted together or refused together."""
         self._before_submit()
         now = self._loop.now
-        num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
-        call = CallDemand(tenant=request.tenant, limits=NO_LIMITS, num_answers=1, num_tokens=num_tokens)
+        first = answers[0][0]
+        num_tokens = first.num_prompt_tokens + first.sampling.max_tokens
+        call = CallDemand(
+            tenant=first.tenant,
+            limits=first.limits,
+            num_answers=len(answers),
+            num_tokens=len(answers) * num_tokens,
+        )
         error: DisaggError | None = self.core.admit(call, now)
-        if error is not None:
-            client.on_error(error, now)
-            return
-        self._clients[request.request_id] = client
-        self.handle(events.Submit(request, arrival))
-        if request.request_id not in self._clients:  # refused at once
-            self.core.refund(request.tenant, num_tokens, 1, now)
+        for request, client in answers:
+            if error is not None:
+                client.on_error(error, now)
+                continue
+            self._clients[request.request_id] = client
+            self.handle(events.Submit(request, arrival))
+            if request.request_id not in self._clients:  # refused at once
+                self.core.refund(request.tenant, num_tokens, 1, now)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel the request of a client that disconnected. The client is not called again."""

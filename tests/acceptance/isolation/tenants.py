@@ -1,5 +1,5 @@
 """What a tenant sees of another one that offers ten times its share, and what small requests see of a large one that
-waits for room. The router core itself, with workers that only take time, in virtual time: figures repeat exactly.
+waits for room. The simulator's cluster (real router core, real engine cores) in virtual time: figures repeat exactly.
 
     python -m tests.acceptance.isolation.tenants [--seconds 60] [--json FILE]
 
@@ -34,7 +34,7 @@ from typing import Any
 
 from disagg.router.api import TenantLimits
 from disagg.router.config import RouterConfig
-from tests.acceptance.isolation.virtual_cluster import STEP_MS, Seen, VirtualCluster, Wish
+from tests.acceptance.isolation.tenants_cluster import STEP_MS, Seen, TenantsCluster, Wish
 from tests.support.reports import percentile, print_table, report, write_json
 
 TARGET_S = 0.5
@@ -45,6 +45,8 @@ FILLING_S = 5.0
 LEAST_S = 10.0
 """Of virtual time: with less there are too few requests, and no large one."""
 NUM_PREFILLS, NUM_DECODES, PLACES = 2, 4, 16
+NUM_BLOCKS = 1 << 14
+"""KV blocks of a decode worker that never lacks any: 16 answers of 8,000 tokens need half of them."""
 SHARED = TenantLimits(is_sole=False)
 NEIGHBOUR = Wish(
     label="neighbour",
@@ -106,7 +108,7 @@ def arrivals(rate_per_s: float, seconds: float, rng: random.Random) -> list[floa
 
 
 def _schedule(
-    cluster: VirtualCluster, times: Sequence[float], wish: Wish, num_answers: int = 1, rng: random.Random | None = None
+    cluster: TenantsCluster, times: Sequence[float], wish: Wish, num_answers: int = 1, rng: random.Random | None = None
 ) -> None:
     """Ask for this at these times; with `rng` answers are half as long to half as long again."""
     for when in times:
@@ -118,7 +120,7 @@ def _schedule(
 
 def neighbour_row(name: str, flood: Flood | None, seconds: float, *, one_tenant: bool = False) -> Row:
     """One load. The neighbour's arrivals are the same in all; its last requests are given time to be answered."""
-    cluster = VirtualCluster(NUM_PREFILLS, NUM_DECODES, PLACES, 1 << 20)
+    cluster = TenantsCluster(NUM_PREFILLS, NUM_DECODES, PLACES, NUM_BLOCKS)
     alone = TenantLimits()
     wish = replace(NEIGHBOUR, tenant="all", limits=alone) if one_tenant else NEIGHBOUR
     rng = random.Random(1)
@@ -150,12 +152,12 @@ def _ttft(asked: Sequence[Seen]) -> dict[str, float]:
 
 
 def large_row(seconds: float, *, with_large: bool) -> Row:
-    """Small requests of 5 blocks, 110 at a time on ten workers of 100 blocks."""
+    """Small requests of 4 to 9 blocks, about 6 on average, 90 at a time on ten workers of 100 blocks."""
     config = RouterConfig(local_prefill="never", decode_reserve_tokens=16)
-    cluster = VirtualCluster(2, 10, 64, 100, config)
+    cluster = TenantsCluster(2, 10, 64, 100, config)
     small = Wish(label="small", tenant="", limits=TenantLimits(), prompt_tokens=60, output_tokens=60, max_tokens=60)
     rng = random.Random(3)
-    _schedule(cluster, arrivals(110 / 1.2, seconds, rng), small, rng=rng)
+    _schedule(cluster, arrivals(90 / 1.2, seconds, rng), small, rng=rng)
     large = replace(small, label="large", prompt_tokens=1100, output_tokens=20, max_tokens=20)
     if with_large:
         _schedule(cluster, [FILLING_S + 10 * number for number in range(int(seconds / 10))], large)
@@ -177,7 +179,7 @@ def large_row(seconds: float, *, with_large: bool) -> Row:
 def kv_row(name: str, num_decodes: int, seconds: float) -> Row:
     """Decode workers of 100 blocks, and places for all."""
     config = RouterConfig(local_prefill="never")
-    cluster = VirtualCluster(2, num_decodes, 256, 100, config)
+    cluster = TenantsCluster(2, num_decodes, 256, 100, config)
     prompt, output, num_answers, calls_per_s = KV_FLOODS[name]
     flood = Wish(
         label="flood", tenant="flood", limits=SHARED, prompt_tokens=prompt, output_tokens=output, max_tokens=output
