@@ -54,9 +54,3 @@ def hidden_from(kv_bytes_per_token: float, prefill_s: PrefillTimes, link: LinkTi
         middle = (low + high) // 2
         low, high = (low, middle) if hidden(middle) else (middle, high)
     return high
-
-
-def bandwidth_to_reuse(num_bytes: float, recompute_flops: float, flops_per_s: float) -> float:
-    """Bytes per second from which on fetching a prefix's KV is faster than computing it again at `flops_per_s` (R. Qin
-    et al., Mooncake, FAST 2025, section 3)."""
-    return num_bytes * flops_per_s / recompute_flops

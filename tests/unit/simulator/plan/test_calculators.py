@@ -9,7 +9,6 @@ import pytest
 
 from disagg.autoscaler.transfer import (
     bandwidth_to_hide,
-    bandwidth_to_reuse,
     exposed_s,
     hidden_from,
     transfer_s,
@@ -207,10 +206,10 @@ def test_mooncake_bandwidth_from_which_on_a_cached_prefix_pays() -> None:
     p, d, layers = 8192, 8192, 80
     kv_bytes = p * LLAMA_70B.kv_bytes_per_token()
     flops = layers * (4 * p * p * d + 22 * p * d * d)
-    found = [bandwidth_to_reuse(kv_bytes, flops, 8 * peak) / 1e9 for peak in (312e12, 989e12)]
+    found = [kv_bytes * 8 * peak / flops / 1e9 for peak in (312e12, 989e12)]
     assert found == [pytest.approx(5.859, abs=1e-3), pytest.approx(18.573, abs=1e-3)]
     assert [math.ceil(each) for each in found] == [6, 19]
-    ours = bandwidth_to_reuse(kv_bytes, prefill_flops(LLAMA_70B, p), 8 * 312e12) / 1e9
+    ours = kv_bytes * 8 * 312e12 / prefill_flops(LLAMA_70B, p) / 1e9
     assert ours == pytest.approx(5.859, rel=0.07)
 
 
