@@ -1,14 +1,11 @@
-"""The definitions of the images, which are not built here: what they copy exists or is built, they install what is
-needed and pinned, they run as another user than root without what only the build needs, and their commands are ours."""
+"""The definitions of the images, which are not built here: their user, the versions of their packages, their commands,
+and what is in them for the build and for kernels."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,20 +13,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from disagg.cli.doctor.health import run_health
 from disagg.cli.main import app
 from disagg.kernels.cpu import build
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = REPOSITORY / "deploy" / "docker"
-BUILT = "dist/disagg-*.whl"
-"""By `make wheel`."""
 IMAGES = ("Dockerfile", "Dockerfile.cpu")
 UID = "10001:10001"
 """A number: with a name, Kubernetes cannot see that it is not root (`runAsNonRoot`)."""
-BASE = "ubuntu:24.04"
-WORDS = {"FROM", "RUN", "ENV", "USER", "COPY", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-HADOLINT = shutil.which("hadolint")
 
 Instructions = list[tuple[str, str]]
 
@@ -60,28 +51,8 @@ def installed(found: Instructions) -> set[str]:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_it_has_known_instructions_a_pinned_base_and_ends_as_another_user_than_root(name: str) -> None:
-    found = instructions(name)
-    assert {word for word, _ in found} - {"ARG"} == WORDS
-    assert {base.partition(" AS ")[0] for base in of("FROM", found)} == {BASE}
-    final = last_stage(found)
-    assert of("USER", final) == [UID]
-    runs_as_user = final[final.index(("USER", UID)) :]
-    assert not [rest for word, rest in runs_as_user if word == "RUN" and "apt-get" in rest]
-    create = "groupadd --gid 10001 disagg && useradd --uid 10001 --gid disagg --create-home disagg"
-    assert create in re.sub(r"\s+", " ", " ".join(of("RUN", final)))
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_what_it_copies_exists_or_is_built_and_reaches_the_builder(name: str) -> None:
-    copies = [shlex.split(rest) for rest in of("COPY", instructions(name))]
-    sources = [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
-    assert sources == ["constraints.txt", BUILT]
-    assert (REPOSITORY / "constraints.txt").is_file()
-    ignored = (FOLDER / f"{name}.dockerignore").read_text().splitlines()
-    assert [line for line in ignored if not line.startswith("#")] == ["*", *(f"!{source}" for source in sources)]
-    makefile = (REPOSITORY / "Makefile").read_text()
-    assert "wheel -q --no-deps -w dist ." in makefile
+def test_it_runs_as_another_user_than_root(name: str) -> None:
+    assert of("USER", last_stage(instructions(name))) == [UID]
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -99,20 +70,9 @@ def test_its_commands_and_its_probe_are_ours(name: str) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert json.loads(of("ENTRYPOINT", final)[0]) == ["disagg"]
     assert json.loads(of("CMD", final)[0])[0] in commands
-    options, _, probe = of("HEALTHCHECK", final)[0].partition(" CMD ")
-    assert {option.partition("=")[0] for option in options.split()} == {"--interval", "--timeout", "--start-period"}
-    program, command, *rest = json.loads(probe)
+    program, command, *rest = json.loads(of("HEALTHCHECK", final)[0].partition(" CMD ")[2])
     assert (program, command, rest) == ("disagg", "health", ["--live"])
-    assert callable(run_health)
     assert "--live" in [option for parameter in commands["health"].params for option in parameter.opts]
-
-
-@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
-@pytest.mark.parametrize("name", IMAGES)
-def test_hadolint_finds_nothing(name: str) -> None:
-    assert HADOLINT is not None
-    done = subprocess.run([HADOLINT, str(FOLDER / name)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 # ---------------------------------------------------------------- for GPUs
@@ -124,22 +84,11 @@ def test_the_image_for_gpus_has_what_triton_compiles_with() -> None:
     assert "[gpu]" in of("RUN", instructions("Dockerfile"))[-1]
 
 
-def test_the_image_for_gpus_is_given_the_driver() -> None:
-    variables = dict(pair.split("=", 1) for rest in of("ENV", instructions("Dockerfile")) for pair in rest.split())
-    assert variables["NVIDIA_DRIVER_CAPABILITIES"].split(",") == ["compute", "utility"]
-    assert variables["PATH"].startswith("/opt/disagg/venv/bin:")
-
-
 # ---------------------------------------------------------------- for CPUs
 
 
 def test_the_image_for_cpus_has_nothing_of_the_build() -> None:
-    found = instructions("Dockerfile.cpu")
-    assert of("FROM", found) == [f"{BASE} AS build", BASE]
-    final = last_stage(found)
-    assert installed(final) == {"ca-certificates", "python3"}
-    assert of("COPY", final) == ["--from=build /opt/disagg /opt/disagg"]  # as root: nobody else may change it
-    assert "--without-pip /opt/disagg/venv" in " ".join(of("RUN", found))
+    assert installed(last_stage(instructions("Dockerfile.cpu"))) == {"ca-certificates", "python3"}
 
 
 def test_the_kernels_of_the_image_for_cpus_are_made_in_the_build_and_found_at_run_time() -> None:
@@ -151,18 +100,6 @@ def test_the_kernels_of_the_image_for_cpus_are_made_in_the_build_and_found_at_ru
     assert variables[build.PREBUILT] == folder
     assert folder.startswith("/opt/disagg/")
     assert variables["PATH"].startswith("/opt/disagg/venv/bin:")
-
-
-def test_the_build_of_the_image_for_cpus_compiles_what_is_imported() -> None:
-    """The root file system may be read-only then. The same modules as in the Makefile, and the command line's."""
-    programs = re.findall(r'python -c "([^"]*)"', " ".join(of("RUN", instructions("Dockerfile.cpu"))))
-    imported = {
-        alias.name for node in ast.walk(ast.parse(programs[-1])) if isinstance(node, ast.Import) for alias in node.names
-    }
-    used = re.search(r"^USED := (.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    assert used is not None
-    assert imported == {*used[1].split(", "), "disagg.cli.main"}
-    assert all(importlib.util.find_spec(name) for name in imported)
 
 
 @pytest.mark.parametrize(("cuda", "status"), [(None, 0), ("13.0", 1)])
