@@ -1,7 +1,7 @@
-"""What proofs of a review did to a gateway, again on a real cluster: each load of one tenant beside another that sends
-short requests one after the other.
+"""Loads that once stopped a gateway or another tenant, on a real cluster: each load of one tenant beside another that
+sends short requests one after the other.
 
-    python -m tests.acceptance.isolation.proofs [--seconds 6] [--json FILE]
+    python -m tests.acceptance.isolation.hostile_loads [--seconds 6] [--json FILE]
 
     empty fields    messages of the largest size, of as many empty sub-messages as fit, three at a time (gRPC)
     empty lists     the same of lists (HTTP)
@@ -272,7 +272,7 @@ def main() -> None:
     rows = asyncio.run(measure(loads, options.seconds))
     columns = list(rows[0])
     cells = [[str(row[name]) for name in columns] for row in rows]
-    print_table("Proofs, again", [name.replace("_", " ") for name in columns], cells)
+    print_table("Hostile loads", [name.replace("_", " ") for name in columns], cells)
     print(summary(rows))
     if options.json is not None:
         write_json(options.json, report(rows, summary(rows)))

@@ -1,9 +1,9 @@
-"""What the benchmark of proofs sends, and its summary."""
+"""What the program of hostile loads sends, and its summary."""
 
 from __future__ import annotations
 
 from disagg.v1 import inference_pb2 as pb
-from tests.acceptance.isolation.proofs import empty_turns, summary
+from tests.acceptance.isolation.hostile_loads import empty_turns, summary
 
 
 def test_turns_without_a_field() -> None:
