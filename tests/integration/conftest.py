@@ -1,4 +1,5 @@
-"""The order of the files: processes of pytest-xdist that share them end at about the same time.
+"""A checkpoint that modules share, and the order of the files: processes of pytest-xdist that share them end at about the
+same time.
 
 With `--dist loadfile` each process takes the next file of the order when it has no other, so the longest ones must not
 be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the fewest tests there).
@@ -6,7 +7,11 @@ be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the few
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from tests.support.gateway import write_checkpoint
 
 LONGEST = (
     "exactness",
@@ -32,6 +37,12 @@ LONGEST = (
 )
 """The files that take longest, `test_*.py`, by their time."""
 _PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a tiny model, for a gateway."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ The stand-in chooses the pair itself, so a test decides which cache is warm on w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -50,6 +51,13 @@ from tests.support.waiting import WAIT_S
 
 GATEWAY = GatewayId("test-gateway")
 START_TIMEOUT_S = 60.0
+_starts = itertools.count(1)
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt that shares no prefix with any other one, since workers are shared by tests."""
+    start = next(_starts)
+    return [start % 250, start // 250, *((start + 7 * i) % 250 for i in range(2, length))][:length]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from disagg.cli.main import app
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.config.core_layout import check_devices
 from disagg.proto.errors import ConfigError
-from tests.support.architecture import REPOSITORY
+from tests.support.architecture import FOLDERS, REPOSITORY
 
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -27,22 +27,7 @@ PROGRAMS = {"benchmarks": "benchmarks/README.md", "tests.acceptance": "tests/acc
 """The table of each folder of programs that measure."""
 BENCHMARK_PROCESSES = {"benchmarks.engine.process", "benchmarks.transfer.worker"}
 """Programs that benchmarks start."""
-CODE_TOPS = (
-    "autoscaler",
-    "cluster",
-    "connections",
-    "decode_worker",
-    "engine",
-    "gateway",
-    "kernels",
-    "loadtests",
-    "prefill_worker",
-    "proto",
-    "router",
-    "step_times",
-    "simulator",
-)
-TREES = (*CODE_TOPS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")
+TREES = (*FOLDERS, "benchmarks", "deploy", "docs", "examples", "scripts", "src/disagg", "tests")
 
 
 @cache
@@ -195,7 +180,7 @@ def test_every_benchmark_is_in_the_table(folder: str, table: str) -> None:
 def test_every_code_folder_is_on_the_map() -> None:
     house = code_blocks(read(MAP))[0]
     lines = [line.split()[0] for line in house.splitlines() if line and not line.startswith(" ")]
-    assert set(lines) >= {f"{top}/" for top in (*CODE_TOPS, "src/disagg", "tests", "benchmarks", "deploy")}
+    assert set(lines) >= {f"{top}/" for top in (*FOLDERS, "src/disagg", "tests", "benchmarks", "deploy")}
 
 
 def test_decisions_are_numbered_without_a_gap_but_for_those_that_became_notes() -> None:

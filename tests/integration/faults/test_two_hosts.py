@@ -4,7 +4,6 @@ mid-transfer costs what was under way, and nothing else. The hosts are network n
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -15,7 +14,7 @@ from disagg.engine.config import TransferLimits, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.integration.faults.hosts import TwoHosts, two_hosts, why_not_here, workers_on
-from tests.support.workers import Answer, GatewayStub, audit, open_gateway, wait_until_workers_idle
+from tests.support.workers import Answer, GatewayStub, audit, open_gateway, prompt_of, wait_until_workers_idle
 
 WHY_NOT = why_not_here()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")]
@@ -32,7 +31,6 @@ SERVES_AGAIN_S = 8.0
 """After the link is back: TCP waits longer and longer between its tries. One second was seen."""
 MANY_TOKENS = 60_000
 PROMPT_TOKENS = 4000
-_starts = itertools.count(1)
 
 
 def config(role: str, address: str) -> WorkerConfig:
@@ -60,12 +58,6 @@ def hosts() -> Iterator[TwoHosts]:
 def workers(hosts: TwoHosts) -> Iterator[list[WorkerInfo]]:
     with workers_on(hosts, {role: config(role, address) for role, address in hosts.address.items()}) as infos:
         yield infos
-
-
-def prompt_of(length: int) -> list[int]:
-    """A prompt that shares no prefix with any other one."""
-    start = next(_starts)
-    return [start % 250, start // 250, *((start + 7 * i) % 250 for i in range(2, length))][:length]
 
 
 async def run(gateway: GatewayStub, length: int) -> tuple[Answer, list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -31,13 +30,12 @@ from disagg.proto.services import CHANNEL_OPTIONS, TRANSFER
 from tests.support.secret import SECRET
 from tests.support.transports import NIXL
 from tests.support.waiting import eventually
-from tests.support.workers import Answer, GatewayStub, audit, running_workers, wait_until_workers_idle
+from tests.support.workers import Answer, GatewayStub, audit, prompt_of, running_workers, wait_until_workers_idle
 
 MANY_TOKENS = 60_000
 """An answer that takes far longer than any of these tests."""
 PROMPT_TOKENS = 4000
 LIMITS = TransferLimits(chunk_bytes=40 * 8, staging_bytes=2 * 40 * 8, heartbeat_s=0.1)
-_starts = itertools.count(1)
 
 
 def config(worker_id: str, **values: Any) -> WorkerConfig:
@@ -50,12 +48,6 @@ def config(worker_id: str, **values: Any) -> WorkerConfig:
         "transfer": LIMITS,
     }
     return WorkerConfig(worker_id=worker_id, roles=(role,), model_path="fake", **{**defaults, **values})
-
-
-def prompt_of(length: int) -> list[int]:
-    """A prompt that shares no prefix with any other one."""
-    start = next(_starts)
-    return [start % 250, start // 250, *((start + 7 * i) % 250 for i in range(2, length))][:length]
 
 
 @asynccontextmanager

@@ -28,18 +28,13 @@ from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.proto.errors import UnavailableError
 from tests.integration.security.test_security import http_get
 from tests.support.certificates import Authority
-from tests.support.gateway import FakeRouter, Wait, write_checkpoint
+from tests.support.gateway import FakeRouter, Wait
 from tests.support.gateway_server import running
 from tests.support.waiting import LONG_WAIT_S, until
 
 NUM_TOKENS = 4000
 """Of an answer whose events fill every buffer between the gateway and a client that does not read."""
 SERVING, NOT_SERVING = 1, 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 async def test_a_stop_waits_for_running_answers_and_no_longer(folder: Path) -> None:

@@ -48,18 +48,12 @@ from tests.support.gateway import (
     FakeRouter,
     Wait,
     forever,
-    write_checkpoint,
 )
 from tests.support.gateway_server import running, sources
 from tests.support.waiting import eventually
 
 WAIT_S = 60.0
 """How long anything may take before a test fails."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 def ids(server: GatewayServer, text: str) -> list[int]:

@@ -18,17 +18,12 @@ from disagg.proto.messages import TokenLogprobs
 from disagg.router.api import RoutedRequest, TokenBatch
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
-from tests.support.gateway import MODEL_NAME, FakeRouter, Step, Wait, forever, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter, Step, Wait, forever
 from tests.support.gateway_server import running
 
 WAIT_S = 60.0
 """How long anything may take before a test fails."""
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 async def read_into(seen: list[Delta], deltas: AsyncIterator[Delta]) -> None:

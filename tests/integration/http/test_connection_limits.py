@@ -16,17 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from disagg.gateway.server import GatewayServer
-from tests.support.gateway import FakeRouter, write_checkpoint
+from tests.support.gateway import FakeRouter
 from tests.support.gateway_server import running
 
 KEY_A, KEY_B = "key-of-tenant-a-0001", "key-of-tenant-b-0002"
 WAIT_S = 60.0
 BODY = b'{"model":"tiny","prompt":[5],"max_tokens":1}'
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

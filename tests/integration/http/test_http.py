@@ -18,7 +18,7 @@ from disagg.gateway.config import GatewayConfig
 from disagg.gateway.server import GatewayServer
 from disagg.proto.errors import ConfigError
 from disagg.proto.token_ids import unpack_token_ids
-from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter, Wait, forever
 from tests.support.gateway_server import running, sources
 from tests.support.http_app import CHAT, TEXT, error_of, events_of
 from tests.support.sockets import listening_addresses
@@ -31,11 +31,6 @@ CHUNK_BYTES = 150
 MAX_ON_THE_WAY_BYTES = 512 << 10
 """What an unread stream may hold here (256 KiB) and in the client's kernel."""
 STREAM = {**CHAT, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @asynccontextmanager

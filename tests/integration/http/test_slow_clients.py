@@ -26,7 +26,6 @@ from tests.support.gateway import (
     FakeRouter,
     Step,
     forever,
-    write_checkpoint,
 )
 from tests.support.gateway_server import running
 from tests.support.raw_clients import COMPLETIONS, GrpcStreams, HttpStream, http_request, open_grpc, open_http
@@ -43,11 +42,6 @@ PATIENT = 7
 """`seed` of the requests that are read."""
 
 Client = GrpcStreams | HttpStream
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 def script(request: RoutedRequest) -> Iterable[Step]:

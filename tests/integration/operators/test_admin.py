@@ -14,13 +14,8 @@ from disagg.gateway.operators.decode_placement_log import STALE
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, PlacementView, RequestTrace
-from tests.support.gateway import FakeRouter, write_checkpoint
+from tests.support.gateway import FakeRouter
 from tests.support.gateway_server import running
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 async def test_the_state_comes_again_and_again(folder: Path) -> None:

@@ -31,6 +31,7 @@ from disagg.proto.ids import GatewayId, Incarnation, WorkerId
 from disagg.proto.messages import WorkerInfo
 from disagg.router.config import RouterConfig
 from tests.integration.workers.test_processes import FAKE, PROMPT
+from tests.support.ports import free_port
 from tests.support.secret import SECRET
 from tests.support.waiting import wait_until
 
@@ -65,12 +66,6 @@ def make_plan(decode: int = 1, **controller: object) -> ClusterPlan:
     return plan_cluster(
         parse_config({**FAKE, "model": model, "pools": pools, "placement": stays, "controller": controller})
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.integration.security.test_security import client_context, http_get
 from tests.support.certificates import Authority
-from tests.support.gateway import MODEL_NAME, FakeRouter, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
 from tests.support.waiting import eventually
 
@@ -34,11 +34,6 @@ KEYS = f"""
 - {{tenant: m, key: {KEY_M}, metrics: true}}
 - {{tenant: ops, key: {KEY_ADMIN}, admin: true}}
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

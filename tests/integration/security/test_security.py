@@ -54,7 +54,7 @@ from disagg.router.api import RequestTrace
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.certificates import Authority
-from tests.support.gateway import MODEL_NAME, FakeRouter, write_checkpoint
+from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
 from tests.support.ports import free_port
 from tests.support.secret import OTHER_SECRET, SECRET
@@ -70,11 +70,6 @@ KEYS = f"""
 
 
 SMALL_POOLS = {"prefill": {"num_blocks": 256}, "decode": {"num_blocks": 256}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

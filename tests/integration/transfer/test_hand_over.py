@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
 from disagg.engine.fake_runner import fake_generate, fake_logprobs
 from disagg.proto.messages import RoleName, Sampling, WorkerInfo
 from tests.support.transports import NIXL
-from tests.support.workers import GatewayStub, open_gateway, running_workers
+from tests.support.workers import GatewayStub, open_gateway, prompt_of, running_workers
 
 BLOCK = 16
 CHUNK = 64
@@ -35,15 +34,6 @@ def _config(role: RoleName, transport: TransportName) -> WorkerConfig:
 def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerInfo]]:
     with running_workers(_config("prefill", request.param), _config("decode", request.param)) as infos:
         yield infos
-
-
-_starts = itertools.count(1)
-
-
-def prompt_of(length: int) -> list[int]:
-    """A prompt that shares no prefix with any other one, since the workers live on from test to test."""
-    start = next(_starts)
-    return [start % 250, start // 250, *((start + 7 * i) % 250 for i in range(2, length))][:length]
 
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
