@@ -18,7 +18,7 @@ from benchmarks.elastic.workloads import lengths
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.proto.messages import StepCoefficients
 from disagg.router.config import num_split
-from disagg.simulator.twin.load import Arrival
+from disagg.router.telemetry.recent_load import Arrival
 from disagg.simulator.twin.settings import settings_of
 from tests.support.reports import percentile
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 
+from disagg.gateway.operators.load_codec import encode_capacity
 from disagg.gateway.rpc.callers_view import leave_out_load, leave_out_models
 from disagg.gateway.usage.counts import Page, date_of
 from disagg.proto.autoscaling import Decision
@@ -26,12 +27,11 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
 from disagg.router.statistics import Rates
+from disagg.router.telemetry.recent_load import capacities_of
 from disagg.router.telemetry.spans import spans_of
-from disagg.router.telemetry.telemetry import ANSWERED, met_targets
+from disagg.router.telemetry.telemetry import ANSWERED
 from disagg.v1 import inference_pb2 as pb
 
-_MARK_BYTES: Final = 8
-"""Number of bytes of a block hash that a prefix mark consists of."""
 _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
 """Fields of a worker that only admins see."""
 
@@ -266,54 +266,17 @@ def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
     return found
 
 
-def recent_request(trace: RequestTrace) -> pb.RecentRequest:
-    """One request for a replay."""
-    found = pb.RecentRequest(
-        arrival_s=trace.arrival,
-        prompt_tokens=trace.num_prompt_tokens,
-        completion_tokens=trace.num_output_tokens,
-        is_complete=trace.outcome in ANSWERED,
-        max_tokens=trace.most_output_tokens,
-        ttft_slo_s=trace.ttft_slo_s,
-        tpot_slo_s=trace.tpot_slo_s,
-        prefix_marks=[int.from_bytes(mark[:_MARK_BYTES], "little") for mark in trace.prefix_marks],
-    )
-    if (met := met_targets(trace)) is not None:
-        found.met_targets = met
-    return found
-
-
 def placement_facts(view: ClusterView) -> pb.GetLoadResponse:
     """The facts that placement uses: the usable workers and the settings."""
     placement = view.placement
     return pb.GetLoadResponse(
-        workers=[_capacity(worker) for worker in view.workers if worker.takes_requests],
+        workers=[encode_capacity(capacity) for capacity in capacities_of(view)],
         policy=placement.policy,
         decodes=placement.decodes or "",
         admission=placement.admission,
         link_latency_s=placement.link_latency_s,
         link_byte_s=placement.link_byte_s,
     )
-
-
-def _capacity(worker: WorkerView) -> pb.WorkerCapacity:
-    info, steps = worker.info, worker.steps
-    found = pb.WorkerCapacity(
-        worker_id=info.worker_id,
-        kv_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=info.max_num_seqs,
-        token_budget=info.token_budget,
-        max_model_len=info.max_model_len,
-        kv_bytes_per_token=info.kv_layout.bytes_per_token,
-        decode_reserve_tokens=info.decode_reserve_tokens,
-        watermark_blocks=info.watermark_blocks,
-        scheduling=info.scheduling,
-        max_itl_ms=info.max_itl_ms,
-    )
-    if steps is not None:
-        found.base_ms, found.prefill_token_ms, found.attended_ms, found.decode_ms, found.context_ms = steps
-    return found
 
 
 def _transfers(src: WorkerId, metrics: WorkerMetrics) -> list[pb.TransferState]:

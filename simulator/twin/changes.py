@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from disagg.simulator.twin.load import Arrival
+from disagg.router.telemetry.recent_load import Arrival
 
 DRIFT = 0.3
 LIMIT = 12.0

@@ -18,9 +18,9 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import KvLayout
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
+from disagg.router.telemetry.recent_load import Arrival, Capacity, Load
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.twin.load import Arrival, Capacity, Load, mean_output
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import UserRequest
@@ -85,6 +85,12 @@ def requests_of(arrivals: Sequence[Arrival], workers: Sequence[Capacity], rate: 
         _request(index, (each.at_s - arrivals[0].at_s) / rate, each, mean, longest)
         for index, each in enumerate(arrivals)
     ]
+
+
+def mean_output(arrivals: Sequence[Arrival]) -> float:
+    """The mean length of complete answers; 1 without any."""
+    whole = [arrival.output_tokens for arrival in arrivals if arrival.is_complete]
+    return sum(whole) / len(whole) if whole else 1.0
 
 
 def _request(index: int, due_s: float, arrival: Arrival, mean: float, longest: int) -> UserRequest:

@@ -14,7 +14,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import StepCoefficients
 from disagg.router.config import SPLIT, Decodes, num_split
 from disagg.router.telemetry.prefix_marks import PLACES
-from disagg.simulator.twin.load import Arrival
+from disagg.router.telemetry.recent_load import Arrival
 
 USUAL: tuple[Decodes, ...] = ("spread", "gather")
 FEW = 4

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.router.requests import events
+from disagg.router.telemetry.recent_load import load_of
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.twin.comparison import Comparison
-from disagg.simulator.twin.load import load_of
 from disagg.simulator.twin.twin import LEAD_IN, MOST, Twin
 
 LOOK_S = 5.0

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from disagg.router.config import Decodes
+from disagg.router.telemetry.recent_load import Arrival, Load
 from disagg.simulator.twin.changes import find_change
 from disagg.simulator.twin.comparison import HYSTERESIS, Attained, Comparison, paired
-from disagg.simulator.twin.load import Arrival, Load, mean_output
-from disagg.simulator.twin.replay import replay
+from disagg.simulator.twin.replay import mean_output, replay
 from disagg.simulator.twin.settings import most_settings, settings_of
 
 EVERY_S = 60.0

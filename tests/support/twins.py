@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from disagg.router.config import Decodes
-from disagg.simulator.twin.load import Arrival, Capacity, Load
+from disagg.router.telemetry.recent_load import Arrival, Capacity, Load
 
 WORKERS = tuple(
     Capacity(

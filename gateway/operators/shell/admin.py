@@ -24,11 +24,11 @@ from disagg.gateway.operators.admin_answers import (
     explanation,
     placement_facts,
     pool_states,
-    recent_request,
     state_in,
     usage_answer,
 )
 from disagg.gateway.operators.decode_placement_log import MAX_CHARS, DecodePlacementLog, check, why
+from disagg.gateway.operators.load_codec import encode_arrival
 from disagg.gateway.operators.shell.state_feed import StateFeed
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
@@ -49,6 +49,7 @@ from disagg.proto.ids import RequestId, WorkerId, kind_of
 from disagg.proto.messages import StartPhase
 from disagg.router.api import RequestTrace, RouterViews
 from disagg.router.config import Decodes, is_decodes
+from disagg.router.telemetry.recent_load import arrival_of
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -219,7 +220,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             response.now_s = self._clock()
             for number, trace in enumerate(self._router.recent(limit)):
                 if not trace.is_probe:
-                    response.requests.append(recent_request(trace))
+                    response.requests.append(encode_arrival(arrival_of(trace)))
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)  # as in `ListRequests`
             return response

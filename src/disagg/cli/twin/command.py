@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cli.address import UNREACHABLE, check_address
-from disagg.cli.twin.wire import load_from, message_of
+from disagg.cli.twin.wire import message_of
 from disagg.client import Client, RecentLoad
 from disagg.cluster.system.process_tools import StopFlag
 from disagg.gateway.operators.decode_placement_log import STALE
+from disagg.gateway.operators.load_codec import decode
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
+from disagg.router.telemetry.recent_load import Load
 from disagg.simulator.twin.comparison import Comparison
-from disagg.simulator.twin.load import Load
 from disagg.simulator.twin.twin import EVERY_S, LEAD_IN, LEAST, MOST, Twin
 
 LOOK_S = 10.0
@@ -72,7 +73,7 @@ def look_again_and_again(client: Client, wait: Callable[[float], bool], console:
             if not answers:
                 _show(console, _first_line(response, address))
             answers = True
-            load = load_from(response)
+            load = decode(response)
             if load.now_s < seen_s:  # another machine's clock, or that of another start
                 twin = Twin()
             seen_s = load.now_s

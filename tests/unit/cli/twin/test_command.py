@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.twin import command
-from disagg.gateway.operators.admin_answers import recent_request
+from disagg.gateway.operators.load_codec import encode_arrival
 from disagg.proto.errors import ConfigError, InvalidRequestError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.router.api import RequestTrace
+from disagg.router.telemetry.recent_load import arrival_of
 from disagg.v1 import inference_pb2 as pb
 
 READS = (
@@ -116,7 +117,11 @@ def load_of_forty() -> pb.GetLoadResponse:
         for number in range(40)
     ]
     return pb.GetLoadResponse(
-        requests=map(recent_request, traces), workers=workers, policy="elastic", decodes="spread", now_s=40.0
+        requests=[encode_arrival(arrival_of(trace)) for trace in traces],
+        workers=workers,
+        policy="elastic",
+        decodes="spread",
+        now_s=40.0,
     )
 
 

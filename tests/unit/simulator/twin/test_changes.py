@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg.loadtests.workload.randomness import Stream
+from disagg.router.telemetry.recent_load import Arrival
 from disagg.simulator.twin.changes import Change, find_change
-from disagg.simulator.twin.load import Arrival
 from tests.support.twins import arrival, evenly
 
 BEFORE = evenly(60)

@@ -6,13 +6,8 @@ import msgspec
 
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.workload import PromptPart
-from disagg.proto.ids import BlockHash, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import Load as WorkerLoad
 from disagg.proto.messages import StepCoefficients
-from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
-from disagg.simulator.twin.load import Arrival, capacity_of, load_of
 from disagg.simulator.twin.replay import parts_of, replay, requests_of, spec_of
-from tests.support.router import worker_info
 from tests.support.twins import WORKERS, arrival, evenly, load
 
 STEPS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
@@ -78,46 +73,3 @@ def test_what_has_not_ended_in_time_is_missed() -> None:
     arrivals = evenly(40, gap_s=0.0)
     met = [is_met for _, is_met in replay(load(arrivals, 1.0), arrivals, 0, "spread", 1.0)]
     assert 10 <= sum(met) <= 20
-
-
-def test_a_routers_views_are_a_load() -> None:
-    info = worker_info("w0", num_blocks=50)
-    workers = (
-        WorkerView(info, WorkerLoad(), steps=STEPS),
-        WorkerView(worker_info("w1"), WorkerLoad(), steps=None),
-        WorkerView(worker_info("w2"), WorkerLoad(), is_draining=True, steps=STEPS),
-        WorkerView(worker_info("w3"), WorkerLoad(), is_suspected=True, steps=STEPS),
-    )
-    view = ClusterView(workers, 0, 0, placement=PlacementView("elastic", "gather", False, 0.001, 1e-9))
-    traces = [
-        RequestTrace(request_id=RequestId("b"), arrival=5.0, num_prompt_tokens=40, num_output_tokens=3),
-        RequestTrace(
-            request_id=RequestId("a"),
-            arrival=4.0,
-            num_prompt_tokens=20,
-            prefix_marks=(BlockHash(b"\1" + bytes(15)),),
-            num_output_tokens=7,
-            most_output_tokens=9,
-            outcome="stop",
-            ttft_slo_s=1.0,
-            tpot_slo_s=0.02,
-        ),
-    ]
-    found = load_of(view, traces, 6.0)
-    assert [worker.worker_id for worker in found.workers] == ["w0"]
-    assert found.workers[0] == capacity_of(workers[0])
-    assert (found.decodes, found.admission, found.link_latency_s, found.link_byte_s) == ("gather", False, 0.001, 1e-9)
-    assert found.arrivals == (
-        Arrival(
-            at_s=4.0,
-            prompt_tokens=20,
-            output_tokens=7,
-            most_output_tokens=9,
-            ttft_s=1.0,
-            tpot_s=0.02,
-            is_met=False,
-            marks=(1,),
-        ),
-        Arrival(at_s=5.0, prompt_tokens=40, output_tokens=3, is_complete=False, most_output_tokens=0),
-    )
-    assert (info.worker_id, info.incarnation) == (WorkerId("w0"), Incarnation("1"))

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from disagg.router.config import Decodes
+from disagg.router.telemetry.recent_load import Arrival
 from disagg.simulator.twin.comparison import Comparison
-from disagg.simulator.twin.load import Arrival
 from disagg.simulator.twin.twin import LEAD_IN, MOST, Twin
 from tests.support.twins import WORKERS, FakeReplay, arrival, evenly, load
 

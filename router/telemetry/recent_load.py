@@ -1,11 +1,15 @@
-"""The input of a twin: the latest requests of a cluster, its workers, and how requests are placed.
+"""The recent load of a router, the input of a twin: its latest requests, its workers, and how requests are
+placed. Pure.
 
-It comes from a gateway (`AdminService.GetLoad`), or a simulated router (`load_of`). Times are seconds of its clock.
+    views of a router ──load_of──> Load          of a real one by way of `AdminService.GetLoad`, whose message is made
+                                                 and read by `gateway/operators/load_codec.py`
+
+Times are seconds of the router's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -17,6 +21,7 @@ from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
 from disagg.router.telemetry.telemetry import ANSWERED, met_targets
 from disagg.step_times.step_model import DEFAULT_COEFFICIENTS
 
+UNMEASURED = StepCoefficients(0.0, 0.0, 0.0, 0.0, 0.0)
 MARK_BYTES = 8
 """Number of bytes of a block hash that are kept as a mark."""
 
@@ -61,6 +66,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: str = "slack"
     max_itl_ms: float | None = None
     steps: StepCoefficients = DEFAULT_COEFFICIENTS
+    """The fitted step times; `UNMEASURED` while the worker has none."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step times are known."""
+        return self.steps.base_ms > 0
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -88,7 +99,7 @@ def load_of(view: ClusterView, traces: Iterable[RequestTrace], now_s: float) -> 
     return Load(
         now_s=now_s,
         arrivals=tuple(sorted(map(arrival_of, traces), key=lambda arrival: arrival.at_s)),
-        workers=tuple(capacity_of(worker) for worker in view.workers if is_usable(worker)),
+        workers=tuple(worker for worker in capacities_of(view) if worker.is_measured),
         decodes=placement.decodes,
         admission=placement.admission,
         link_latency_s=placement.link_latency_s,
@@ -111,9 +122,9 @@ def arrival_of(trace: RequestTrace) -> Arrival:
     )
 
 
-def is_usable(worker: WorkerView) -> bool:
-    """Whether requests are placed on the worker and its step times are known."""
-    return worker.takes_requests and worker.steps is not None
+def capacities_of(view: ClusterView) -> list[Capacity]:
+    """The capacities of the workers that take requests."""
+    return [capacity_of(worker) for worker in view.workers if worker.takes_requests]
 
 
 def capacity_of(worker: WorkerView) -> Capacity:
@@ -131,7 +142,7 @@ def capacity_of(worker: WorkerView) -> Capacity:
         watermark_blocks=info.watermark_blocks,
         scheduling=info.scheduling,
         max_itl_ms=info.max_itl_ms,
-        steps=worker.steps or DEFAULT_COEFFICIENTS,
+        steps=worker.steps or UNMEASURED,
     )
 
 
@@ -140,9 +151,3 @@ def check_marks(arrival: Arrival) -> None:
     num = len(arrival.marks)
     if num > MAX_MARKS or (num and PLACES[num - 1] * HASH_BLOCK_TOKENS > arrival.prompt_tokens):
         raise ValueError(f"prefix_marks: {num} are too many for a prompt of {arrival.prompt_tokens} tokens")
-
-
-def mean_output(arrivals: Sequence[Arrival]) -> float:
-    """The mean length of complete answers; 1 without any."""
-    whole = [arrival.output_tokens for arrival in arrivals if arrival.is_complete]
-    return sum(whole) / len(whole) if whole else 1.0

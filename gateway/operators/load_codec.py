@@ -1,0 +1,103 @@
+"""The recent load of a router as the message of `AdminService.GetLoad`: made by a gateway, read by a twin. Pure.
+
+    encode_arrival, encode_capacity     what the router knows -> protobufs
+    decode(response) -> Load            the same again, checked; workers without measured steps are left out
+
+A table for each message has the fields of both sides, so that what is written is what is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from disagg.proto.messages import StepCoefficients
+from disagg.router.config import Decodes, is_decodes
+from disagg.router.telemetry.recent_load import Arrival, Capacity, Load, check_marks
+from disagg.v1 import inference_pb2 as pb
+
+Fields = dict[str, str]
+"""The name of a field of the message, by that of the router's struct."""
+
+_ARRIVAL: Final[Fields] = {
+    "at_s": "arrival_s",
+    "prompt_tokens": "prompt_tokens",
+    "output_tokens": "completion_tokens",
+    "is_complete": "is_complete",
+    "most_output_tokens": "max_tokens",
+    "ttft_s": "ttft_slo_s",
+    "tpot_s": "tpot_slo_s",
+    "is_met": "met_targets",
+    "marks": "prefix_marks",
+}
+_CAPACITY: Final[Fields] = {
+    "worker_id": "worker_id",
+    "num_blocks": "kv_blocks",
+    "block_size": "block_size",
+    "max_num_seqs": "max_num_seqs",
+    "token_budget": "token_budget",
+    "max_model_len": "max_model_len",
+    "bytes_per_token": "kv_bytes_per_token",
+    "decode_reserve_tokens": "decode_reserve_tokens",
+    "watermark_blocks": "watermark_blocks",
+    "scheduling": "scheduling",
+    "max_itl_ms": "max_itl_ms",
+}
+
+
+def encode_arrival(arrival: Arrival) -> pb.RecentRequest:
+    """The message of one request."""
+    return pb.RecentRequest(**_written(arrival, _ARRIVAL))
+
+
+def encode_capacity(capacity: Capacity) -> pb.WorkerCapacity:
+    """The message of one worker."""
+    return pb.WorkerCapacity(**_written(capacity, _CAPACITY), **capacity.steps._asdict())
+
+
+def decode(response: pb.GetLoadResponse) -> Load:
+    """The load in a gateway's answer, the earliest request first. Raises `ValueError` naming an invalid field."""
+    arrivals = [Arrival(**_read(request, _ARRIVAL)) for request in response.requests]
+    for arrival in arrivals:
+        check_marks(arrival)
+    capacities = [Capacity(**_read(worker, _CAPACITY), steps=_steps_of(worker)) for worker in response.workers]
+    return Load(
+        now_s=response.now_s,
+        arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)),
+        workers=tuple(worker for worker in capacities if worker.is_measured),
+        decodes=_decodes(response.decodes),
+        admission=response.admission,
+        link_latency_s=response.link_latency_s,
+        link_byte_s=response.link_byte_s,
+    )
+
+
+def _written(struct: object, fields: Fields) -> dict[str, Any]:
+    """The values of a message's fields; None leaves an optional one unset."""
+    return {written: getattr(struct, name) for name, written in fields.items()}
+
+
+def _read(message: Message, fields: Fields) -> dict[str, Any]:
+    """The values of a struct's fields; None for an optional one that is not set."""
+    described = message.DESCRIPTOR.fields_by_name
+    found: dict[str, Any] = {}
+    for name, written in fields.items():
+        value: Any = getattr(message, written)
+        if described[written].has_presence and not message.HasField(written):
+            value = None
+        elif name == "marks":
+            value = tuple(value)
+        found[name] = value
+    return found
+
+
+def _steps_of(worker: pb.WorkerCapacity) -> StepCoefficients:
+    """The step times, whose fields have the same names in the message."""
+    return StepCoefficients(*[getattr(worker, name) for name in StepCoefficients._fields])
+
+
+def _decodes(text: str) -> Decodes | None:
+    if text and not is_decodes(text):
+        raise ValueError(f"decodes: the gateway has {text!r}, this version knows spread, gather and split:N")
+    return text or None
