@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from google.protobuf.message import Message
-
 from disagg.proto.messages import StepCoefficients
 from disagg.router.config import Decodes, is_decodes
 from disagg.router.telemetry.recent_load import Arrival, Capacity, Load, check_marks
@@ -78,17 +76,16 @@ def _written(struct: object, fields: Fields) -> dict[str, Any]:
     return {written: getattr(struct, name) for name, written in fields.items()}
 
 
-def _read(message: Message, fields: Fields) -> dict[str, Any]:
+def _read(message: Any, fields: Fields) -> dict[str, Any]:
     """The values of a struct's fields; None for an optional one that is not set."""
     described = message.DESCRIPTOR.fields_by_name
     found: dict[str, Any] = {}
     for name, written in fields.items():
-        value: Any = getattr(message, written)
         if described[written].has_presence and not message.HasField(written):
-            value = None
-        elif name == "marks":
-            value = tuple(value)
-        found[name] = value
+            found[name] = None
+            continue
+        value: Any = getattr(message, written)
+        found[name] = tuple(value) if name == "marks" else value
     return found
 
 

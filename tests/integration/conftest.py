@@ -1,5 +1,5 @@
-"""A checkpoint that modules share, and the order of the files: processes of pytest-xdist that share them end at about the
-same time.
+"""A checkpoint that modules share, and the order of the files: processes of pytest-xdist that share them end at
+about the same time.
 
 With `--dist loadfile` each process takes the next file of the order when it has no other, so the longest ones must not
 be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the fewest tests there).

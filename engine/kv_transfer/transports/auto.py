@@ -13,23 +13,23 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from typing_extensions import override
 
-from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
+from disagg.engine.io.rendezvous import MemberStore, member_store
 from disagg.engine.kv_transfer.transport import (
     RANK_OF,
-    SET_UP_TIMEOUT_S,
     Connector,
     PairTransport,
     Rendezvous,
     TransportError,
 )
 from disagg.engine.kv_transfer.transports import nixl
-from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous, check_open
+from disagg.engine.kv_transfer.transports.gloo import GlooConnector, GlooRendezvous
 from disagg.engine.kv_transfer.transports.nixl_agent import NixlError, load
+from disagg.engine.kv_transfer.transports.settings import ServerRendezvous, TransportSettings
 from disagg.proto.handover import Side
 
 logger = logging.getLogger(__name__)
@@ -66,18 +66,16 @@ class AutoRendezvous(Rendezvous):
         OSError: if it cannot listen on `host`.
     """
 
-    def __init__(self, host: str, secret: ClusterSecret) -> None:
-        self._host = host
-        self._secret = secret
-        self._point = RendezvousServer(host, secret)
+    def __init__(self, settings: TransportSettings) -> None:
+        self._server = ServerRendezvous(settings, self._form)
         self._fallback: Rendezvous
-        if ipaddress.ip_address(host).is_loopback:
+        if ipaddress.ip_address(settings.host).is_loopback:
             from disagg.engine.kv_transfer.transports.shm import ShmRendezvous
 
-            name, self._fallback = "shm", ShmRendezvous(secret)
+            name, self._fallback = "shm", ShmRendezvous(settings)
         else:
-            name, self._fallback = "gloo", GlooRendezvous(host, secret)
-        self._address = Address(self._point.address, name, self._fallback.address)
+            name, self._fallback = "gloo", GlooRendezvous(settings)
+        self._address = Address(self._server.address, name, self._fallback.address)
 
     @property
     @override
@@ -86,28 +84,22 @@ class AutoRendezvous(Rendezvous):
 
     @override
     def accept(self, pair_name: str) -> PairTransport:
-        check_open(self._point)
-        return _choose(
-            pair_name,
-            self._point.address,
-            self._secret,
-            self._host,
-            "receiver",
-            lambda: self._fallback.accept(pair_name),
-        )
+        return self._server.accept(pair_name)
+
+    def _form(self, settings: TransportSettings, pair_name: str, address: str, side: Side) -> PairTransport:
+        return _choose(settings, pair_name, address, side, lambda: self._fallback.accept(pair_name))
 
     @override
     def close(self) -> None:
-        self._point.close()
+        self._server.close()
         self._fallback.close()
 
 
 class AutoConnector:
     """P's way to any D, or that of a rank of D to the ranks of P."""
 
-    def __init__(self, host: str, secret: ClusterSecret, side: Side = "sender") -> None:
-        self._host = host
-        self._secret = secret
+    def __init__(self, settings: TransportSettings, side: Side = "sender") -> None:
+        self._settings = settings
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> PairTransport:
@@ -115,10 +107,9 @@ class AutoConnector:
         time."""
         parts = Address.parse(address)
         return _choose(
+            self._settings,
             pair_name,
             parts.choice,
-            self._secret,
-            self._host,
             self._side,
             lambda: self._other(parts.fallback)(pair_name, parts.fallback_address),
         )
@@ -126,29 +117,25 @@ class AutoConnector:
     def _other(self, name: str) -> Connector:
         match name:
             case "gloo":
-                return GlooConnector(self._host, self._secret, side=self._side)
+                return GlooConnector(self._settings, self._side)
             case "shm":
                 from disagg.engine.kv_transfer.transports.shm import ShmConnector
 
-                return ShmConnector(self._secret, side=self._side)
+                return ShmConnector(self._settings, self._side)
         raise TransportError(f"transport auto has no {name!r}")
 
 
 def _choose(
-    pair_name: str,
-    address: str,
-    secret: ClusterSecret,
-    host: str,
-    side: Side,
-    form_other: Callable[[], PairTransport],
+    settings: TransportSettings, pair_name: str, address: str, side: Side, form_other: Callable[[], PairTransport]
 ) -> PairTransport:
+    rank, probe = RANK_OF[side], replace(settings, set_up_timeout_s=PROBE_TIMEOUT_S)
     formed: PairTransport | None = None
     try:
-        with member_store(f"{pair_name}/choice", address, secret, RANK_OF[side], 2, SET_UP_TIMEOUT_S) as store:
+        with member_store(f"{pair_name}/choice", address, settings.secret, rank, 2, settings.set_up_timeout_s) as store:
             why = _agreed(store, side, "has", _why_not())
             if not why:
                 try:
-                    formed = nixl.form(f"{pair_name}/nixl", address, secret, host, side, PROBE_TIMEOUT_S)
+                    formed = nixl.form(probe, f"{pair_name}/nixl", address, side)
                 except TransportError as error:
                     why = str(error)
                 why = _agreed(store, side, "stands", why)

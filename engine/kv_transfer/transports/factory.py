@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import TransportName
 from disagg.engine.kv_transfer.transport import Connector, Rendezvous
+from disagg.engine.kv_transfer.transports.settings import TransportSettings
 from disagg.proto.handover import Side
 
 
@@ -17,12 +18,13 @@ def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Re
         OSError: if it cannot listen on `host`.
         RuntimeError: if this machine lacks what the transport needs.
     """
+    settings = TransportSettings(host, secret)
     # Imported here, because each brings its own heavy dependency and a worker uses one.
     match name:
         case "auto":
             from disagg.engine.kv_transfer.transports.auto import AutoRendezvous
 
-            return AutoRendezvous(host, secret)
+            return AutoRendezvous(settings)
         case "local":
             from disagg.engine.kv_transfer.transports.local import LocalRendezvous
 
@@ -30,19 +32,19 @@ def make_rendezvous(name: TransportName, host: str, secret: ClusterSecret) -> Re
         case "gloo":
             from disagg.engine.kv_transfer.transports.gloo import GlooRendezvous
 
-            return GlooRendezvous(host, secret)
+            return GlooRendezvous(settings)
         case "shm":
             from disagg.engine.kv_transfer.transports.shm import ShmRendezvous
 
-            return ShmRendezvous(secret)
+            return ShmRendezvous(settings)
         case "nixl":
             from disagg.engine.kv_transfer.transports.nixl import NixlRendezvous
 
-            return NixlRendezvous(host, secret)
+            return NixlRendezvous(settings)
         case "nccl":
             from disagg.engine.kv_transfer.transports.nccl import NcclRendezvous
 
-            return NcclRendezvous(host, secret)
+            return NcclRendezvous(settings)
     raise ValueError(f"transport must be auto, gloo, shm, nixl, nccl or local, not {name!r}")
 
 
@@ -54,11 +56,12 @@ def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "se
         ValueError: if there is no such transport, or it has no such end.
         RuntimeError: if this machine lacks what the transport needs.
     """
+    settings = TransportSettings(host, secret)
     match name:
         case "auto":
             from disagg.engine.kv_transfer.transports.auto import AutoConnector
 
-            return AutoConnector(host, secret, side=side)
+            return AutoConnector(settings, side)
         case "local":
             from disagg.engine.kv_transfer.transports.local import local_connector
 
@@ -66,17 +69,17 @@ def make_connector(name: str, host: str, secret: ClusterSecret, side: Side = "se
         case "gloo":
             from disagg.engine.kv_transfer.transports.gloo import GlooConnector
 
-            return GlooConnector(host, secret, side=side)
+            return GlooConnector(settings, side)
         case "shm":
             from disagg.engine.kv_transfer.transports.shm import ShmConnector
 
-            return ShmConnector(secret, side=side)
+            return ShmConnector(settings, side)
         case "nixl":
             from disagg.engine.kv_transfer.transports.nixl import NixlConnector
 
-            return NixlConnector(host, secret, side=side)
+            return NixlConnector(settings, side)
         case "nccl":
             from disagg.engine.kv_transfer.transports.nccl import NcclConnector
 
-            return NcclConnector(secret, side=side)
+            return NcclConnector(settings, side)
     raise ValueError(f"transport must be auto, gloo, shm, nixl, nccl or local, not {name!r}")

@@ -35,23 +35,21 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, gloo_group, member_store
+from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     RANK_OF,
-    SET_UP_TIMEOUT_S,
     Checksum,
     Done,
     PairTransport,
     Posted,
     Received,
-    Rendezvous,
     TransportError,
     ignore_posted,
     no_checksum,
     with_checksum,
 )
+from disagg.engine.kv_transfer.transports.settings import ServerConnector, ServerRendezvous, TransportSettings
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Side
 
@@ -67,65 +65,28 @@ machines give a pair up much earlier."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-def check_open(point: RendezvousServer) -> None:
-    """Raises:
-    TransportError: if no pair can meet there any more.
-    """
-    if not point.is_open:
-        raise TransportError("the rendezvous is closed")
+class GlooRendezvous(ServerRendezvous["GlooTransport"]):
+    """D's end of the set-up: the two members of a pair's gloo group find each other at its server."""
+
+    def __init__(self, settings: TransportSettings) -> None:
+        super().__init__(settings, _form)
 
 
-class GlooRendezvous(Rendezvous):
-    """A rendezvous server on D, through which the two members of a pair's gloo group find each other."""
-
-    def __init__(self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
-        self._host = host
-        self._secret = secret
-        self._timeout_s = set_up_timeout_s
-        self._point = RendezvousServer(host, secret)
-
-    @property
-    @override
-    def address(self) -> str:
-        return self._point.address
-
-    @override
-    def accept(self, pair_name: str) -> GlooTransport:
-        check_open(self._point)
-        return _join(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
-
-    @override
-    def close(self) -> None:
-        self._point.close()
-
-
-class GlooConnector:
+class GlooConnector(ServerConnector["GlooTransport"]):
     """P's way to any D, or that of a rank of D to the ranks of P."""
 
-    def __init__(
-        self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, side: Side = "sender"
-    ) -> None:
-        self._host = host
-        self._secret = secret
-        self._timeout_s = set_up_timeout_s
-        self._side: Side = side
-
-    def __call__(self, pair_name: str, address: str) -> GlooTransport:
-        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
-        time."""
-        return _join(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
+    def __init__(self, settings: TransportSettings, side: Side = "sender") -> None:
+        super().__init__(settings, _form, side)
 
 
-def _join(
-    pair_name: str, address: str, secret: ClusterSecret, host: str, side: Side, timeout_s: float
-) -> GlooTransport:
-    rank = RANK_OF[side]
+def _form(settings: TransportSettings, pair_name: str, address: str, side: Side) -> GlooTransport:
+    rank, secret, timeout_s = RANK_OF[side], settings.secret, settings.set_up_timeout_s
     try:
         with member_store(pair_name, address, secret, rank, 2, timeout_s) as store:
-            group = gloo_group(store, secret, pair_name, rank, 2, host, timeout_s)
+            group = gloo_group(store, secret, pair_name, rank, 2, settings.host, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return GlooTransport(group, store, 1 - rank, Checksum.of_secret(secret))
+    return GlooTransport(group, store, 1 - rank, settings.checksum)
 
 
 @dataclass(slots=True)

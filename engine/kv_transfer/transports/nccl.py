@@ -50,26 +50,23 @@ import torch
 import torch.distributed
 from typing_extensions import override
 
-from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.device_environment import GPU_ENVIRONMENT
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
+from disagg.engine.io.rendezvous import MemberStore, member_store
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     RANK_OF,
-    SET_UP_TIMEOUT_S,
     Checksum,
     Done,
     PairTransport,
     Posted,
     Received,
-    Rendezvous,
     TransportError,
     ignore_posted,
     with_checksum,
 )
 from disagg.engine.kv_transfer.transports.digest import digest
-from disagg.engine.kv_transfer.transports.gloo import check_open
 from disagg.engine.kv_transfer.transports.process_end import exit_process, return_or_exit
+from disagg.engine.kv_transfer.transports.settings import ServerConnector, ServerRendezvous, TransportSettings
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.runner.device import NCCL_CALLS
 from disagg.proto.handover import Side
@@ -89,53 +86,32 @@ def _require_nccl() -> None:
         os.environ.setdefault(name, value)
 
 
-class NcclRendezvous(Rendezvous):
-    """A rendezvous server on D, as with gloo, through which the two ranks of a pair's communicator find each other.
+class NcclRendezvous(ServerRendezvous["NcclTransport"]):
+    """D's end of the set-up: the two ranks of a pair's communicator find each other at its server.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
     """
 
-    def __init__(self, host: str, secret: ClusterSecret) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         _require_nccl()
-        self._secret = secret
-        self._point = RendezvousServer(host, secret)
-
-    @property
-    @override
-    def address(self) -> str:
-        return self._point.address
-
-    @override
-    def accept(self, pair_name: str) -> NcclTransport:
-        check_open(self._point)
-        return _join(pair_name, self._point.address, self._secret, "receiver")
-
-    @override
-    def close(self) -> None:
-        self._point.close()
+        super().__init__(settings, _form)
 
 
-class NcclConnector:
+class NcclConnector(ServerConnector["NcclTransport"]):
     """P's way to any D, or that of a rank of D to the ranks of P. NCCL chooses its interface by NCCL_SOCKET_IFNAME, not
-    by `host`.
+    by the host.
 
     Raises:
         RuntimeError: without a CUDA device or NCCL.
     """
 
-    def __init__(self, secret: ClusterSecret, side: Side = "sender") -> None:
+    def __init__(self, settings: TransportSettings, side: Side = "sender") -> None:
         _require_nccl()
-        self._secret = secret
-        self._side: Side = side
-
-    def __call__(self, pair_name: str, address: str) -> NcclTransport:
-        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
-        time."""
-        return _join(pair_name, address, self._secret, self._side)
+        super().__init__(settings, _form, side)
 
 
-def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> NcclTransport:
+def _form(settings: TransportSettings, pair_name: str, address: str, side: Side) -> NcclTransport:
     rank = RANK_OF[side]
     device = torch.device("cuda", torch.cuda.current_device())
     thread = _device_thread(device.index)
@@ -143,10 +119,10 @@ def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> Nc
     group: Any = None
     try:
         stream = thread.new_stream()
-        with member_store(pair_name, address, secret, rank, 2, SET_UP_TIMEOUT_S) as store:
+        with member_store(pair_name, address, settings.secret, rank, 2, settings.set_up_timeout_s) as store:
             group = _new_group(store, rank)
             group.eager_connect_single_device(device)
-            _exchange_a_byte(group, rank, device, stream.torch_stream)
+            _exchange_a_byte(group, rank, device, stream.torch_stream, settings.set_up_timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         if is_fatal(error):
             thread.end_process(error)
@@ -155,7 +131,7 @@ def _join(pair_name: str, address: str, secret: ClusterSecret, side: Side) -> Nc
         if stream is not None:
             stream.destroy()
         raise TransportError(f"could not form the pair {pair_name!r} at {address!r}: {error}") from error
-    return NcclTransport(group, store, 1 - rank, thread, stream, Checksum.of_secret(secret))
+    return NcclTransport(group, store, 1 - rank, thread, stream, settings.checksum)
 
 
 _NEVER = datetime.timedelta(days=1)
@@ -173,7 +149,7 @@ def _new_group(store: Any, rank: int) -> Any:
     return _dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
-def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any) -> None:
+def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any, timeout_s: float) -> None:
     """From rank 0 to rank 1, in the direction in which KV goes. RuntimeError where it does not arrive in time."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     stream.wait_stream(_cuda.current_stream(device))
@@ -181,10 +157,10 @@ def _exchange_a_byte(group: Any, rank: int, device: torch.device, stream: Any) -
         _start(group, byte, root=0)
         event = _cuda.Event()
         event.record(stream)
-    ends_at = time.monotonic() + SET_UP_TIMEOUT_S
+    ends_at = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > ends_at:
-            raise RuntimeError(f"no byte came through in {SET_UP_TIMEOUT_S:.0f} s")
+            raise RuntimeError(f"no byte came through in {timeout_s:.0f} s")
         time.sleep(_POLL_S)
 
 

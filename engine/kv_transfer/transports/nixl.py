@@ -33,26 +33,24 @@ from typing_extensions import override
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.shell.connection import Connection, ConnectionFailedError, connect
 from disagg.connections.shell.handshake import NONCE_BYTES, AuthenticatedListener, answer, closed_after
-from disagg.engine.io.rendezvous import MemberStore, RendezvousServer, member_store
+from disagg.engine.io.rendezvous import MemberStore, member_store
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
     PEER_ENDED,
     RANK_OF,
-    SET_UP_TIMEOUT_S,
     Checksum,
     Done,
     PairTransport,
     Posted,
     Received,
-    Rendezvous,
     TransportError,
     ignore_posted,
     no_checksum,
 )
 from disagg.engine.kv_transfer.transports.digest import checksum_of
-from disagg.engine.kv_transfer.transports.gloo import check_open
 from disagg.engine.kv_transfer.transports.nixl_agent import MemoryKind, NixlAgent, NixlError, Region, load, region_of
 from disagg.engine.kv_transfer.transports.process_end import end_process, return_or_exit
+from disagg.engine.kv_transfer.transports.settings import ServerConnector, ServerRendezvous, TransportSettings
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.proto.handover import Side
 from disagg.proto.messages import Message, decoder
@@ -106,64 +104,38 @@ Word = Filled | Taken | Proven
 # ---------------------------------------------------------------- set-up
 
 
-class NixlRendezvous(Rendezvous):
-    """A rendezvous server on D, through which the two ends of a pair find each other.
+class NixlRendezvous(ServerRendezvous["NixlTransport"]):
+    """D's end of the set-up: the two ends of a pair find each other at its server.
 
     Raises:
         NixlError: NIXL is not installed.
-        OSError: if it cannot listen on `host`.
+        OSError: if it cannot listen on the host.
     """
 
-    def __init__(self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         load()
-        self._host = host
-        self._secret = secret
-        self._timeout_s = set_up_timeout_s
-        self._point = RendezvousServer(host, secret)
-
-    @property
-    @override
-    def address(self) -> str:
-        return self._point.address
-
-    @override
-    def accept(self, pair_name: str) -> NixlTransport:
-        check_open(self._point)
-        return form(pair_name, self._point.address, self._secret, self._host, "receiver", self._timeout_s)
-
-    @override
-    def close(self) -> None:
-        self._point.close()
+        super().__init__(settings, form)
 
 
-class NixlConnector:
+class NixlConnector(ServerConnector["NixlTransport"]):
     """P's way to any D, or that of a rank of D to the ranks of P.
 
     Raises:
         NixlError: NIXL is not installed.
     """
 
-    def __init__(
-        self, host: str, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, side: Side = "sender"
-    ) -> None:
+    def __init__(self, settings: TransportSettings, side: Side = "sender") -> None:
         load()
-        self._host = host
-        self._secret = secret
-        self._timeout_s = set_up_timeout_s
-        self._side: Side = side
-
-    def __call__(self, pair_name: str, address: str) -> NixlTransport:
-        """Join D's rendezvous at `address`; blocks until D accepts the pair. Raises `TransportError` if it does not in
-        time, or cannot read memory of this process."""
-        return form(pair_name, address, self._secret, self._host, self._side, self._timeout_s)
+        super().__init__(settings, form, side)
 
 
-def form(pair_name: str, address: str, secret: ClusterSecret, host: str, side: Side, timeout_s: float) -> NixlTransport:
+def form(settings: TransportSettings, pair_name: str, address: str, side: Side) -> NixlTransport:
     """One end of a pair, whose ends meet at the rendezvous server at `address`.
 
     Raises:
         TransportError: the other side does not come in time, or the receiver cannot read the sender's memory.
     """
+    host, secret, timeout_s = settings.host, settings.secret, settings.set_up_timeout_s
     try:
         with contextlib.ExitStack() as ours:
             with member_store(pair_name, address, secret, RANK_OF[side], 2, timeout_s) as store:
@@ -172,7 +144,7 @@ def form(pair_name: str, address: str, secret: ClusterSecret, host: str, side: S
             ours.callback(link.close)
             agent = NixlAgent(f"{pair_name}/{side}", host)
             ours.callback(agent.close)
-            transport = _formed(agent, link, side, Checksum.of_secret(secret), timeout_s)
+            transport = _formed(agent, link, side, settings.checksum, timeout_s)
             ours.pop_all()
             return transport
     except (OSError, RuntimeError, ValueError) as error:

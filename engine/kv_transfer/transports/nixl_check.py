@@ -18,6 +18,7 @@ from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.kv_transfer.transport import TransportError
 from disagg.engine.kv_transfer.transports.nixl import NixlConnector, NixlRendezvous
 from disagg.engine.kv_transfer.transports.nixl_agent import MODULES, NixlAgent, NixlError
+from disagg.engine.kv_transfer.transports.settings import TransportSettings
 
 HOST = "127.0.0.1"
 PAIR = "check"
@@ -57,7 +58,7 @@ def move_bytes() -> str:
         address = ours.recv() if ours.poll(SET_UP_S) else ""
         if not address:
             return f"the receiver did not start in {SET_UP_S:g} s"
-        transport = NixlConnector(HOST, secret, SET_UP_S)(PAIR, address)
+        transport = NixlConnector(TransportSettings(HOST, secret, SET_UP_S))(PAIR, address)
         ours.send("close")
         transport.close()
         return ""
@@ -72,7 +73,7 @@ def move_bytes() -> str:
 
 
 def _receive(secret: ClusterSecret, link: Connection) -> None:
-    rendezvous = NixlRendezvous(HOST, secret, SET_UP_S)
+    rendezvous = NixlRendezvous(TransportSettings(HOST, secret, SET_UP_S))
     link.send(rendezvous.address)
     try:
         transport = rendezvous.accept(PAIR)

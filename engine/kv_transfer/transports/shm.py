@@ -25,10 +25,8 @@ from pathlib import Path
 import msgspec
 from typing_extensions import override
 
-from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.kv_transfer.transport import (
     CLOSED,
-    SET_UP_TIMEOUT_S,
     Checksum,
     Done,
     PairTransport,
@@ -38,6 +36,7 @@ from disagg.engine.kv_transfer.transport import (
     TransportError,
     ignore_posted,
 )
+from disagg.engine.kv_transfer.transports.settings import TransportSettings
 from disagg.engine.kv_transfer.transports.shm_lane import (
     NUM_SLOTS,
     PIECE_BYTES,
@@ -121,12 +120,12 @@ class ShmRendezvous(Rendezvous):
         RuntimeError: if this machine is not a Linux.
     """
 
-    def __init__(self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S) -> None:
-        self._checksum = Checksum.of_secret(secret)
+    def __init__(self, settings: TransportSettings) -> None:
+        self._checksum = settings.checksum
         host = host_token()
         name = f"disagg-kv-{secrets.token_hex(16)}"
         self._address = f"{host}/{name}"
-        self._timeout_s = set_up_timeout_s
+        self._timeout_s = settings.set_up_timeout_s
         self._changed = threading.Condition()
         self._arrived: dict[tuple[str, Side], _Arrival] = {}
         self._closed = False
@@ -258,12 +257,10 @@ class ShmConnector:
         RuntimeError: if this machine is not a Linux.
     """
 
-    def __init__(
-        self, secret: ClusterSecret, set_up_timeout_s: float = SET_UP_TIMEOUT_S, *, side: Side = "sender"
-    ) -> None:
-        self._checksum = Checksum.of_secret(secret)
+    def __init__(self, settings: TransportSettings, side: Side = "sender") -> None:
+        self._checksum = settings.checksum
         self._host = host_token()
-        self._timeout_s = set_up_timeout_s
+        self._timeout_s = settings.set_up_timeout_s
         self._side: Side = side
 
     def __call__(self, pair_name: str, address: str) -> ShmTransport:

@@ -32,10 +32,10 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest
 from disagg.proto.ids import WorkerId
-from tests.integration.operators.test_controller import free_port
 from tests.integration.scaling.test_scaling import endless_streams
 from tests.integration.workers.test_processes import FAKE, PROMPT
 from tests.support.leftovers import all_pids, is_ours
+from tests.support.ports import free_port
 from tests.support.secret import SECRET
 from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle

@@ -17,19 +17,19 @@ from disagg.engine.kv_transfer.transports.factory import make_connector, make_re
 from disagg.engine.kv_transfer.transports.nixl import NixlTransport
 from disagg.engine.kv_transfer.transports.nixl_agent import NixlAgent, NixlError
 from disagg.proto.messages import RoleName
-from tests.integration.transfer.test_hand_over import _config, prompt_of
+from tests.integration.transfer.test_hand_over import _config
 from tests.support.secret import SECRET, checksum
 from tests.support.transport_peer import HOST, Answers, content
-from tests.support.transports import needs_nixl
+from tests.support.transports import SETTINGS, needs_nixl
 from tests.support.waiting import until
-from tests.support.workers import open_gateway, running_workers
+from tests.support.workers import open_gateway, prompt_of, running_workers
 
 
 @pytest.fixture
 def rendezvous() -> Iterator[AutoRendezvous]:
     """Afterwards no thread of a channel is left."""
     threads = set(threading.enumerate())
-    rendezvous = AutoRendezvous(HOST, SECRET)
+    rendezvous = AutoRendezvous(SETTINGS)
     yield rendezvous
     rendezvous.close()
     until(lambda: set(threading.enumerate()) <= threads, "a thread is left")
@@ -40,7 +40,7 @@ def both(rendezvous: AutoRendezvous) -> list[PairTransport]:
     ends: list[PairTransport] = []
     thread = threading.Thread(target=lambda: ends.append(rendezvous.accept("pair-1")))
     thread.start()
-    p = AutoConnector(HOST, SECRET)("pair-1", rendezvous.address)
+    p = AutoConnector(SETTINGS)("pair-1", rendezvous.address)
     thread.join()
     return [p, *ends]
 
@@ -124,7 +124,7 @@ def test_addresses() -> None:
         with pytest.raises(TransportError, match="is no address of transport auto"):
             Address.parse(bad)
     with pytest.raises(TransportError, match="transport auto has no 'tcp'"):
-        AutoConnector(HOST, SECRET)._other("tcp")
+        AutoConnector(SETTINGS)._other("tcp")
 
 
 def test_the_door_to_it() -> None:

@@ -21,9 +21,8 @@ import torch
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.connections.shell.connection import connect
 from disagg.connections.shell.handshake import NONCE_BYTES, HandshakeError, answer
-from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, TransportError
+from disagg.engine.kv_transfer.transport import PEER_ENDED, TransportError
 from disagg.engine.kv_transfer.transports import nixl, nixl_agent
-from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.kv_transfer.transports.nixl import Filled, NixlConnector, NixlRendezvous, NixlTransport, Taken
 from disagg.engine.kv_transfer.transports.nixl_agent import NixlAgent, NixlError, region_of
 from disagg.proto.messages import Message
@@ -31,12 +30,11 @@ from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.sockets import listening_addresses
 from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
-from tests.support.transports import needs_nixl
+from tests.support.transports import SETTINGS, needs_nixl
 from tests.support.waiting import until
 
 pytestmark = needs_nixl
 
-SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, (4 << 20) - 1, 9 << 20]
 LARGE = 256 << 20
 KILLED_BYTES = 32 << 20
 WITH_HELP = {"engine_config": "TLS=posix,self", "ucx_error_handling_mode": "none"}
@@ -53,7 +51,7 @@ def num_descriptors() -> int:
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
     """What is opened once: by the library at its first agent, and for processes at the first one."""
-    rendezvous = NixlRendezvous(HOST, SECRET)
+    rendezvous = NixlRendezvous(SETTINGS)
     Peer(rendezvous, []).end()
     rendezvous.close()
 
@@ -62,7 +60,7 @@ def loaded() -> None:
 def rendezvous() -> Iterator[NixlRendezvous]:
     """One on loopback; afterwards no thread or descriptor of a channel is left, and nothing in /dev/shm."""
     threads, descriptors = set(threading.enumerate()), num_descriptors()
-    rendezvous = NixlRendezvous(HOST, SECRET)
+    rendezvous = NixlRendezvous(SETTINGS)
     yield rendezvous
     rendezvous.close()
     until(lambda: set(threading.enumerate()) <= threads, "a thread is left")
@@ -82,32 +80,12 @@ def both(rendezvous: NixlRendezvous, name: str = "pair-1") -> tuple[NixlTranspor
     ends: list[NixlTransport] = []
     thread = threading.Thread(target=lambda: ends.append(rendezvous.accept(name)))
     thread.start()
-    p = NixlConnector(HOST, SECRET)(name, rendezvous.address)
+    p = NixlConnector(SETTINGS)(name, rendezvous.address)
     thread.join()
     return p, ends[0]
 
 
 # ---------------------------------------------------------------- bytes
-
-
-def test_chunks_of_odd_sizes_both_ways(rendezvous: NixlRendezvous) -> None:
-    peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
-    answers, order = Answers(), []
-    targets = [np.full(size + 3, 0xEE, np.uint8) for size in SIZES]
-    for number, target in enumerate(targets):
-        peer.transport.recv(target, SIZES[number], answers, lambda number=number: order.append(number))  # type: ignore[misc]
-    assert order == list(range(len(SIZES)))
-    expected = [content(seed, size) for seed, size in enumerate(SIZES)]
-    assert answers.all(len(SIZES)) == [(True, "", checksum(each)) for each in expected]
-    assert all(target[:-3].tobytes() == each.tobytes() for target, each in zip(targets, expected, strict=True))
-    assert all(target[-3:].tolist() == [0xEE] * 3 for target in targets)
-    assert peer.hears() == [(True, "", 0)] * len(SIZES)
-    for each in expected:
-        peer.transport.send(each, len(each), answers)
-    assert answers.all(len(SIZES)) == [(True, "", 0)] * len(SIZES)
-    assert peer.hears() == [(True, "", checksum(each)) for each in expected]
-    assert peer.hears() == ["MainThread"]
-    peer.end()
 
 
 @pytest.mark.usefixtures("options")
@@ -167,57 +145,7 @@ def test_what_is_corrupt_has_another_checksum(rendezvous: NixlRendezvous) -> Non
     d.close()
 
 
-def test_pairs_stand_side_by_side(rendezvous: NixlRendezvous) -> None:
-    (p1, d1), (p2, d2) = both(rendezvous, "one"), both(rendezvous, "two")
-    answers, target = Answers(), np.zeros(1, np.uint8)
-    d2.recv(target, 1, answers)
-    p1.send(np.array([1], np.uint8), 1, lambda *_: None)
-    p2.send(np.array([2], np.uint8), 1, lambda *_: None)
-    assert answers.next()[:2] == (True, "")
-    assert target.tolist() == [2]
-    for end in (p1, d1, p2, d2):
-        end.close()
-
-
-def test_a_rank_of_d_meets_a_sender_at_the_rendezvous_of_rank_0(rendezvous: NixlRendezvous) -> None:
-    for name, first in (("pair/0-1", "sender"), ("pair/1-1", "receiver")):
-        ends: dict[str, NixlTransport] = {}
-
-        def join(side: Any, name: str = name, ends: dict[str, NixlTransport] = ends) -> None:
-            ends[side] = NixlConnector(HOST, SECRET, side=side)(name, rendezvous.address)
-
-        thread = threading.Thread(target=join, args=(first,))
-        thread.start()
-        join("receiver" if first == "sender" else "sender")
-        thread.join()
-        answers, target, sent = Answers(), np.zeros(5000, np.uint8), content(1, 5000)
-        ends["receiver"].recv(target, 5000, answers)
-        ends["sender"].send(sent, 5000, lambda *_: None)
-        assert answers.next() == (True, "", checksum(sent))
-        for end in ends.values():
-            end.close()
-
-
 # ---------------------------------------------------------------- ends
-
-
-def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: NixlRendezvous) -> None:
-    peer = Peer(rendezvous, [("wait", None)])
-    answers = Answers()
-    for _ in range(3):
-        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
-        peer.transport.send(np.zeros(100, np.uint8), 100, answers)
-    with pytest.raises(queue.Empty):
-        answers.next(0.2)
-    peer.transport.close()
-    assert answers.errors(6) == [CLOSED] * 6
-    peer.transport.close()
-    posted: list[int] = []
-    peer.transport.recv(np.zeros(1, np.uint8), 1, answers, lambda: posted.append(1))
-    peer.transport.send(np.zeros(1, np.uint8), 1, answers)
-    assert answers.errors(2) == [CLOSED] * 2
-    assert not posted
-    peer.end()
 
 
 def test_a_killed_sender_is_noticed_at_once_and_leaves_nothing(rendezvous: NixlRendezvous) -> None:
@@ -292,17 +220,6 @@ def test_no_read_writes_when_its_agent_has_ended(monkeypatch: pytest.MonkeyPatch
         d.progress()
 
 
-def test_the_peers_close_ends_our_operations(rendezvous: NixlRendezvous) -> None:
-    p, d = both(rendezvous)
-    answers = Answers()
-    d.recv(np.zeros(5, np.uint8), 5, answers)
-    p.close()
-    assert answers.errors(1) == [PEER_ENDED]
-    d.send(np.zeros(5, np.uint8), 5, answers)
-    assert answers.errors(1) == [PEER_ENDED]
-    d.close()
-
-
 @pytest.mark.parametrize(("is_fatal", "ended"), [(True, 1), (False, 0)])
 def test_a_device_that_is_lost_ends_the_process(
     rendezvous: NixlRendezvous, monkeypatch: pytest.MonkeyPatch, is_fatal: bool, ended: int
@@ -324,33 +241,6 @@ def test_a_device_that_is_lost_ends_the_process(
     assert ends == [error] * ended
     p.close()
     d.close()
-
-
-def test_sizes_that_differ_end_the_pair_and_not_the_process(rendezvous: NixlRendezvous) -> None:
-    p, d = both(rendezvous)
-    received, sent, target = Answers(), Answers(), np.zeros(100, np.uint8)
-    d.recv(target, 7, received)
-    d.recv(target, 7, received)
-    p.send(np.ones(100, np.uint8), 100, sent)
-    assert received.errors(2) == ["100 bytes were sent where 7 were expected"] * 2
-    assert sent.errors(1)[0].startswith(PEER_ENDED)
-    assert not target.any()
-    p.close()
-    d.close()
-
-
-def test_a_done_may_close_the_channel(rendezvous: NixlRendezvous) -> None:
-    p, d = both(rendezvous)
-    closed = threading.Event()
-
-    def done(ok: bool, error: str, digest: int) -> None:
-        d.close()
-        closed.set()
-
-    d.recv(np.zeros(1, np.uint8), 1, done)
-    p.send(np.zeros(1, np.uint8), 1, lambda *_: None)
-    assert closed.wait(ANSWER_S)
-    p.close()
 
 
 @pytest.mark.parametrize(
@@ -384,19 +274,6 @@ def test_a_peer_may_not_announce_without_end(rendezvous: NixlRendezvous, monkeyp
     assert "3 payloads wait for a receive" in sent.errors(1)[0]
     p.close()
     d.close()
-
-
-def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: NixlRendezvous) -> None:
-    before = num_descriptors()
-    for number in range(8):
-        p, d = both(rendezvous, f"round-{number}")
-        answers, target = Answers(), np.zeros(5000, np.uint8)
-        d.recv(target, 5000, answers)
-        p.send(content(number, 5000), 5000, lambda *_: None)
-        assert answers.next() == (True, "", checksum(content(number, 5000)))
-        d.close()
-        p.close()
-        assert num_descriptors() <= before
 
 
 # ---------------------------------------------------------------- set-up
@@ -457,24 +334,6 @@ def test_a_pair_whose_bytes_do_not_come_through_does_not_stand(
     thread = threading.Thread(target=accept)
     thread.start()
     with pytest.raises(TransportError, match="the receiver cannot read memory of this process"):
-        NixlConnector(HOST, SECRET)("pair-1", rendezvous.address)
+        NixlConnector(SETTINGS)("pair-1", rendezvous.address)
     thread.join()
     assert len(errors) == 1
-
-
-def test_a_peer_that_does_not_come_is_waited_for_only_so_long() -> None:
-    rendezvous = NixlRendezvous(HOST, SECRET, set_up_timeout_s=0.2)
-    with pytest.raises(TransportError, match=r"'pair-1' .*\['here/0'\] did not come in 0\.2 s"):
-        rendezvous.accept("pair-1")
-    with pytest.raises(TransportError, match=r"'pair-2' .*\['here/1'\] did not come in 0\.2 s"):
-        NixlConnector(HOST, SECRET, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
-    rendezvous.close()
-    with pytest.raises(TransportError, match="closed"):
-        rendezvous.accept("pair-3")
-
-
-def test_the_door_to_it() -> None:
-    rendezvous = make_rendezvous("nixl", HOST, SECRET)
-    assert isinstance(rendezvous, NixlRendezvous)
-    assert isinstance(make_connector("nixl", HOST, SECRET), NixlConnector)
-    rendezvous.close()

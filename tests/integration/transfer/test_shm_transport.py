@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,18 +24,15 @@ from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.engine.fake_runner import fake_generate
-from disagg.engine.kv_transfer.transport import CLOSED, PEER_ENDED, TransportError
-from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
+from disagg.engine.kv_transfer.transport import TransportError
 from disagg.engine.kv_transfer.transports.shm import Hello, ShmConnector, ShmRendezvous, ShmTransport
-from disagg.engine.kv_transfer.transports.shm_lane import PIECE_BYTES, RING_BYTES
+from disagg.engine.kv_transfer.transports.shm_lane import RING_BYTES
 from tests.support import transport_peer
-from tests.support.secret import SECRET, checksum
+from tests.support.secret import checksum
 from tests.support.transport_peer import ANSWER_S, Answers, content
-from tests.support.transports import NIXL
+from tests.support.transports import NIXL, SETTINGS
 from tests.support.waiting import until
 from tests.support.workers import wait_until_workers_idle
-
-SIZES = [1, 2, 7, 4095, 65_537, 1_000_003, PIECE_BYTES, (4 << 20) - 1, RING_BYTES + 1]
 
 Peer = functools.partial(transport_peer.Peer, "shm")
 
@@ -60,7 +57,7 @@ def num_rings() -> int:
 def rendezvous() -> Iterator[ShmRendezvous]:
     """One of this host; afterwards no thread, descriptor or memory of a channel is left."""
     threads, descriptors = set(threading.enumerate()), num_descriptors()
-    rendezvous = ShmRendezvous(SECRET)
+    rendezvous = ShmRendezvous(SETTINGS)
     yield rendezvous
     rendezvous.close()
     until(lambda: set(threading.enumerate()) <= threads, "a thread is left")
@@ -72,89 +69,9 @@ def both(rendezvous: ShmRendezvous, name: str = "pair-1") -> tuple[ShmTransport,
     ends: list[ShmTransport] = []
     thread = threading.Thread(target=lambda: ends.append(rendezvous.accept(name)))
     thread.start()
-    p = ShmConnector(SECRET)(name, rendezvous.address)
+    p = ShmConnector(SETTINGS)(name, rendezvous.address)
     thread.join()
     return p, ends[0]
-
-
-def test_chunks_of_odd_sizes_both_ways() -> None:
-    before = num_descriptors()
-    rendezvous = ShmRendezvous(SECRET)
-    peer = Peer(rendezvous, [("send", SIZES), ("recv", SIZES), ("close", None)])
-    answers, order = Answers(), []
-    targets = [np.full(size + 3, 0xEE, np.uint8) for size in SIZES]
-    for number, target in enumerate(targets):
-        peer.transport.recv(target, SIZES[number], answers, lambda number=number: order.append(number))  # type: ignore[misc]
-    assert order == list(range(len(SIZES)))
-    expected = [content(seed, size) for seed, size in enumerate(SIZES)]
-    assert [answers.next() for _ in SIZES] == [(True, "", checksum(each)) for each in expected]
-    assert all(target[:-3].tobytes() == each.tobytes() for target, each in zip(targets, expected, strict=True))
-    assert all(target[-3:].tolist() == [0xEE] * 3 for target in targets)
-    assert peer.hears() == [(True, "", 0)] * len(SIZES)
-    for each in expected:
-        peer.transport.send(each, len(each), answers)
-    assert [answers.next() for _ in SIZES] == [(True, "", 0)] * len(SIZES)
-    assert peer.hears() == [(True, "", checksum(each)) for each in expected]
-    assert peer.hears() == ["MainThread"]
-    peer.end()
-    rendezvous.close()
-    assert (num_rings(), num_descriptors()) == (0, before)
-
-
-def test_pairs_stand_side_by_side(rendezvous: ShmRendezvous) -> None:
-    (p1, d1), (p2, d2) = both(rendezvous, "one"), both(rendezvous, "two")
-    answers, target = Answers(), np.zeros(1, np.uint8)
-    d2.recv(target, 1, answers)
-    p1.send(np.array([1], np.uint8), 1, lambda *_: None)
-    p2.send(np.array([2], np.uint8), 1, lambda *_: None)
-    assert answers.next()[:2] == (True, "")
-    assert target.tolist() == [2]
-    for end in (p1, d1, p2, d2):
-        end.close()
-
-
-def test_a_rank_of_d_meets_a_sender_at_the_rendezvous_of_rank_0(rendezvous: ShmRendezvous) -> None:
-    for name, first in (("pair/0-1", "sender"), ("pair/1-1", "receiver")):
-        ends: dict[str, ShmTransport] = {}
-
-        def join(side: Any, name: str = name, ends: dict[str, ShmTransport] = ends) -> None:
-            ends[side] = ShmConnector(SECRET, side=side)(name, rendezvous.address)
-
-        thread = threading.Thread(target=join, args=(first,))
-        thread.start()
-        while not rendezvous._arrived:
-            time.sleep(0.001)
-        join("receiver" if first == "sender" else "sender")
-        thread.join()
-        answers, target, sent = Answers(), np.zeros(5000, np.uint8), content(1, 5000)
-        ends["receiver"].recv(target, 5000, answers)
-        ends["sender"].send(sent, 5000, lambda *_: None)
-        assert answers.next() == (True, "", checksum(sent))
-        ends["sender"].recv(target, 10, answers)
-        ends["receiver"].send(sent, 10, lambda *_: None)
-        assert answers.next() == (True, "", checksum(sent[:10]))
-        for end in ends.values():
-            end.close()
-
-
-def test_a_peer_that_stops_is_no_error_until_we_close(rendezvous: ShmRendezvous) -> None:
-    peer = Peer(rendezvous, [("wait", None)])
-    answers = Answers()
-    num_bytes = RING_BYTES + 1  # more than fits into the ring
-    for _ in range(3):
-        peer.transport.recv(np.zeros(100, np.uint8), 100, answers)
-        peer.transport.send(np.zeros(num_bytes, np.uint8), num_bytes, answers)
-    with pytest.raises(queue.Empty):
-        answers.next(0.2)
-    peer.transport.close()
-    assert answers.errors(6) == [CLOSED] * 6
-    peer.transport.close()
-    posted: list[int] = []
-    peer.transport.recv(np.zeros(1, np.uint8), 1, answers, lambda: posted.append(1))
-    peer.transport.send(np.zeros(1, np.uint8), 1, answers)
-    assert answers.errors(2) == [CLOSED] * 2
-    assert not posted
-    peer.end()
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2 * RING_BYTES])
@@ -172,47 +89,6 @@ def test_a_killed_peer_is_noticed_at_once_and_leaves_nothing(rendezvous: ShmRend
     assert peer.process.exitcode == -signal.SIGKILL
     assert len(answers.errors(3 if num_bytes == 100 else 4)) >= 3
     peer.end()
-
-
-def test_the_peers_close_ends_our_operations(rendezvous: ShmRendezvous) -> None:
-    p, d = both(rendezvous)
-    answers = Answers()
-    d.recv(np.zeros(5, np.uint8), 5, answers)
-    p.close()
-    assert answers.errors(1) == [PEER_ENDED]
-    d.send(np.zeros(5, np.uint8), 5, answers)
-    assert answers.errors(1) == [PEER_ENDED]
-    d.close()
-
-
-def test_sizes_that_differ_end_the_pair_and_not_the_process(rendezvous: ShmRendezvous) -> None:
-    p, d = both(rendezvous)
-    received, sent = Answers(), Answers()
-    target = np.zeros(2 * RING_BYTES, np.uint8)
-    d.recv(target, 7, received)
-    d.recv(target, 7, received)
-    p.send(np.ones(2 * RING_BYTES, np.uint8), 2 * RING_BYTES, sent)  # more than fits, so it waits for D
-    assert received.errors(2) == [f"{2 * RING_BYTES} bytes were sent where 7 were expected"] * 2
-    assert sent.errors(1) == [PEER_ENDED]
-    p.recv(target, 7, sent)
-    assert len(sent.errors(1)) == 1
-    assert not target.any()
-    p.close()
-    d.close()
-
-
-def test_a_done_may_close_the_channel(rendezvous: ShmRendezvous) -> None:
-    p, d = both(rendezvous)
-    closed = threading.Event()
-
-    def done(ok: bool, error: str, digest: int) -> None:
-        d.close()
-        closed.set()
-
-    d.recv(np.zeros(1, np.uint8), 1, done)
-    p.send(np.zeros(1, np.uint8), 1, lambda *_: None)
-    assert closed.wait(ANSWER_S)
-    p.close()
 
 
 def test_a_sender_that_is_far_ahead_waits_for_the_receiver(rendezvous: ShmRendezvous) -> None:
@@ -235,20 +111,20 @@ def test_a_sender_that_is_far_ahead_waits_for_the_receiver(rendezvous: ShmRendez
 def test_another_host_is_named(rendezvous: ShmRendezvous) -> None:
     name = rendezvous.address.partition("/")[2]
     with pytest.raises(TransportError, match=r"'elsewhere/.*is on another host"):
-        ShmConnector(SECRET)("pair-1", f"elsewhere/{name}")
+        ShmConnector(SETTINGS)("pair-1", f"elsewhere/{name}")
 
 
 def test_nobody_there_is_an_error_that_says_so(rendezvous: ShmRendezvous) -> None:
     host = rendezvous.address.partition("/")[0]
     with pytest.raises(TransportError, match=r"could not form the pair 'pair-1'.*refused"):
-        ShmConnector(SECRET)("pair-1", f"{host}/disagg-kv-nobody")
+        ShmConnector(SETTINGS)("pair-1", f"{host}/disagg-kv-nobody")
 
 
 def test_another_user_is_sent_away(rendezvous: ShmRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(TransportError, match=f"belongs to user {user}, not to {user + 1}"):
-        ShmConnector(SECRET)("pair-1", rendezvous.address)
+        ShmConnector(SETTINGS)("pair-1", rendezvous.address)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +157,7 @@ def test_a_peer_that_does_not_come_is_waited_for_only_so_long(rendezvous: ShmRen
     with pytest.raises(TransportError, match="no sender of 'pair-1'"):
         rendezvous.accept("pair-1")
     with pytest.raises(TransportError, match="could not form the pair 'pair-2'"):
-        ShmConnector(SECRET, set_up_timeout_s=0.2)("pair-2", rendezvous.address)
+        ShmConnector(dataclasses.replace(SETTINGS, set_up_timeout_s=0.2))("pair-2", rendezvous.address)
     while not rendezvous._arrived:
         time.sleep(0.001)
     rendezvous._timeout_s = ANSWER_S
@@ -298,7 +174,7 @@ def test_a_name_is_used_once(rendezvous: ShmRendezvous) -> None:
     while not rendezvous._arrived:
         time.sleep(0.001)
     with pytest.raises(TransportError, match="could not form the pair 'pair-1'"):
-        ShmConnector(SECRET)("pair-1", rendezvous.address)
+        ShmConnector(SETTINGS)("pair-1", rendezvous.address)
     rendezvous.close()
     first.join(ANSWER_S)
     assert not first.is_alive()
@@ -306,7 +182,7 @@ def test_a_name_is_used_once(rendezvous: ShmRendezvous) -> None:
 
 def _fails(pair_name: str, address: str) -> None:
     with pytest.raises(TransportError, match="could not form the pair"):
-        ShmConnector(SECRET)(pair_name, address)
+        ShmConnector(SETTINGS)(pair_name, address)
 
 
 def test_a_rendezvous_that_closes_wakes_whoever_waits(rendezvous: ShmRendezvous) -> None:
@@ -325,26 +201,6 @@ def test_a_rendezvous_that_closes_wakes_whoever_waits(rendezvous: ShmRendezvous)
     assert errors == ["the rendezvous is closed"]
     with pytest.raises(TransportError, match="closed"):
         rendezvous.accept("pair-2")
-
-
-def test_many_rounds_leave_no_descriptor_and_no_memory(rendezvous: ShmRendezvous) -> None:
-    before = num_descriptors()
-    for number in range(8):
-        p, d = both(rendezvous, f"round-{number}")
-        answers, target = Answers(), np.zeros(5000, np.uint8)
-        d.recv(target, 5000, answers)
-        p.send(content(number, 5000), 5000, lambda *_: None)
-        assert answers.next() == (True, "", checksum(content(number, 5000)))
-        d.close()
-        p.close()
-    assert (num_rings(), num_descriptors()) == (0, before)
-
-
-def test_the_door_to_it() -> None:
-    rendezvous = make_rendezvous("shm", "127.0.0.1", SECRET)
-    assert isinstance(rendezvous, ShmRendezvous)
-    assert isinstance(make_connector("shm", "127.0.0.1", SECRET), ShmConnector)
-    rendezvous.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", NIXL])

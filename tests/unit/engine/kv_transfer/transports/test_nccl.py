@@ -23,7 +23,7 @@ from disagg.engine.kv_transfer.transports import nccl
 from disagg.engine.kv_transfer.transports.digest import digest
 from disagg.engine.kv_transfer.transports.nccl import NcclTransport
 from disagg.engine.runner.device import NCCL_CALLS
-from tests.support.secret import SECRET
+from tests.support.transports import SETTINGS
 
 WAIT_S = 30.0
 POOL_SIZE = 32
@@ -212,7 +212,7 @@ def test_a_closed_pair_is_aborted_once_and_has_answered_everything(pools: Played
 
 @pytest.mark.usefixtures("pools")
 def test_a_communicator_neither_blocks_nor_takes_many_processors_nor_is_ended_by_a_watchdog() -> None:
-    nccl._join("p", "address", SECRET, "receiver")
+    nccl._form(SETTINGS, "p", "address", "receiver")
     (group,) = PlayedGroup.made
     assert (group._options.config.blocking, group._options.config.max_ctas) == (False, 4)
     options: Any = group._options
@@ -228,7 +228,7 @@ def on_new_thread(function: Callable[[], T]) -> T:
 
 def test_a_pair_is_formed_and_closed_on_threads_that_have_no_context_yet(pools: PlayedPools) -> None:
     """As in serving (`engine/io/blocking.py`)."""
-    pair = on_new_thread(lambda: nccl._join("p", "address", SECRET, "receiver"))
+    pair = on_new_thread(lambda: nccl._form(SETTINGS, "p", "address", "receiver"))
     assert pair.stream.number == 1000
     on_new_thread(pair.close)
     assert pools.destroyed == [1000]
@@ -252,14 +252,14 @@ def test_a_pair_that_is_formed_on_a_lost_device_ends_the_process(
     monkeypatch.setattr(PlayedThread, "end_process", lambda _, error: ended.append(error), raising=False)
     monkeypatch.setattr(PlayedEvent, "error", lost())
     with pytest.raises(TransportError, match="illegal memory access"):
-        nccl._join("p", "address", SECRET, "receiver")
+        nccl._form(SETTINGS, "p", "address", "receiver")
     assert [type(error) for error in ended] == [torch.AcceleratorError]
 
 
 @pytest.mark.usefixtures("pools")
 def test_no_stream_is_used_by_two_of_more_pairs_than_torch_has_streams() -> None:
     """Not those of torch's pools, which it hands out in turn: only our own."""
-    pairs = [nccl._join(f"p{number}", "address", SECRET, "sender") for number in range(2 * POOL_SIZE + 1)]
+    pairs = [nccl._form(SETTINGS, f"p{number}", "address", "sender") for number in range(2 * POOL_SIZE + 1)]
     streams = [pair.stream.number for pair in pairs]
     assert streams == list(range(1000, 1000 + 2 * POOL_SIZE + 1))
     assert [group.calls for group in PlayedGroup.made] == [[(0, 1, False)]] * len(pairs)  # the byte of the set-up
@@ -295,7 +295,7 @@ def test_a_pair_that_cannot_be_formed_leaves_nothing(
     in_time: list[str] = []
     monkeypatch.setattr(nccl, "return_or_exit", lambda call, what: in_time.append(what))
     with pytest.raises(TransportError, match="the peer is gone"):
-        nccl._join("p", "address", SECRET, "receiver")
+        nccl._form(SETTINGS, "p", "address", "receiver")
     assert [group.num_aborts for group in groups] == [1]
     assert in_time == []  # torch may try for longer than a process has that must end a pair
     assert pools.destroyed == destroyed
@@ -365,12 +365,12 @@ def test_the_environment_is_complete_before_a_communicator_is_made(
     for name in GPU_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    nccl.NcclConnector(SECRET)
+    nccl.NcclConnector(SETTINGS)
     environment = {name: os.environ[name] for name in GPU_ENVIRONMENT}
     assert environment == dict(GPU_ENVIRONMENT) | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     changes: list[object] = []
     monkeypatch.setattr(os, "putenv", lambda *change: changes.append(change))
-    nccl._join("p", "address", SECRET, "sender")
+    nccl._form(SETTINGS, "p", "address", "sender")
     assert changes == []
     assert device_environment("cpu") == {}
     assert device_environment("cuda:1") == dict(GPU_ENVIRONMENT)
