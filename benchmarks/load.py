@@ -39,7 +39,7 @@ class Timing:
     e2e_s: float
     output_tokens: int
     finished: pb.Finished = field(default_factory=pb.Finished)
-    """What the gateway said at the end."""
+    """The gateway's last message about the request."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -56,7 +56,7 @@ class Run:
     concurrency: int
     repeat: int
     elapsed_s: float
-    """From the first send to the last token of all."""
+    """Seconds from the first send to the last token of all requests."""
     timings: tuple[Timing, ...]
 
     @property

@@ -24,7 +24,7 @@ _STATUS_OK = b"HTTP/1.1 200"
 _TAIL_BYTES = 8192
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _FIRST_BYTES = 300
-"""Of an answer, for error messages."""
+"""Number of bytes of an answer that error messages quote."""
 
 
 class HttpCall(HttpStream):

@@ -104,7 +104,7 @@ def changes_of(model: str, first: Path, second: Path) -> list[tuple[str, dict[st
 
 
 def version_of(config: dict[str, Any]) -> Version:
-    """Which answers a configuration gives."""
+    """The version of the model whose answers a configuration gives."""
     return config["model"]["path"], config["model"].get("quantization", "none")
 
 
@@ -136,7 +136,7 @@ class Request:
 
 
 async def answers_of(address: str, num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """Of all prompts, one after the other."""
+    """The answers to all prompts, one after the other."""
     found = []
     async with AsyncClient(address) as client:
         for number in range(num_prompts):

@@ -78,7 +78,7 @@ def cluster(mode: str, sizes: Mapping[str, int]) -> ClusterSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one."""
+    """The outcome of one run."""
 
     attainment: float
     worker_seconds: float

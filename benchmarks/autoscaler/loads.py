@@ -39,12 +39,12 @@ def phases(kind: Kind, rates: Sequence[tuple[float, float]]) -> PlannedLoad:
 
 
 def step(seed: int) -> PlannedLoad:
-    """From 1 to 4 requests a second at once, and back."""
+    """A load that jumps from 1 to 4 requests a second, and back."""
     return phases(_seeded(MIXED, seed), [(600.0, 1.0), (900.0, 4.0), (600.0, 1.0)])
 
 
 def ramp(seed: int) -> PlannedLoad:
-    """From 0.5 to 5 requests a second and back, in 20 minutes each way."""
+    """A load that grows from 0.5 to 5 requests a second in 20 minutes, and falls as slowly."""
     up = [0.5 + 4.5 * (at + 0.5) / 60 for at in range(60)]
     return phases(_seeded(MIXED, seed), [(_PIECE_S, rate) for rate in up + up[::-1]])
 

@@ -15,7 +15,7 @@ GATEWAY = "gateway"
 
 
 class Resize(NamedTuple):
-    """What was decided, and what came of it."""
+    """A decision to resize, and its outcome."""
 
     time_s: float
     pool: str

@@ -31,7 +31,7 @@ OUTPUT_TOKENS = 32
 NUM_LINES, LINE_PROMPT_TOKENS, LINE_TOKENS = 5000, 100, 64
 ENDPOINT = "/v1/completions"
 SETTLE_S = 3.0
-"""Before each stretch, while the batch begins."""
+"""Seconds before each stretch, while the batch begins."""
 MAX_ID = 40_000
 TIMEOUT_S = 60.0
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of it; None of one that failed."""
+    """The outcome of a planned request; None for one that failed."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None

@@ -127,7 +127,7 @@ def check(http: httpx.Client, file_id: str) -> tuple[Counter[int], int]:
 
 
 def text_of(http: httpx.Client, number: int) -> str:
-    """What the model must answer to a line."""
+    """The answer that the model must give to a line."""
     ids = {"model": "fake", "tokens": fake_generate(prompt_of(number), NUM_TOKENS)}
     text: str = http.post("/detokenize", json=ids).json()["prompt"]
     return text

@@ -34,7 +34,7 @@ def usage_cost(folder: Path) -> list[Row]:
 
 
 def usage_figures(rows: list[Row]) -> Row:
-    """For the summary."""
+    """The figures of usage for the summary."""
     (alone,) = [row for row in rows if row["recorded"] and row["at_a_time"] == 1]
     return {"usage_wait_p50_ms": alone["wait_p50_ms"], "usage_wait_p99_ms": alone["wait_p99_ms"]}
 

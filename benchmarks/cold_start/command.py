@@ -189,7 +189,7 @@ def _is_answered(client: Client) -> bool:
 
 
 def _pids(client: Client) -> dict[str, int]:
-    """Of the workers that are ready."""
+    """Process ids of the workers that are ready."""
     return {w.worker_id: w.pid for w in client.cluster_state().workers if w.phase == "ready"}
 
 

@@ -56,7 +56,7 @@ def measure(task: _Task) -> tuple[list[Row], int]:
 
 
 def measured(tasks: Sequence[_Task], num_jobs: int) -> Iterator[tuple[list[Row], int]]:
-    """In the order of the tasks."""
+    """The measured results, in the order of the tasks."""
     if num_jobs == 1:
         yield from map(measure, tasks)
         return

@@ -15,7 +15,7 @@ from disagg.loadtests.workload.workload import OutlinedRequest
 from disagg.simulator.world.users import UserRequest
 
 DAY = "day"
-"""As a workload's name."""
+"""Name of the workload that is a day."""
 PHASE_S = 200.0
 
 

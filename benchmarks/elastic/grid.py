@@ -53,7 +53,7 @@ class Settings:
 
     @property
     def seeds(self) -> range:
-        """Of the runs of each rate."""
+        """Seeds of the runs at each rate."""
         return range(1, self.num_seeds + 1)
 
     def number(self, workers: int) -> int:
@@ -86,7 +86,7 @@ class Column:
         """Those that are compared within the limits of now."""
 
     def seen(self, shape: str, index: int, slo: Slo) -> list[Seen]:
-        """Of one rate, for each seed."""
+        """What the requests of each seed saw at one rate."""
         settings, rate_per_s = self._settings, rate_at(index, self._workers)
         number, seeds = settings.number(self._workers), self._settings.seeds
         if shape != AUTOMATIC:
@@ -114,14 +114,14 @@ class Column:
         return max(self._automatic, key=num_good)
 
     def _choices(self, rate_per_s: float, slo: Slo) -> list[str]:
-        """Of each seed at this rate; none without a rate."""
+        """The choices of each seed at this rate; none without a rate."""
         if not rate_per_s:
             return []
         index = max(0, math.floor(self._index(rate_per_s)))
         return [self._chosen(index, seed, slo) for seed in self._settings.seeds]
 
     def goodput(self, shape: str, slo: Slo, *, above: float = 0.0, guess: float = 0.0) -> float:
-        """Of one shape; `above` where it is not more than that."""
+        """The goodput of one shape; `above` if it is not more than that."""
 
         def attainment(index: int) -> float:
             good = [one for seen in self.seen(shape, index, slo) for one in good_of(seen, slo)]

@@ -125,7 +125,7 @@ _INFINITE = float("inf")
 
 
 def seen_of(records: Sequence[RequestRecord]) -> Seen:
-    """Of records."""
+    """The observations of the counted requests, from their records."""
     seen = Seen(array("f"), array("f"), array("f"))
     for record in records:
         is_whole = record.status == "ok" and record.ttft_s is not None
@@ -177,7 +177,7 @@ class Runs:
         return StepCoefficients(*msgspec.structs.astuple(steps))
 
     def run(self, point: Point, *, is_static: bool) -> Seen:
-        """What came of it."""
+        """The outcome of a point."""
         if (known := self._seen.get(point)) is not None:
             return known
         key = repr((VERSION, self._timing_key, *point))

@@ -84,7 +84,7 @@ def cluster(scheduling: Scheduling, token_budget: int, max_itl_ms: float | None 
 
 
 def simulated(spec: ClusterSpec, requests: Sequence[UserRequest], habits: Habits = LOAD_TEST) -> list[RequestRecord]:
-    """What the requests saw."""
+    """The observations of the simulated requests."""
     result = SimulatedCluster(spec, requests, habits).run()
     assert not result.problems, result.problems
     return result.records
@@ -102,7 +102,7 @@ class Cells:
         self.fixed = functools.lru_cache(maxsize=None)(self._fixed)
 
     def run(self, spec: ClusterSpec, rate_per_s: float, targets: Slo) -> Outcomes:
-        """What came of requests at one rate."""
+        """The outcome of requests at one rate."""
         records: list[RequestRecord] = []
         for seed in range(1, self._num_seeds + 1):
             arrivals = ArrivalConfig(rate_per_s=rate_per_s, num_requests=self._num_requests, seed=seed)

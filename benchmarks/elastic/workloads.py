@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all parts."""
+        """Number of prompt tokens of all parts."""
         return sum(part.num_tokens for part in self.parts)
 
 

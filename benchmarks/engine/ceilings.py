@@ -30,17 +30,17 @@ from disagg.kernels.cpu import build
 from tests.support.reports import print_table
 
 READ_BYTES = 512 << 20
-"""Of all cores together; more than any cache."""
+"""Bytes that all cores read together; more than any cache holds."""
 READ_BURSTS = 6
 PRODUCT_ROUNDS = 200_000
-"""Of each core, 12 vectors a round: some milliseconds."""
+"""Rounds of products of each core, 12 vectors a round: some milliseconds."""
 PRODUCT_BURSTS = 6
 PAUSE_S = 0.02
 """Before what follows: threads of OpenMP look for work for some milliseconds."""
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the cores that measured it."""
+    """Ceilings of the cores that measured them."""
 
     read_gb_s: float
     gemm_gflop_s: float

@@ -37,10 +37,10 @@ class Speed:
 
     prefill_tok_s: float
     decode_ms: float
-    """Of a step with any decodes, on top of its prompts."""
+    """Milliseconds that decodes add to a step with prompts."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         num_prompt = sum(entry.num_tokens for entry in plan.prefills)
         return num_prompt / self.prefill_tok_s + (self.decode_ms / 1e3 if plan.decodes else 0.0)
 
@@ -58,7 +58,7 @@ class Use:
 
     @property
     def share(self) -> float:
-        """Live over allocated."""
+        """Share of the allocated tokens that are live."""
         return self.live / self.allocated
 
     def note(self, scheduler: Scheduler, plan: StepPlan, step_s: float) -> None:

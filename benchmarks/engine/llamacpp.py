@@ -31,7 +31,7 @@ class PeerRun:
     batch: int
     decode_tok_s: float
     prefill_tok_s: float
-    """Of all prompts of the batch, one after the other."""
+    """Tokens per second of all prompts of the batch, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class LlamaCpp:
     """The programs and the model."""
 
     folder: Path
-    """Where the programs are."""
+    """Folder of the programs."""
     gguf: Path
 
     def run(self, batches: Sequence[int], num_prompt: int, num_steps: int, num_threads: int) -> list[PeerRun]:

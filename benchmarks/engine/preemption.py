@@ -47,7 +47,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one way came to."""
+    """The outcome of one way."""
 
     elapsed_s: float
     computed_tokens: int

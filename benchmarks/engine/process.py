@@ -93,7 +93,7 @@ class Engine:
         return self._receive(float)
 
     def ceilings(self) -> Ceilings:
-        """Of the engine's cores, now."""
+        """Ceilings of the engine's cores, measured now."""
         self._send(CeilingsTask())
         return self._receive(Ceilings)
 

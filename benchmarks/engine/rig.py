@@ -30,7 +30,7 @@ from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 PIECE_TOKENS = 128
-"""Of the KV that comes in at a time."""
+"""Tokens of the KV that comes in at a time."""
 
 WARM_UP_STEPS = 3
 """Steps of a batch that are not counted: the first ones of a size may prepare what the others use."""

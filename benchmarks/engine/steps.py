@@ -74,16 +74,16 @@ class Decode:
     batch: int
     steps_ms: tuple[float, ...]
     ceilings: Ceilings
-    """Of these seconds: the better ones of before and after."""
+    """Ceilings of the machine at that time: the better ones of before and after."""
 
     @property
     def step_ms(self) -> float:
-        """Of the median step."""
+        """Milliseconds of the median step."""
         return statistics.median(self.steps_ms)
 
     @property
     def tok_s(self) -> float:
-        """Over all steps."""
+        """Tokens per second over all steps."""
         return self.batch * len(self.steps_ms) / sum(self.steps_ms) * 1e3
 
 
@@ -93,9 +93,9 @@ class Repeat:
 
     decodes: tuple[Decode, ...]
     prefills_ms: tuple[float, ...]
-    """Of each of `PROMPTS`."""
+    """Milliseconds of the prefill of each of `PROMPTS`."""
     ceilings: Ceilings
-    """Of the prompts."""
+    """Ceilings that were measured beside the prompts."""
 
 
 @dataclass(kw_only=True)
@@ -104,7 +104,7 @@ class Measured:
 
     kinds: dict[Kind, list[Repeat]] = field(default_factory=dict)
     peers: dict[str, list[list[PeerRun]]] = field(default_factory=dict)
-    """By level, of each repeat; none without a peer."""
+    """Results of the peer of each repeat, by level; empty without a peer."""
 
 
 def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
@@ -381,7 +381,7 @@ def at_median_read(ceilings: Ceilings) -> Ceilings:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which engines are measured, and on what."""
+    """Add the arguments that say which engines are measured, and on what."""
     num_cores = len(available_cores())
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a model of the cache, or a checkpoint folder")
     parser.add_argument("--threads", type=positive, nargs="+", default=sorted({1, min(2, num_cores)}))

@@ -40,7 +40,7 @@ class Slow(NamedTuple):
     num_clients: int
     tpot_p50_ms_before: float
     tpot_p50_ms: float
-    """Of the normal streams, while the misbehaving clients are there."""
+    """Median TPOT of the normal streams while the misbehaving clients are connected, in milliseconds."""
     gap_p99_ms_before: float
     gap_p99_ms: float
     bytes_per_client: float

@@ -87,7 +87,7 @@ async def read(
 
 
 def addresses(cluster: ProcessCluster) -> list[str]:
-    """Where each gateway alone is reached."""
+    """Addresses at which each gateway is reached alone."""
     return [gateway.own_address or gateway.address for gateway in cluster.state().gateways]
 
 

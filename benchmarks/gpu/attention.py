@@ -55,18 +55,18 @@ SMALL_BATCH, SMALL_CONTEXT = 8, 4096
 READ_SHARE = 0.9
 """Of the measured read rate, by which FlashAttention-3 would read the KV of a decode on another device."""
 DECODE_READ_TARGET = 0.85
-"""Of the measured read rate, for a decode that reads much."""
+"""Share of the measured read rate that a decode which reads much should reach."""
 LARGE_DECODE = 64 * 4096
-"""Tokens."""
+"""Tokens from which a decode counts as large."""
 MOST_CHUNKS = 32
-"""That take turns."""
+"""Maximum number of chunks that take turns."""
 SHORT_CHUNK = 128
 """Tokens; shorter chunks behind a prefix wait for memory, and their rate has no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSizes:
-    """What is measured."""
+    """The tensors and cells that are measured."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -93,11 +93,11 @@ class TensorSizes:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return float(self.head_dim**-0.5)
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Of one layer."""
+        """Bytes of the KV of one layer."""
         return 2 * num_tokens * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
 
 
@@ -161,7 +161,7 @@ class Cache:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What providers of attention are made for."""
+        """The sizes that providers of attention are made for."""
         shape = self._shape
         return AttentionSpec(
             device=str(self.device),
@@ -180,7 +180,7 @@ class Cache:
 
 
 def decode_share(batch: int, context_len: int, nbytes: int, us: float, ceilings: Ceilings) -> float | None:
-    """Of a decode that takes `us`; None without a figure of the peer."""
+    """Share of the peer's rate that a decode of `us` microseconds reaches; None without a figure of the peer."""
     peer_us = FA3_DECODE_US.get(batch, {}).get(context_len)
     return None if peer_us is None else max(peer_us, nbytes / (READ_SHARE * ceilings.read_gb_s) / 1e3) / us
 

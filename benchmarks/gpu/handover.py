@@ -47,7 +47,7 @@ PAIR_LIMIT_S = 25.0
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSizes:
-    """What is measured."""
+    """The tensors and pairs that are measured."""
 
     num_layers: int = 32
     num_kv_heads: int = 8
@@ -60,11 +60,11 @@ class TensorSizes:
     """Tokens [start, end) that begin and end within a block."""
     chunk_tokens: int = 512
     pair_tokens: int = 8192
-    """That a pair moves, in chunks."""
+    """Tokens that a pair moves, in chunks."""
 
     @property
     def layout(self) -> KvLayout:
-        """Of one token."""
+        """Layout of the KV of one token."""
         per_layer = 2 * self.num_kv_heads * self.head_dim * getattr(torch, self.dtype).itemsize
         return KvLayout(
             num_layers=self.num_layers,

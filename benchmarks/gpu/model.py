@@ -49,7 +49,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSizes:
-    """What is measured."""
+    """The model and the batches that are measured."""
 
     hidden_size: int = 4096
     intermediate_size: int = 14336

@@ -30,7 +30,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the model and of what is asked."""
+    """Sizes of the model and of the inputs."""
 
     T: int = 777
     H: int = 4096
@@ -41,11 +41,11 @@ class Sizes:
     V: int = 128256
     B: int = 64
     rows: int = 64
-    """Of logits."""
+    """Rows of logits."""
     layers: int = 4
-    """Of the cache that is copied."""
+    """Layers of the cache that is copied."""
     contexts: tuple[int, ...] = (1, 0, 63, 64, 65, 1000, 4096, 8192)
-    """Of a decode."""
+    """Context lengths of a decode, in tokens."""
     chunks: tuple[tuple[int, int], ...] = ((1024, 0), (300, 2000), (1, 5000), (32, 8192))
     """(tokens, tokens before them) of the prompts of a step."""
     is_whole: bool = True
@@ -80,13 +80,13 @@ class Case:
     run: Callable[[], Outputs | None]
     expected: Callable[[], Outputs]
     tolerance: float = 0.0
-    """Of the norm of the error; 0: the same values."""
+    """Largest norm of the error; 0 requires the same values."""
     may_differ: float = 0.0
     """Share of the values that may differ where they are compared singly."""
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"{self.op}, {self.label}"
 
 
@@ -171,7 +171,7 @@ class _Maker:
         )
 
     def rms_norm(self) -> Case:
-        """Of rows."""
+        """The norm of rows."""
         x, weight, out = self._normal(self._sizes.T, self._sizes.H), self._normal(self._sizes.H), _named("normed")
         return self._case(
             "rms_norm",
@@ -391,7 +391,7 @@ class _Maker:
 
 
 def digest_case(sizes: Sizes, device: torch.device) -> Case:
-    """Of random words."""
+    """The digest of random words."""
     words = torch.randint(-(1 << 62), 1 << 62, (sizes.T * sizes.H + 1,), device=device)
     out = _named("sums")
     return Case(

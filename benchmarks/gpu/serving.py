@@ -44,11 +44,11 @@ class Load:
     input_tokens: int = 512
     output_tokens: int = 64
     cache_bytes: int = 12 * GIB
-    """Of each worker."""
+    """Bytes of the cache of each worker."""
 
     @property
     def nbytes(self) -> int:
-        """Of the checkpoint."""
+        """Bytes of the checkpoint."""
         embedding = self.shape.hidden_size * self.shape.vocab_size * getattr(torch, self.shape.dtype).itemsize
         return model.weight_bytes(self.shape) + int(embedding)
 
@@ -119,7 +119,7 @@ def _weights(shape: model.TensorSizes, device: torch.device) -> Iterator[dict[st
 
 
 def config(asked: Load, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Of a cluster whose workers all have this device."""
+    """Configuration of a cluster whose workers all have this device."""
     place = "cuda:0" if device.type == "cuda" else "cpu"
     pool = {"device": place, "kv_cache_bytes": asked.cache_bytes, "size": 1}
     decodes = {**pool, "max_num_seqs": max(asked.streams)}

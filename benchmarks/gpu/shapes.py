@@ -29,13 +29,13 @@ REGISTERS, REGISTER_UNIT = 65536, 256
 SHARED_BYTES, RESERVED_BYTES, BLOCK_BYTES = 233472, 1024, 232448
 """Of a multiprocessor; what each block takes besides; the most of a block."""
 MAX_SPILLED_BYTES = 256
-"""Of a thread. The built-in shapes have up to 248."""
+"""Spilled bytes of a thread. The built-in shapes have up to 248."""
 TABLE = Path(__file__).with_name("shapes.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a thread, but for the shared memory, which is a block's."""
+    """Resources of a thread; the shared memory is that of a block."""
 
     registers: int
     spilled_bytes: int
@@ -51,7 +51,7 @@ class KernelShape:
 
     @property
     def values(self) -> dict[str, int | bool]:
-        """By key."""
+        """The values of the fields, by key."""
         return dict(self.fields)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ BUILT_IN: Mapping[Kind, KernelShape] = {
     "decode": KernelShape("decode", (("tile", 64), ("programs", 2), ("warps", 4), ("stages", 7))),
     "prefill": KernelShape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 3), ("boxes", True))),
 }
-"""For heads of 128 in bf16, blocks of 64."""
+"""The shapes that the kernels have built in, for heads of 128 in bf16 and blocks of 64."""
 LOADED = KernelShape("prefill", (("rows", 128), ("tile", 128), ("warps", 8), ("stages", 3), ("boxes", False)))
 """Built in as well, for caches that allow no boxes."""
 
@@ -87,7 +87,7 @@ def candidates(block_size: int = 64) -> list[KernelShape]:
 
 
 def programs_at_once(usage: Usage, num_warps: int) -> int:
-    """Of a multiprocessor."""
+    """Number of programs that one multiprocessor runs at once."""
     registers = num_warps * math.ceil(32 * usage.registers / REGISTER_UNIT) * REGISTER_UNIT
     if usage.shared_bytes > BLOCK_BYTES:
         return 0

@@ -41,19 +41,19 @@ from disagg.kernels.settings.triton_shapes import VARIABLE
 
 SECTION = "sweep"
 MAX_ERROR = 0.02
-"""Of the norm, against the built-in shape: both round to 16 bits."""
+"""Largest norm of the error against the built-in shape: both round to 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured."""
+    """The tensors and cells that a sweep measures."""
 
     shape: attention.TensorSizes
     calls: Mapping[Kind, int]
-    """In one CUDA graph."""
+    """Calls in one CUDA graph."""
     repeats: int
     num_shapes: int
-    """Of each round, at most."""
+    """Maximum number of shapes of each round."""
 
     def cells(self, kind: Kind) -> tuple[Cell, ...]:
         """(batch, context) of decodes, (tokens, tokens before them) of prompts."""
@@ -79,12 +79,12 @@ TINY = Sizes(
     repeats=1,
     num_shapes=2,
 )
-"""For a CPU, where Triton's interpreter computes."""
+"""Sizes for a CPU, where Triton's interpreter computes."""
 
 
 @dataclass
 class Sweep:
-    """What was measured so far. Owner: the one thread."""
+    """The measurements of a sweep so far. Owner: the one thread."""
 
     sizes: Sizes
     device: torch.device
@@ -178,7 +178,7 @@ def taken(out: Tensor | None) -> Tensor:
 
 
 def name_of(shape: KernelShape) -> str:
-    """Of its row."""
+    """Name of a shape's row."""
     return f"{shape.kind}: {shape}"
 
 

@@ -36,7 +36,7 @@ PINNED_BOTH = "both ways at once"
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this GPU did in this run."""
+    """The rates that this GPU reached in this run."""
 
     read_gb_s: float
     """Bytes read per second by the best of several reductions, or by a copy (both directions counted)."""
@@ -45,9 +45,9 @@ class Ceilings:
     fp8_gemm_tflop_s: float = 0.0
     """0 where there is none."""
     to_host_gb_s: float = 0.0
-    """From the device to pinned memory of the host."""
+    """Rate from the device to pinned memory of the host."""
     to_device_gb_s: float = 0.0
-    """And back."""
+    """Rate from pinned memory of the host to the device."""
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse(description: str | None) -> argparse.Namespace:
 
 
 def row_file(arguments: argparse.Namespace, section: str) -> RowFile:
-    """Where this section's findings go."""
+    """The file of this section's findings."""
     return RowFile(arguments.rows, section, with_targets=arguments.device == "cuda")
 
 
@@ -85,7 +85,7 @@ def read_ceilings(path: Path) -> Ceilings:
 
 
 def write_ceilings(path: Path, ceilings: Ceilings) -> None:
-    """For the sections that follow."""
+    """Write the ceilings for the sections that follow."""
     path.write_text(json.dumps(asdict(ceilings)), encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ PEERS: Mapping[str, SDPBackend] = {
     "torch's flash kernel": SDPBackend.FLASH_ATTENTION,
 }
 PREFILL_TARGET = 0.75
-"""Of cuDNN's time, for the longest prompt."""
+"""Share of cuDNN's time for the longest prompt."""
 LONG_PROMPT = 8192
 
 

@@ -31,7 +31,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def save_trace(rows: RowFile, name: str, file: Path, run: Callable[[], object]) -> None:
-    """Of one call of `run`, after one that is not traced."""
+    """Save the trace of one call of `run`, after one that is not traced."""
     run()
     has_cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda else [])]

@@ -73,7 +73,7 @@ class _Handle:
 
 
 class _Router:
-    """As much of a router as an answer uses."""
+    """The part of a router that an answer uses."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids

@@ -69,7 +69,7 @@ class Cluster:
         return max(at for fleet in self._fleets for (_, did), at in list(fleet.seen.items()) if did == what)
 
     def counts(self) -> Counts:
-        """Of all fleets."""
+        """Numbers of workers of all fleets."""
         each = [fleet.counts() for fleet in self._fleets]
         return Counts(sum(c.connects for c in each), sum(c.frames for c in each), sum(c.nbytes for c in each))
 

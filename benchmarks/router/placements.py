@@ -54,9 +54,9 @@ PROMPT_BLOCKS = 64
 SESSION_BLOCKS = (64, 192)
 """Shortest and longest session that a pair of workers has, system prompt included."""
 TURN_BLOCKS = 4
-"""What a session that comes back adds."""
+"""Blocks that a returning session adds."""
 NEW_BLOCKS = 16
-"""What a new session has beside its system prompt."""
+"""Blocks of a new session beside its system prompt."""
 OUTPUT_TOKENS = 4
 REQUEST_INTERVAL_S = 1e-4
 """Time goes by as if the aim, 10,000 requests per second, were met."""
@@ -110,7 +110,7 @@ class Holdings:
         return tuple(BlockHash(self.rng.randbytes(16)) for _ in range(count))
 
     def snapshot(self, worker_id: WorkerId) -> BlocksSnapshot:
-        """What a worker has at first."""
+        """The blocks that a worker holds at first."""
         chains = [*self.prompts, *(self.sessions[number][PROMPT_BLOCKS:] for number in self.first_of[worker_id])]
         return BlocksSnapshot(hashes=tuple(block for chain in chains for block in chain))
 

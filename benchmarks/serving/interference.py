@@ -51,7 +51,7 @@ STREAM_SEED = 1 << 41
 ARRIVAL_SEED = 1 << 42
 REPORTED = (50, 90, 99)
 PAUSE_S = 1.0
-"""For the cluster to drop what was cancelled."""
+"""Seconds in which the cluster drops the cancelled requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class Measurement:
     """Long prompts that were answered while the streams ran."""
     arrival_ttft_ms: tuple[float, ...]
     mean_gaps_ms: tuple[float, ...] = ()
-    """Of each stream."""
+    """Mean gap of each stream, in milliseconds."""
     target_ms: float | None = None
-    """What they should be."""
+    """The mean gap that streams should have, in milliseconds."""
 
     @property
     def num_kept(self) -> int:
@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """For tables and keys."""
+        """The name in tables and keys."""
         return f"{self.shape} {'with arrivals' if self.with_arrivals else 'at rest'}"
 
 
@@ -227,7 +227,7 @@ def set_niceness(niceness: int) -> None:
 
 
 def warm_up_options(options: argparse.Namespace) -> argparse.Namespace:
-    """The same, short."""
+    """The same options with a short duration."""
     return argparse.Namespace(**{**vars(options), "stream_output_tokens": 16})
 
 

@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all requests together."""
+        """Number of prompt tokens of all requests together."""
         return self.num_requests * (self.prefix_tokens + self.own_tokens)
 
     def num_blocks(self, concurrency: int) -> int:

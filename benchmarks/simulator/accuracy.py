@@ -119,7 +119,7 @@ class Differences:
     num_ordered: int
     """Pairs of shapes that differ by more than `CLOSE`, as measured."""
     num_kept: int
-    """Of these, those that are in the same order simulated."""
+    """Number of these that the simulation has in the same order."""
 
 
 def differences(first: Sequence[Recording], second: Sequence[Recording]) -> Differences:

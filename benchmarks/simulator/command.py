@@ -55,14 +55,14 @@ from tests.support.reports import percentile, positive, print_table, report, wri
 Row = dict[str, Any]
 POLICIES: tuple[PolicyName, ...] = ("joint", "prefix", "least_loaded", "round_robin")
 NUM_WORKERS = 8
-"""Of each pool."""
+"""Number of workers of each pool."""
 NUM_BLOCKS, BLOCK_SIZE = 20_000, 64
 MAX_MODEL_LEN = 200_000
 KV_BYTES_PER_TOKEN = 131_072
 LINK = LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=5e-5)
 TOKEN_BUDGET = 8192
 LIMITS = Slo(ttft_s=1.0, tpot_s=0.02)
-"""Of the goodput."""
+"""Limits of the goodput."""
 SCALE_ISL, SCALE_OSL = (64, 24_000), (1, 686)
 """Lengths of the run with many workers: in the mean those of Mooncake's conversation trace."""
 SCALE_RATE_PER_PAIR = 2.0

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 8
-"""Of each pool. These are the sizes of `command.py`."""
+"""Number of workers of each pool, as in `command.py`."""
 NUM_BLOCKS, BLOCK_SIZE, TOKEN_BUDGET, MAX_NUM_SEQS = 20_000, 64, 8192, 256
 KV_BYTES_PER_TOKEN = 131_072
 LINK_GB_PER_S = 50.0

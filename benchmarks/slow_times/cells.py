@@ -67,7 +67,7 @@ class Cell(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What became of one request."""
+    """The outcome of one request."""
 
     due_s: float
     answered_s: float
@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
     from_s: float
     share: float
-    """Of the requests in time."""
+    """Share of the requests that were in time."""
     refused: float
     """Share of the requests that were refused."""
     prompts: dict[str, float]
@@ -102,7 +102,7 @@ def spec_of(cell: Cell) -> ClusterSpec:
 
 
 def slow_times_of(cell: Cell) -> list[SlowTime]:
-    """What is slow when."""
+    """The slow times of a cell."""
     if cell.factor == 1.0:
         return []
     if cell.who == "calibration":
@@ -147,7 +147,7 @@ def run(cell: Cell) -> list[Asked]:
 
 
 def counts_from(cell: Cell, asked: Sequence[Asked]) -> float:
-    """From when on the cluster must be as before."""
+    """The time from which on the cluster must be as before."""
     end_s = slow_until(cell)
     after = [each.due_s for each in asked if each.due_s > end_s]
     grace_s = max(end_s + GRACE_S, after[GRACE_REQUESTS])
@@ -160,7 +160,7 @@ def counts_from(cell: Cell, asked: Sequence[Asked]) -> float:
 
 
 def outcome(asked: Sequence[Asked], from_s: float) -> Outcome:
-    """Of the requests that came from then on."""
+    """The outcome of the requests that came from then on."""
     counted = [each for each in asked if each.due_s >= from_s]
     num, prompts = max(1, len(counted)), Counter(each.computed_by for each in counted if each.computed_by)
     pools = Counter(pool_of(each.computed_by) for each in counted if each.computed_by)

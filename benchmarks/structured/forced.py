@@ -30,12 +30,12 @@ MAX_TOKENS = 120
 
 
 class Answers(NamedTuple):
-    """Of one batch."""
+    """The answers of one batch."""
 
     seconds: float
     num_steps: int
     token_ids: dict[str, list[int]]
-    """By request."""
+    """Token ids by request."""
 
     @property
     def num_tokens(self) -> int:

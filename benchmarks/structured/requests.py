@@ -85,7 +85,7 @@ def verdict(case: Case, status: int, reply: Any) -> dict[str, Any]:
 
 
 def new_schema(number: int) -> dict[str, Any]:
-    """Of 2 KiB, unlike any other."""
+    """A schema of 2 KiB, unlike any other."""
     names = [f"field_{number}_{i}" for i in range(22)]
     kinds: list[dict[str, Any]] = [
         {"type": "string", "maxLength": 20},

@@ -56,13 +56,13 @@ NOTING_WORKER = "benchmarks.transfer.worker"
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """One request's. Milliseconds."""
+    """The hand-over of one request, in milliseconds."""
 
     prompt_tokens: int
     streams: int
     queued: int = 0
     moving_ms: float
-    """From token 0 until D had all."""
+    """Milliseconds from token 0 until D had all KV."""
     wait_ms: float
     starting_ms: float
     """From then until the first step, less the wait."""
@@ -141,16 +141,16 @@ def quantiles(handovers: Sequence[Handover]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to measure."""
+    """The requests of one measurement."""
 
     prompts: Sequence[int]
-    """Their lengths."""
+    """Lengths of the prompts."""
     streams: Sequence[int]
     """Other sequences that decode."""
     queued: Sequence[int] = (0,)
     """Other prompts on P; with each number of streams."""
     requests: int
-    """Of each length, with each number of streams and of prompts."""
+    """Number of requests of each length, with each number of streams and of prompts."""
     seed: int
 
 

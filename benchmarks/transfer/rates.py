@@ -33,7 +33,7 @@ PAIR = "benchmark"
 READY, GO = "ready", "go"
 ANSWER_S = 60.0
 MOVED_BYTES = 128 << 20
-"""Of one measurement, within the limits on its operations."""
+"""Bytes of one measurement, within the limits on its operations."""
 FEWEST, MOST = 8, 512
 """Operations of one measurement."""
 T = TypeVar("T")
@@ -42,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured at once."""
+    """The operations that are measured at once."""
 
     transport: str
     size: int

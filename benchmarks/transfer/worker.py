@@ -84,7 +84,7 @@ class NotingCore(EngineCore):
 
 
 _timelines: list[Timeline] = []
-"""Of this process's one core."""
+"""The timelines of this process's only core."""
 _worker_ids: list[str] = []
 
 

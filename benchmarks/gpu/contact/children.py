@@ -32,7 +32,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of its keeper."""
+        """Process id of the section's keeper."""
         return self._process.pid
 
     def kill(self) -> None:

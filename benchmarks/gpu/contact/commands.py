@@ -20,17 +20,17 @@ SLOW_TEST_S = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where sections run."""
+    """The device and the folders with which sections run."""
 
     device: str
     """`cuda` or `cpu`."""
     folder: Path
-    """For rows and logs."""
+    """Folder of rows and logs."""
     cores: int
     has_xdist: bool
     commit: str = "unknown"
     scratch: Path | None = None
-    """For large files of a section, in memory where there is enough."""
+    """Folder for large files of a section; in memory if there is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def command(section: Section, mode: Mode, place: Place, tests: History) -> list[
 
 
 def file_name(section: Section, mode: Mode) -> str:
-    """Of its log and its rows, without the suffix."""
+    """Name of the section's log and rows, without the suffix."""
     return section.name if mode == "plain" else f"{section.name}-{mode}"
 
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.report import CheckReport, Row, as_json, as_markdown
 
 FILES = ("rows.jsonl", "summary.txt", "report.json", "report.md", "logs.tgz", "traces.tgz", "cubins.txz")
 MOST_LOG_BYTES = 1 << 20
-"""Of each log, its end."""
+"""Maximum bytes of a log that are kept, from its end."""
 MOST_BYTES = 15 << 20
 """Of an archive as it is written; what is larger comes without its largest files."""
 KERNEL_SUFFIXES = (".cubin", ".json", ".so")

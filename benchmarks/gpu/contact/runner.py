@@ -279,7 +279,7 @@ def memcheck_rows(name: str, log: Path) -> list[Row]:
 
 
 def last_line(log: Path) -> str:
-    """Of a section's output, behind its command."""
+    """The last line of a section's output that is not its command."""
     lines = [
         line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[1:] if line.strip()
     ]
@@ -287,7 +287,7 @@ def last_line(log: Path) -> str:
 
 
 def wrong_ops(folder: Path) -> tuple[str, ...]:
-    """By the probe, as far as it came."""
+    """The ops that the probe found wrong, as far as it came."""
     path = folder / commands.PROBE_FILE
     if not path.exists():
         return ()
