@@ -3,7 +3,8 @@
 It begins with the hello of the prefill worker's stream. The byte transport is formed beside the stream; a chunk that is
 to be received before the transport stands waits for it, and so does every message after it
 (`engine/kv_transfer/ordered_sender.py`). The pair is lost with its stream, or when the transport cannot be formed; it
-is gone when the transport is closed, too. Owner: the asyncio thread."""
+is gone when the transport is closed, too. Owner: the asyncio thread.
+"""
 
 from __future__ import annotations
 
