@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
-from disagg.client.calls import Call, ClientBase, Flow
-from disagg.client.failures import error_of, was_taken
-from disagg.client.resuming import Attempts, Resumption
+from disagg.client.calls import Call, ClientBase, Flow, Pause, StreamedAnswer
+from disagg.client.failures import error_of
 from disagg.client.types import (
     CHANNEL_OPTIONS,
     Answer,
@@ -31,9 +29,7 @@ from disagg.client.types import (
     Targets,
     UsageByDay,
 )
-from disagg.client.wire import delta_of, state_of
-from disagg.proto.errors import DisaggError
-from disagg.v1 import inference_pb2 as pb
+from disagg.client.wire import state_of
 
 T = TypeVar("T")
 
@@ -81,8 +77,7 @@ class AsyncClient(ClientBase):
             TypeError, ValueError: if an option or the prompt is not of the right kind.
             DisaggError: while iterating, the error that the server answered.
         """
-        call = self._calls.stream(prompt, options, model, timeout_s, targets)
-        return self._answer(call)
+        return self._answer(self._calls.stream(prompt, options, model, timeout_s, targets))
 
     async def generate(
         self,
@@ -94,18 +89,7 @@ class AsyncClient(ClientBase):
         **options: Unpack[Options],
     ) -> Answer:
         """Generate the whole answer; one, not `n`. Arguments and errors as for `stream`."""
-        attempts = Attempts(self._resume_s, self._start_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                return await self._run(self._calls.generate(prompt, options, model, left_s, targets))
-            except DisaggError as error:
-                taken = isinstance(error.__cause__, grpc.RpcError) and was_taken(error.__cause__)
-                pause_s = attempts.pause_s(error, taken, time.monotonic())
-                if pause_s is None:
-                    raise
-            await asyncio.sleep(pause_s)
+        return await self._run(self._calls.generate(prompt, options, model, timeout_s, targets))
 
     async def models(self) -> list[Model]:
         """The models that the gateway serves."""
@@ -201,38 +185,39 @@ class AsyncClient(ClientBase):
     async def _run(self, flow: Flow[T]) -> T:
         """Make the calls of a flow, and return its result."""
         try:
-            call = next(flow)
+            step = next(flow)
             while True:
-                call = flow.send(await self._response(call))
+                try:
+                    response = await self._perform(step)
+                except grpc.RpcError as error:
+                    failure = error_of(error)
+                    failure.__cause__ = error
+                    step = flow.throw(failure)
+                else:
+                    step = flow.send(response)
         except StopIteration as end:
             result: T = end.value
             return result
 
-    async def _response(self, call: Call) -> Any:
-        try:
-            return await call.begin()
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+    async def _perform(self, step: Call | Pause) -> Any:
+        if isinstance(step, Pause):
+            return await asyncio.sleep(step.seconds)
+        return await step.begin()
 
-    async def _answer(self, flow: Flow[Call]) -> AsyncGenerator[Delta, None]:
-        call = await self._run(flow)
-        resumption = Resumption(cast(pb.GenerateRequest, call.request), self._resume_s, self._start_s)
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+    async def _answer(self, flow: Flow[StreamedAnswer]) -> AsyncGenerator[Delta, None]:
+        answer = await self._run(flow)
         while True:
-            call = call.continued(resumption.request(), deadline, time.monotonic())
-            running = call.begin()
+            running = answer.begin()
             try:
                 async for response in running:
-                    if resumption.took(response):
-                        yield delta_of(response)
+                    delta = answer.take(response)
+                    if delta is not None:
+                        yield delta
                 return
             except grpc.RpcError as error:
-                if resumption.is_finished:
-                    return
-                failure = error_of(error)
-                pause_s = resumption.pause_s(failure, was_taken(error), time.monotonic())
+                pause_s = answer.pause_s(error)
                 if pause_s is None:
-                    raise failure from error
+                    return
             finally:
                 running.cancel()
             await asyncio.sleep(pause_s)

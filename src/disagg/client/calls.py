@@ -1,29 +1,35 @@
-"""The part that both clients share, without I/O: which call a method makes, with which request, and its result.
+"""The part that both clients share, without I/O: which call a method makes, with which request, when it is made again,
+and its result.
 
-    flow = calls.generate(...)      a generator: yields each `Call`, is sent its response, returns the result
+    flow = calls.generate(...)      a generator: yields each `Call` and is sent its response or thrown its error,
+                                    yields each `Pause`, returns the result
     Client       _run(flow)         makes the calls and blocks
     AsyncClient  await _run(flow)   makes the calls and awaits
 
-The calls of a stream are the exception: a flow returns the `Call` to begin, and the client reads its responses.
+The calls of a stream are the exception: the flow of `stream` returns a `StreamedAnswer`, which makes the call of each
+attempt; the client reads its responses. The flow of `watch` returns the `Call` to begin.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from disagg.client.credentials import Credentials
-from disagg.client.resuming import RESUME_S, START_S
+from disagg.client.failures import error_of, was_taken
+from disagg.client.resuming import RESUME_S, START_S, Attempts, Resumption
 from disagg.client.types import (
     Answer,
     Applied,
     ClusterState,
+    Delta,
     Explanation,
     Message,
     Model,
@@ -36,7 +42,16 @@ from disagg.client.types import (
     Targets,
     UsageByDay,
 )
-from disagg.client.wire import answer_of, make_request, only_name, sizes_request, target_metadata, tokenize_request
+from disagg.client.wire import (
+    answer_of,
+    delta_of,
+    make_request,
+    only_name,
+    sizes_request,
+    target_metadata,
+    tokenize_request,
+)
+from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 
@@ -58,17 +73,79 @@ class Call:
     timeout_s: float | None
     metadata: Metadata
 
-    def continued(self, request: ProtoMessage, deadline: float | None, now: float) -> Call:
-        """The next attempt of the same call, with the time that is left."""
-        left_s = None if deadline is None else max(0.0, deadline - now)
-        return replace(self, request=request, timeout_s=left_s)
-
     def begin(self) -> Any:
         """Start the call; returns what gRPC returns: a response, an awaitable of one, or a stream of them."""
         return self.method(self.request, timeout=self.timeout_s, metadata=self.metadata)
 
 
-Flow = Generator[Call, Any, T]
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The time before the next attempt of a call."""
+
+    seconds: float
+
+
+Flow = Generator[Call | Pause, Any, T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a client tries; see `ClientBase`."""
+
+    resume_s: float = RESUME_S
+    start_s: float = START_S
+
+
+class StreamedAnswer:
+    """One answer that is streamed, over all attempts: a message of the gateway in, a delta for the caller out.
+
+        begin() ──> responses ──take──> deltas
+          ^            └── RpcError ──pause_s──> seconds to wait, None if the answer had ended, or the error is raised
+          └──────────────────────────────┘
+
+    Args:
+        call: the call of the first attempt.
+        patience: how long it is tried again.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(self, call: Call, patience: Patience, clock: Callable[[], float]) -> None:
+        self._call = call
+        self._clock = clock
+        self._deadline = deadline_after(call.timeout_s, clock)
+        request = cast(pb.GenerateRequest, call.request)
+        self._resumption = Resumption(request, patience.resume_s, patience.start_s)
+
+    def begin(self) -> Any:
+        """Start the next attempt, with the time that is left; returns the stream of gRPC."""
+        left_s = left_until(self._deadline, self._clock)
+        return replace(self._call, request=self._resumption.request(), timeout_s=left_s).begin()
+
+    def take(self, response: pb.GenerateResponse) -> Delta | None:
+        """Convert a message; None if an earlier attempt brought it. Raises `UnavailableError` if it does not continue
+        the earlier ones."""
+        return delta_of(response) if self._resumption.took(response) else None
+
+    def pause_s(self, error: grpc.RpcError) -> float | None:
+        """Seconds until the next attempt after an attempt failed; None if the answer was complete. Raises the
+        `DisaggError` of the failure if no attempt follows."""
+        if self._resumption.is_finished:
+            return None
+        failure = error_of(error)
+        pause_s = self._resumption.pause_s(failure, was_taken(error), self._clock())
+        if pause_s is None:
+            raise failure from error
+        return pause_s
+
+
+def deadline_after(timeout_s: float | None, clock: Callable[[], float]) -> float | None:
+    """The time on `clock` at which `timeout_s` seconds from now have passed; None for no limit."""
+    return None if timeout_s is None else clock() + timeout_s
+
+
+def left_until(deadline: float | None, clock: Callable[[], float]) -> float | None:
+    """Seconds until `deadline`, at least 0; None for no limit."""
+    return None if deadline is None else max(0.0, deadline - clock())
 
 
 class Calls:
@@ -77,9 +154,19 @@ class Calls:
     Args:
         channel: gRPC channel, blocking or asyncio.
         credentials: sent with each call.
+        patience: how long failed calls are made again.
+        clock: seconds of a monotonic clock.
     """
 
-    def __init__(self, channel: Any, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        credentials: Credentials,
+        patience: Patience = Patience(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._patience = patience
+        self._clock = clock
         self._inference = pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         self._admin = pb_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._credentials = credentials.metadata
@@ -88,20 +175,37 @@ class Calls:
 
     def stream(
         self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
-    ) -> Flow[Call]:
-        """Make the call whose responses are the deltas. Raises at once what `make_request` raises."""
+    ) -> Flow[StreamedAnswer]:
+        """Prepare an answer that is streamed. Raises at once what `make_request` raises."""
         return self._stream(make_request(prompt, options), model, timeout_s, targets)
 
     def _stream(
         self, request: pb.GenerateRequest, model: str | None, timeout_s: float | None, targets: Targets | None
-    ) -> Flow[Call]:
+    ) -> Flow[StreamedAnswer]:
         request.model = yield from self._model(model, timeout_s)
-        return self._call(self._inference.Generate, request, timeout_s, target_metadata(targets))
+        call = self._call(self._inference.Generate, request, timeout_s, target_metadata(targets))
+        return StreamedAnswer(call, self._patience, self._clock)
 
     def generate(
         self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
     ) -> Flow[Answer]:
-        """Generate a whole answer."""
+        """Generate a whole answer, in as many attempts as `Patience` allows."""
+        attempts = Attempts(self._patience.resume_s, self._patience.start_s)
+        deadline = deadline_after(timeout_s, self._clock)
+        while True:
+            left_s = left_until(deadline, self._clock)
+            try:
+                return (yield from self._generate(prompt, options, model, left_s, targets))
+            except DisaggError as error:
+                taken = isinstance(error.__cause__, grpc.RpcError) and was_taken(error.__cause__)
+                pause_s = attempts.pause_s(error, taken, self._clock())
+                if pause_s is None:
+                    raise
+            yield Pause(pause_s)
+
+    def _generate(
+        self, prompt: Prompt, options: Options, model: str | None, timeout_s: float | None, targets: Targets | None
+    ) -> Flow[Answer]:
         request = make_request(prompt, options)
         request.model = yield from self._model(model, timeout_s)
         once = pb.GenerateOnceRequest(request=request)
@@ -260,10 +364,8 @@ class ClientBase(ABC):
             client_key=client_key,
             allow_plaintext_key=allow_plaintext_key,
         )
-        self._resume_s = resume_s
-        self._start_s = start_s
         self._channel = self._open_channel(address, credentials.channel(address))
-        self._calls = Calls(self._channel, credentials)
+        self._calls = Calls(self._channel, credentials, Patience(resume_s=resume_s, start_s=start_s))
 
     @abstractmethod
     def _open_channel(self, address: str, tls: grpc.ChannelCredentials | None) -> Any:

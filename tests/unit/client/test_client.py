@@ -23,8 +23,9 @@ from disagg.client import (
     error_of,
     make_request,
 )
-from disagg.client.calls import Calls, Flow, Metadata
+from disagg.client.calls import Calls, Flow, Metadata, Pause
 from disagg.client.credentials import Credentials
+from disagg.client.resuming import MIN_PAUSE_S
 from disagg.client.wire import answer_of, delta_of, target_metadata
 from disagg.gateway.status import to_rpc_status
 from disagg.proto.errors import (
@@ -188,8 +189,14 @@ def test_a_whole_answer() -> None:
 class FailedCall(grpc.RpcError):
     """As gRPC raises it."""
 
-    def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, Any], ...] = ()) -> None:
-        self._code, self._details, self._trailing = code, details, trailing
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        trailing: tuple[tuple[str, Any], ...] = (),
+        initial: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        self._code, self._details, self._trailing, self._initial = code, details, trailing, initial
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -199,6 +206,9 @@ class FailedCall(grpc.RpcError):
 
     def trailing_metadata(self) -> Any:
         return self._trailing
+
+    def initial_metadata(self) -> Any:
+        return self._initial
 
 
 def failed(error: DisaggError) -> FailedCall:
@@ -275,7 +285,10 @@ class PlayedStub:
 
     def call(self, request: Any, timeout: float | None, metadata: Metadata) -> Any:
         self.begun.append((request, timeout, metadata))
-        return self.responses.pop(0)
+        response = self.responses.pop(0)
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     def unary_unary(self, *_: object, **__: object) -> Any:
         return self.call
@@ -283,12 +296,34 @@ class PlayedStub:
     unary_stream = unary_unary
 
 
-def finish(flow: Flow[Any]) -> Any:
-    """Make the calls of a flow as the blocking client does."""
+class Clock:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def finish(flow: Flow[Any], clock: Clock | None = None) -> Any:
+    """Make the calls of a flow as the clients do; a pause moves the clock."""
     try:
-        call = next(flow)
+        step = next(flow)
         while True:
-            call = flow.send(call.begin())
+            try:
+                if isinstance(step, Pause):
+                    assert clock is not None
+                    clock.now += step.seconds
+                    response = None
+                else:
+                    response = step.begin()
+            except FailedCall as error:
+                failure = error_of(error)
+                failure.__cause__ = error
+                step = flow.throw(failure)
+            else:
+                step = flow.send(response)
     except StopIteration as end:
         return end.value
 
@@ -300,7 +335,7 @@ KEY = (("authorization", "Bearer k"),)
 def test_the_only_model_is_asked_for_once_and_within_the_deadline() -> None:
     once = pb.GenerateOnceResponse(text="a", finished=WRITTEN_END)
     stub = PlayedStub(MODELS, once, pb.TokenizeResponse(token_ids=[3, 4]), once)
-    calls = Calls(stub, Credentials(api_key="k"))
+    calls = Calls(stub, Credentials(api_key="k"), clock=Clock())
     assert finish(calls.generate("x", {}, None, 2.5, Targets(ttft_ms=9))).text == "a"
     assert finish(calls.tokenize("y", None)) == [3, 4]
     assert finish(calls.generate("z", {"n": 2}, "second", None, None)).request_id == "r"
@@ -327,12 +362,62 @@ def test_a_stream_s_prompt_is_checked_before_its_first_call() -> None:
     calls = Calls(PlayedStub(), Credentials(api_key=""))
     with pytest.raises(TypeError, match="no option 'x'"):
         calls.stream("x", cast(Options, {"x": 1}), "m", None, None)
-    call = finish(calls.stream([1], {}, "m", 1.0, None))
-    assert (call.request, call.timeout_s, call.metadata) == (
-        pb.GenerateRequest(model="m", token_ids=pb.TokenIds(ids=[1])),
-        1.0,
-        (),
-    )
+
+
+def lost(*, was_taken: bool) -> FailedCall:
+    """The failure of a call whose connection broke."""
+    initial = (("x-disagg-request-id", "r"),) if was_taken else ()
+    return FailedCall(grpc.StatusCode.UNAVAILABLE, "socket closed", initial=initial)
+
+
+def test_an_answer_whose_gateway_died_is_asked_for_again_in_the_time_that_is_left() -> None:
+    once = pb.GenerateOnceResponse(text="a", finished=WRITTEN_END)
+    clock = Clock()
+    stub = PlayedStub(lost(was_taken=True), lost(was_taken=False), once)
+    calls = Calls(stub, Credentials(api_key=""), clock=clock)
+    assert finish(calls.generate("x", {}, "m", 2.0, None), clock).text == "a"
+    request = pb.GenerateOnceRequest(request=pb.GenerateRequest(model="m", text="x"))
+    assert [(asked, round(left_s or 0, 6)) for asked, left_s, _ in stub.begun] == [
+        (request, 2.0),
+        (request, 1.95),
+        (request, 1.85),
+    ]
+
+
+def test_an_answer_that_no_gateway_took_is_not_asked_for_again() -> None:
+    stub = PlayedStub(lost(was_taken=False))
+    with pytest.raises(UnavailableError, match="socket closed"):
+        finish(Calls(stub, Credentials(api_key="")).generate("x", {}, "m", None, None))
+    assert len(stub.begun) == 1
+
+
+def brought(first_index: int, *token_ids: int) -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.TokenDelta(first_index=first_index, token_ids=token_ids, text="t"))
+
+
+def test_a_stream_s_attempts_share_its_deadline_and_continue_one_another() -> None:
+    clock = Clock()
+    stub = PlayedStub(None, None)
+    calls = Calls(stub, Credentials(api_key=""), clock=clock)
+    answer = finish(calls.stream([1], {"seed": 7}, "m", 1.0, None))
+    answer.begin()
+    assert answer.take(brought(0, 5)) == Delta("t", (5,))
+    assert answer.pause_s(lost(was_taken=True)) == MIN_PAUSE_S
+    clock.now += 0.25
+    answer.begin()
+    assert answer.take(pb.GenerateResponse(finished=WRITTEN_END)).finished.request_id == "r"
+    assert answer.pause_s(lost(was_taken=True)) is None  # the answer was complete
+    first = pb.GenerateRequest(model="m", token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(seed=7))
+    second = pb.GenerateRequest()
+    second.CopyFrom(first)
+    second.resume.token_ids.extend([5])
+    assert stub.begun == [(first, 1.0, ()), (second, 0.75, ())]
+
+
+def test_a_stream_whose_gateway_refuses_ends_with_its_error() -> None:
+    answer = finish(Calls(PlayedStub(), Credentials(api_key="")).stream([1], {}, "m", 1.0, None))
+    with pytest.raises(InternalError, match="oops"):
+        answer.pause_s(failed(InternalError("oops")))
 
 
 def test_a_gateway_without_a_model() -> None:
