@@ -38,6 +38,7 @@ from disagg.cluster.models.files import (
     write_manifest,
 )
 from disagg.cluster.system.children import child_environment
+from disagg.cluster.system.program import command
 from disagg.cluster.system.temp_folders import temp_folder
 from disagg.engine.cache_folder import cache_folder
 from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
@@ -117,10 +118,12 @@ def _find_model(name_or_path: str, cache: Path) -> Path:
     if is_path and not given.exists() and (imported / MANIFEST).is_file():  # a hub id, imported before
         return imported.resolve()
     if is_path:
-        raise ConfigError(f"model: {folder} is not an imported checkpoint; run: disagg model import {name_or_path}")
+        raise ConfigError(
+            f"model: {folder} is not an imported checkpoint; run: {command(f'model import {name_or_path}')}"
+        )
     have = ", ".join(entry.name for entry in list_models(cache)) or "none yet"
     raise ConfigError(
-        f"model: {name_or_path!r} is not in {cache} (there is: {have}); run: disagg model import {name_or_path}"
+        f"model: {name_or_path!r} is not in {cache} (there is: {have}); run: {command(f'model import {name_or_path}')}"
     )
 
 

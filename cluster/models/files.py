@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from disagg.cluster.system.program import command
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def _wrong(folder: Path, manifest: Manifest, names: list[str]) -> Iterator[str]:
 def _refuse(folder: Path, wrong: list[str]) -> None:
     if wrong:
         raise ConfigError(
-            f"model: {folder} is not what was imported: {', '.join(wrong)}; next: disagg model import --force"
+            f"model: {folder} is not what was imported: {', '.join(wrong)}; next: {command('model import --force')}"
         )
 
 

@@ -21,6 +21,7 @@ from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.handles import present_actors, present_groups, remove_group, stop_actors
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.proto.control import ControlReply, ControlRequest, PoolName
 from disagg.proto.errors import UnavailableError
 
@@ -139,6 +140,6 @@ def changed_sizes(running: ClusterConfig, requested: ClusterConfig) -> dict[Pool
     if fixed := sorted(names - set(sizes)):
         raise LaunchError(
             f"a cluster runs here with another configuration ({', '.join(fixed)} differ); change it with "
-            "`disagg apply`, or end it first with `disagg cluster stop`"
+            f"`{command('apply')}`, or end it first with `{command('cluster stop')}`"
         )
     return {sizes[path]: dict(active_pools(requested))[sizes[path]].size for path in names}

@@ -31,6 +31,7 @@ from disagg.cluster.on_ray.controller_client import (
 from disagg.cluster.on_ray.joined import AUTO, JoinedSession
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import table
 from disagg.connections.addresses import split_address
 from disagg.engine.config import Dtype
@@ -72,7 +73,7 @@ def run_start(
         if wait_s is not None:
             _wait_settled(console, wait_s)
         console.print(f"gateway: {_gateway_address(config)}", highlight=False, soft_wrap=True)
-        console.print("next: disagg cluster status", highlight=False, style="dim")
+        console.print(f"next: {command('cluster status')}", highlight=False, markup=False, soft_wrap=True, style="dim")
 
 
 def run_stop(address: str, console: Console) -> None:
@@ -87,7 +88,7 @@ def run_status(address: str, console: Console) -> None:
     """Print pools, workers and the gateway. Raises `LaunchError` if there is no cluster, or its controller is away."""
     with joined(address):
         if find_controller() is None:
-            raise LaunchError("no cluster runs here; start one with: disagg cluster start --config FILE")
+            raise LaunchError(f"no cluster runs here; start one with: {command('cluster start --config FILE')}")
         show(_state(), console)
 
 
@@ -164,7 +165,9 @@ def _update(config: ClusterConfig, console: Console) -> None:
     if saved is not None and saved.desired.target.generation > 1:  # applied; the sizes may have been set since
         running = saved.present
     if running is None:
-        raise LaunchError("a cluster runs here, but not its configuration; end it first with `disagg cluster stop`")
+        raise LaunchError(
+            f"a cluster runs here, but not its configuration; end it first with `{command('cluster stop')}`"
+        )
     sizes = changed_sizes(running, config)
     if not sizes:
         console.print("runs already", highlight=False)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.proto.errors import ConfigError, UnavailableError
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8470"
@@ -33,4 +34,4 @@ def reaching(address: str) -> Iterator[None]:
     except UnavailableError as error:
         if error.code != UNREACHABLE:
             raise
-        raise LaunchError(f"no gateway answers at {address}; start one with: disagg up") from error
+        raise LaunchError(f"no gateway answers at {address}; start one with: {command('up')}") from error

@@ -24,6 +24,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig, override
 from disagg.cluster.control.cluster import Cluster
 from disagg.cluster.models.catalog import import_model, resolve_model
 from disagg.cluster.system.process_tools import StopFlag
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import ConfigError, InternalError
 
@@ -96,7 +97,7 @@ def run_demo(config: ClusterConfig, launcher: Launcher, console: Console, log_di
     def show(cluster: Cluster, stop: StopFlag) -> int:
         with stop.interruptible():
             status = show_demo(cluster.address, console)
-        console.print("next: disagg up, to have one that stays", style="dim")
+        console.print(f"next: {command('up')}, to have one that stays", style="dim", markup=False, soft_wrap=True)
         return status
 
     ensure_model(config, console)

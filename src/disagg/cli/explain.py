@@ -19,6 +19,7 @@ from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client
 from disagg.client import Explanation
 from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import format_bytes, table
 from disagg.gateway.operators.admin_answers import explanation_json
 
@@ -27,7 +28,6 @@ PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
 """Parts of an option's cost; each is a column of the table if any option has some of it."""
 LOOKED_AT = 100
 """Number of latest requests that are searched for one that is no probe of `disagg doctor`."""
-NO_REQUEST = "there was no request yet; next: disagg generate TEXT"
 
 
 def run_explain(address: str, request_id: str | None, console: Console, *, as_json: bool) -> None:
@@ -40,7 +40,7 @@ def run_explain(address: str, request_id: str | None, console: Console, *, as_js
     with open_client(address) as client, reaching(address):
         found = latest(client.requests(LOOKED_AT)) if request_id is None else client.explain(request_id)
     if found is None:
-        raise LaunchError(NO_REQUEST)
+        raise LaunchError(no_request())
     if as_json:
         console.print_json(data=explanation_json(found))
     else:
@@ -56,7 +56,12 @@ def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> No
     elif requests:
         console.print(listing(requests, time.time()))
     else:
-        console.print(NO_REQUEST, markup=False, highlight=False)
+        console.print(no_request(), markup=False, highlight=False, soft_wrap=True)
+
+
+def no_request() -> str:
+    """Text for a gateway that has had no request."""
+    return f"there was no request yet; next: {command('generate TEXT')}"
 
 
 def latest(requests: Sequence[Explanation]) -> Explanation | None:

@@ -24,6 +24,7 @@ from disagg.cli.load import load_app
 from disagg.cli.model import model_app
 from disagg.cli.operations.usage_command import register as register_usage
 from disagg.cli.planning import commands as planning
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
@@ -496,11 +497,11 @@ def next_step(error: DisaggError) -> str:
         case errors.PermissionDeniedError():
             return "set DISAGG_API_KEY to the key of an administrator"
         case errors.RequestNotFoundError():
-            return "disagg explain --list"
+            return command("explain --list")
         case errors.UnavailableError(code="unreachable"):
-            return "disagg doctor"
+            return command("doctor")
         case errors.UnavailableError():
-            return "disagg status"
+            return command("status")
         case errors.OverloadedError(retry_after_s=wait_s):
-            return "" if wait_s is None else f"try again in {wait_s:g} s, or add workers: disagg scale decode=2"
+            return "" if wait_s is None else f"try again in {wait_s:g} s, or add workers: {command('scale decode=2')}"
     return ""

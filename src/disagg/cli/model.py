@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import console, examples
 
 model_app = typer.Typer(help="Models on this machine: import, verify, list.", no_args_is_help=True)
@@ -32,7 +33,8 @@ def model_import(
     screen = console()
     with StillBusy(screen) as busy:
         folder = import_model(source, name=name, force=force, progress=busy.begin)
-    screen.print(f"{folder.name} is in {folder}\nnext: disagg up --model {folder.name}", highlight=False, markup=False)
+    step = command(f"up --model {folder.name}")
+    screen.print(f"{folder.name} is in {folder}\nnext: {step}", highlight=False, markup=False, soft_wrap=True)
 
 
 @model_app.command("verify", epilog=examples("disagg model verify smollm2-135m"))
@@ -55,6 +57,6 @@ def model_list() -> None:
 
     entries = list_models()
     if not entries:
-        typer.echo(f"no models in {cache_dir()}; next: disagg model import {DEFAULT_MODEL}")
+        typer.echo(f"no models in {cache_dir()}; next: {command('model import ' + DEFAULT_MODEL)}")
     for entry in entries:
         typer.echo(f"{entry.name}  {entry.architecture}  {entry.nbytes / 1e6:.0f} MB  from {entry.source}")

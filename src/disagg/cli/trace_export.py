@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from disagg.cli.address import reaching
-from disagg.cli.explain import NO_REQUEST
+from disagg.cli.explain import no_request
 from disagg.cli.operations.operate import open_client
 from disagg.client import Explanation
 from disagg.cluster.system.children import LaunchError
@@ -41,7 +41,7 @@ def run_export(address: str, file: Path, limit: int, console: Console) -> None:
     with open_client(address) as client, reaching(address):
         requests = client.requests(limit)
     if not requests:
-        raise LaunchError(NO_REQUEST)
+        raise LaunchError(no_request())
     try:
         file.write_text(json.dumps(trace_of(requests)), encoding="utf-8")
     except OSError as error:

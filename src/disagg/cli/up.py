@@ -21,9 +21,11 @@ from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.core import state_diff
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.cluster.system.process_tools import StopFlag, Stopped
+from disagg.cluster.system.program import command, python
 from disagg.cluster.system.service_manager import READY, STOPPING, notify
 from disagg.cluster.system.terminal import table
 from disagg.engine.config import Dtype
+from disagg.gateway.config import serves_page
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import model_of
 from disagg.proto.messages import WorkerInfo
@@ -178,10 +180,12 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
     http_address = cluster.http_address
     http = f", [bold]{http_address}[/bold] (HTTP)" if http_address else ""
     console.print(
-        f"\nserving [bold]{escape(', '.join(names))}[/bold] on [bold]{cluster.address}[/bold] (gRPC){http}\n",
+        f"\nserving [bold]{escape(', '.join(names))}[/bold] on [bold]{cluster.address}[/bold] (gRPC){http}",
         highlight=False,
         soft_wrap=True,
     )
+    page = page_url(http_address, config.gateway)
+    console.print(f"page: [bold]{page}[/bold]\n" if page else "", highlight=False, soft_wrap=True)
     console.print(workers)
     for note in _target_notes(cluster.workers, config):
         console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
@@ -189,6 +193,13 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
     for line in lines_to_try(cluster.address, http_address, names, config.gateway):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops the cluster", style="dim")
+
+
+def page_url(http_address: str, gateway: GatewaySection) -> str:
+    """URL of the gateway's page; empty where it serves none."""
+    if not http_address or not serves_page(gateway):
+        return ""
+    return f"{'https' if gateway.tls else 'http'}://{http_address}/"
 
 
 def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[str]:
@@ -209,10 +220,10 @@ def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
     model = models[0]
     chosen = f" --model {shlex.quote(model)}" if len(models) > 1 else ""
-    lines = [*_exports(gateway), f'disagg generate "What is a cache?"{chosen}{at}']
+    lines = [*_exports(gateway), command(f'generate "What is a cache?"{chosen}{at}')]
     if http_address:
         lines.append(curl_line(http_address, model, gateway))
-    return [*lines, client_line(address, model if len(models) > 1 else ""), f"disagg top{at}"]
+    return [*lines, client_line(address, model if len(models) > 1 else ""), command(f"top{at}")]
 
 
 def _exports(gateway: GatewaySection) -> list[str]:
@@ -242,4 +253,4 @@ def client_line(address: str, model: str = "") -> str:
     """Shell line that calls the Python client."""
     chosen = f"model={model!r}, " if model else ""
     call = f"generate('The capital of France is', {chosen}max_tokens=16)"
-    return f"""python -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""
+    return f"""{python()} -c "from disagg.client import Client; print(Client('{address}').{call}.text)\""""

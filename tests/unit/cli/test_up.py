@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_a_signal_ends_it_with_status_0(monkeypatch: pytest.MonkeyPatch, number:
     assert run() == 0
     assert run.cluster.num_stops == 1
     text = run.out.getvalue()
-    assert "serving fake on 127.0.0.1:9 (gRPC), 127.0.0.1:10 (HTTP)\n" in text
+    assert "serving fake on 127.0.0.1:9 (gRPC), 127.0.0.1:10 (HTTP)\npage: http://127.0.0.1:10/\n" in text
     for line in up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["fake"], run.config.gateway):
         assert f"\n  {line}\n" in text
     assert text.endswith("stopping\n")
@@ -132,6 +133,28 @@ def gateway_of(**keys: object) -> GatewaySection:
     return parse_config({"model": {"path": "fake"}, "gateway": keys}).gateway
 
 
+@pytest.mark.parametrize(
+    ("http_address", "gateway", "url"),
+    [
+        ("127.0.0.1:10", {}, "http://127.0.0.1:10/"),
+        ("b:10", {"tls": {"cert": "/c", "key": "/k"}, "api_keys": "/k"}, "https://b:10/"),
+        ("127.0.0.1:10", {"ui": False}, ""),
+        ("127.0.0.1:10", {"allowed_hosts": ["example.org"]}, ""),
+        ("", {}, ""),
+    ],
+)
+def test_the_page_is_named_where_it_is_served(http_address: str, gateway: dict[str, object], url: str) -> None:
+    assert up.page_url(http_address, gateway_of(**gateway)) == url
+
+
+def test_hints_name_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "disagg"), "up"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    lines = up.lines_to_try("127.0.0.1:8470", "", ["fake"], gateway_of())
+    assert [line.split()[0] for line in lines] == ["bin/disagg", "bin/python", "bin/disagg"]
+
+
 def test_lines_to_try() -> None:
     generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["it's"], gateway_of())
     assert generate == 'disagg generate "What is a cache?" --address 127.0.0.1:9'
@@ -147,13 +170,13 @@ def test_lines_to_try() -> None:
         "max_tokens": 64,
         "stream": True,
     }
-    assert shlex.split(python)[:2] == ["python", "-c"]
+    assert shlex.split(python)[1] == "-c"
     compile(shlex.split(python)[2], "line", "exec")
 
 
 def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -> None:
     lines = up.lines_to_try("127.0.0.1:8470", "", ["fake"], gateway_of())
-    assert [line.split()[0] for line in lines] == ["disagg", "python", "disagg"]
+    assert [line.split()[1] for line in lines] == ["generate", "-c", "top"]
     assert not any("--address" in line for line in lines)
 
 

@@ -16,6 +16,7 @@ from disagg.cli.address import DEFAULT_ADDRESS, check_address
 from disagg.cli.doctor.finding import Finding
 from disagg.cli.doctor.gateway import gateway_findings, is_open
 from disagg.cli.doctor.local import local_findings
+from disagg.cluster.system.program import command
 
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
@@ -34,7 +35,7 @@ def run_doctor(address: str | None, console: Console) -> int:
     failed = show(local_findings(), console)
     console.print(Text(f"\nCluster at {where}", style="bold"))
     if address is None and not is_open(where):
-        show([Finding("ok", "gateway", "none runs there", "disagg up")], console)
+        show([Finding("ok", "gateway", "none runs there", command("up"))], console)
     else:
         failed += show(gateway_findings(where), console)
     console.print(Text(f"\n{verdict(failed)}", style="bold red" if failed else "green"))

@@ -18,6 +18,7 @@ from disagg.cli.doctor.pairs import pair_findings
 from disagg.cli.operations.operate import open_client
 from disagg.client import Client, ClusterState
 from disagg.client.credentials import SYSTEM_ROOTS, Credentials, is_local
+from disagg.cluster.system.program import command
 from disagg.connections.addresses import join_address, split_address
 from disagg.proto.errors import AuthenticationError, DisaggError, UnavailableError
 from disagg.proto.ids import model_of
@@ -86,7 +87,7 @@ def _host_port(address: str) -> tuple[str, int]:
 def transport_finding(address: str, tls: bool | None) -> Finding:
     """Finding about the connection to the gRPC port."""
     if tls is None:
-        return Finding("FAIL", "port", f"no server listens at {address}", "disagg up")
+        return Finding("FAIL", "port", f"no server listens at {address}", command("up"))
     if tls:
         return Finding("ok", "TLS", "on")
     if is_local(address):
@@ -175,7 +176,7 @@ def health_finding(where: str, status: int) -> Finding:
         return Finding("ok", "HTTP", f"answers at {where}, and is healthy")
     if status == http.client.UNAUTHORIZED:
         return Finding("FAIL", "HTTP", f"{where} requires an API key", "export DISAGG_API_KEY=...")
-    return Finding("FAIL", "HTTP", f"{where} is not healthy (status {status})", "disagg status")
+    return Finding("FAIL", "HTTP", f"{where} is not healthy (status {status})", command("status"))
 
 
 # ---------------------------------------------------------------- workers
@@ -190,7 +191,7 @@ def worker_findings(state: ClusterState) -> Iterator[Finding]:
     if unready or short:
         parts = [f"{w.worker_id} is {w.phase}" + (f" ({w.detail})" if w.detail else "") for w in unready]
         parts += [f"pool {pool.name} has {pool.ready} of {pool.desired}" for pool in short]
-        yield Finding("FAIL" if short else "warn", "workers", "; ".join(parts), "disagg status")
+        yield Finding("FAIL" if short else "warn", "workers", "; ".join(parts), command("status"))
     else:
         yield Finding("ok", "workers", f"{len(state.workers)}, all ready")
     for model in dict.fromkeys(model_of(worker.worker_id) for worker in state.workers):

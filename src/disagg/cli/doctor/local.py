@@ -17,6 +17,7 @@ from typing import Any
 from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models.catalog import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
 from disagg.cluster.system.cores import available_cores, num_cuda_devices
+from disagg.cluster.system.program import command
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 3 << 30
@@ -188,7 +189,7 @@ def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
     if DEFAULT_MODEL in {entry.name for entry in models}:
         return Finding("ok", "models", f"{names} in {cache}")
     text = f"{names} in {cache}; not the default one" if names else f"none in {cache}"
-    return Finding("warn", "models", text, f"disagg model import {DEFAULT_MODEL}")
+    return Finding("warn", "models", text, command(f"model import {DEFAULT_MODEL}"))
 
 
 # ---------------------------------------------------------------- read

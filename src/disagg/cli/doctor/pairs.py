@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from disagg.cli.doctor.finding import Finding
 from disagg.client import Client, ClusterState, Probe
 from disagg.client.types import WorkerState
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError, PermissionDeniedError
 from disagg.proto.ids import model_of
@@ -34,7 +35,7 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
     if not pairs:
         is_colocated = any(len(worker.roles) > 1 for worker in state.workers)
         why = "workers do both (colocated), so no KV moves" if is_colocated else "there is no pair that could be used"
-        yield Finding("ok" if is_colocated else "FAIL", "KV", why, "" if is_colocated else "disagg status")
+        yield Finding("ok" if is_colocated else "FAIL", "KV", why, "" if is_colocated else command("status"))
     rates: dict[Pair, float] = {}
     for prefill, decode in pairs:
         try:
@@ -43,7 +44,7 @@ def pair_findings(client: Client, state: ClusterState) -> Iterator[Finding]:
             yield Finding("warn", "KV", "pairs can be probed with the key of an administrator only")
             return
         except DisaggError as error:
-            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.detail}", "disagg status")
+            yield Finding("FAIL", "KV", f"{prefill} -> {decode}: {error.code}: {error.detail}", command("status"))
             continue
         finding = pair_finding(prefill, decode, checks)
         best = max(map(rate, checks))

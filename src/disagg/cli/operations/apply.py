@@ -23,6 +23,7 @@ from disagg.cli.operations.operate import (
 from disagg.client import Applied, ClusterState
 from disagg.cluster.config.cluster_config import load_config
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import table
 from disagg.proto.errors import ConfigError, InvalidRequestError
 
@@ -65,7 +66,7 @@ def run_apply(address: str, file: Path, console: Console, options: ApplyOptions)
         elif applied.generation == before.generation:
             console.print(f"generation {before.generation} is all that, and runs", highlight=False)
         elif options.wait_s is None:
-            console.print(f"generation {applied.generation} is noted; see `disagg status`", highlight=False)
+            console.print(f"generation {applied.generation} is noted; see `{command('status')}`", highlight=False)
         else:
             wait_applied(lambda: state_of(client, address), before, applied.generation, console, options.wait_s)
 
@@ -118,5 +119,5 @@ def wait_applied(
                     console.print(f"generation {generation} is applied ({taken_s:.1f} s)", highlight=False)
                     return
         if time.monotonic() >= began + wait_s:
-            raise LaunchError(f"not done after {wait_s:g} s; it goes on, see `disagg status`")
+            raise LaunchError(f"not done after {wait_s:g} s; it goes on, see `{command('status')}`")
         time.sleep(POLL_INTERVAL_S)

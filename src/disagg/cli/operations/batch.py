@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command
 from disagg.proto.errors import ConfigError
 
 _POLL_S: Final = 0.5
@@ -108,7 +109,7 @@ def run_batch(address: str, file: Path, output: Path, console: Console) -> int:
         given = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": "24h"}
         batch = api.call("POST", "/v1/batches", given)
     except OSError as error:
-        raise LaunchError(f"no gateway answers at {address} ({error}); start one with: disagg up") from error
+        raise LaunchError(f"no gateway answers at {address} ({error}); start one with: {command('up')}") from error
     try:
         batch = _follow(api, batch, console)
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from disagg.cluster.core.config_reader import parse_size
 from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import table
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import clear_blocks, dummy_step
@@ -169,7 +170,7 @@ def run_calibrate(
     )
     out.write_bytes(encode_recording(recording))
     print_fits(console, samples)
-    say(f"written to {out}; next: disagg plan --step-times {out} --device cpu-core --model {name} ...")
+    say(f"written to {out}; next: {command(f'plan --step-times {out} --device cpu-core --model {name} ...')}")
 
 
 def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: Console) -> None:
@@ -206,7 +207,7 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
             if value:
                 found_s.add_row(name, f"{value:.3f} of a step" if "_by_" in name else f"{value * 1e3:.3f}")
     console.print(found_s)
-    console.print(f"written to {out}; next: disagg simulate ... --times {out}", highlight=False, soft_wrap=True)
+    console.print(f"written to {out}; next: {command(f'simulate ... --times {out}')}", highlight=False, soft_wrap=True)
 
 
 def _read_trace(file: Path) -> tuple[Trace, float]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from disagg.cli.address import reaching
 from disagg.cli.operations.operate import open_client
 from disagg.client import Shape, ShapeComparison
+from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import table
 from disagg.router.config import num_split
 from disagg.simulator.twin.twin import LEAST
@@ -71,7 +72,7 @@ def _facts(shape: Shape, now: float) -> Table:
 
 def _why_nothing(shape: Shape, now: float) -> str:
     if not shape.load_read or now - shape.load_read > SILENT_S:
-        return "Nothing was compared yet, and no twin runs; start one with: disagg twin"
+        return f"Nothing was compared yet, and no twin runs; start one with: {command('twin')}"
     number = shape.targeted_requests
     return (
         f"Nothing was compared yet: {number} of the latest requests have targets, and comparisons begin with {LEAST} "
