@@ -25,6 +25,7 @@ from disagg.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Style = Literal["line", "step", "dots", "dashed"]
@@ -220,6 +221,27 @@ def _draw_series(axes: Axes, chart: Chart) -> None:
         axes.set_ylim(bottom=min(0.0, axes.dataLim.y0) if any(axes.lines) else 0.0)
     if chart.y_max is not None:
         axes.set_ylim(top=chart.y_max * 1.02)  # a line at the top is seen whole
+    for scale, axis in ((chart.x_scale, axes.xaxis), (chart.y_scale, axes.yaxis)):
+        if scale == "log":
+            _write_plain_numbers(axis)
+
+
+def _write_plain_numbers(axis: Axis) -> None:
+    """Write the ticks of a logarithmic axis as `0.1`, `10`, `1,000`. The labels of matplotlib are formulas, which the
+    text of a page shows as they are written. Ticks between powers of ten have labels if the axis spans less than a
+    factor of ten."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    least, most = sorted(axis.get_view_interval())
+    axis.set_major_formatter(FuncFormatter(plain_number))
+    axis.set_minor_formatter(FuncFormatter(plain_number) if most < 10 * least else NullFormatter())
+
+
+def plain_number(value: float, place: object = None) -> str:
+    """A number without an exponent. `place`: its position on an axis, which does not matter."""
+    whole, _, part = f"{value:,.12f}".partition(".")
+    part = part.rstrip("0")
+    return f"{whole}.{part}" if part else whole
 
 
 def _draw_one(axes: Axes, series: Series, index: int, chart: Chart) -> None:

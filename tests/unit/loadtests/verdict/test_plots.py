@@ -17,6 +17,7 @@ from disagg.loadtests.verdict.plots import (
     Series,
     cdf,
     check_installed,
+    plain_number,
     to_svg,
 )
 from disagg.proto.errors import ConfigError
@@ -90,6 +91,29 @@ def test_a_logarithmic_axis_leaves_out_what_it_cannot_show() -> None:
     assert drawn(Chart(title="t", x_label="x", y_label="y", series=only_zero, x_scale="log"), "series") == []
     both = [Series(name="a", points=[(0.0, 1.0), (10.0, 1.0), (100.0, 2.0)])]
     assert drawn(Chart(title="t", x_label="x", y_label="y", series=both, x_scale="log"), "series") == ["series-0"]
+
+
+@pytest.mark.parametrize(
+    ("xs", "labels"),
+    [
+        ((0.01, 20_000.0), {"0.01", "0.1", "1", "10", "100", "1,000", "10,000"}),
+        ((2.0, 6.0), {"2", "3", "4", "5", "6"}),
+    ],
+)
+def test_a_logarithmic_axis_has_plain_numbers(xs: tuple[float, float], labels: set[str]) -> None:
+    series = [Series(name="", points=[(x, x) for x in xs])]
+    for scales in ({"x_scale": "log"}, {"y_scale": "log"}):
+        chart = Chart(title="t", x_label="x", y_label="y", series=series, **scales)  # type: ignore[arg-type]
+        texts = {node.text or "" for node in parsed(to_svg(chart)).iter(f"{SVG}text")}
+        assert labels <= texts
+        assert not any("$" in text or "math" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1e-6, "0.000001"), (0.25, "0.25"), (3.0, "3"), (1e6, "1,000,000"), (30.0, "30")]
+)
+def test_a_plain_number(value: float, text: str) -> None:
+    assert plain_number(value) == text
 
 
 def test_bars_stand_for_every_height_that_is_there() -> None:
