@@ -58,6 +58,8 @@ def print_run(console: Console, name: str, score: Score, min_attainment: float) 
     """Print the tables and the verdict of one run."""
     report.print_table(console, report.score_table({name: score}))
     report.print_table(console, report.latency_table(score))
+    if score.reasons:
+        report.print_table(console, report.reasons_table(score))
     console.print(report.verdict(score, min_attainment), markup=False, highlight=False)
 
 

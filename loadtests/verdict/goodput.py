@@ -14,6 +14,7 @@ that they must be read beside the counts of those that did not.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,13 +24,15 @@ from typing import Annotated
 
 import msgspec
 
-from disagg.loadtests.records import RequestRecord
+from disagg.loadtests.records import RequestRecord, Status
 
 MAX_LATENESS_S = 0.005
 """Limit on the p99 lateness of a valid run, in seconds: beyond it the load was not the planned one."""
 
 DEFAULT_MIN_ATTAINMENT = 0.9
 """Share of requests that must meet their limits for a rate to count as served."""
+
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?")
 
 Limit = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -75,6 +78,16 @@ class Quantiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reason:
+    """A reason why requests have no whole answer. Messages that differ in their numbers only are one reason."""
+
+    status: Status
+    text: str
+    """Message of the first of these requests; empty where there is none."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Score:
     """Score of one run for one pair of limits."""
 
@@ -107,6 +120,8 @@ class Score:
     """Number of received output tokens, divided by the time from the first due request to the last token."""
     cached_share: float
     """Share of the prompt tokens of whole answers that were found in a cache."""
+    reasons: tuple[Reason, ...]
+    """Reasons of refused, failed and dropped requests, the most frequent first."""
     invalid_reasons: tuple[str, ...]
     """Reasons why the run is invalid; empty for a valid one."""
 
@@ -177,8 +192,19 @@ def evaluate(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> S
         lateness=quantiles(record.lateness_s for record in records),
         output_tokens_per_s=_output_tokens_per_s(records),
         cached_share=_share(sum(record.cached_tokens for record in ok), sum(record.num_prompt_tokens for record in ok)),
+        reasons=tuple(reasons(records)),
         invalid_reasons=tuple(_invalid_reasons(records)),
     )
+
+
+def reasons(records: Iterable[RequestRecord]) -> list[Reason]:
+    """Reasons of the requests without a whole answer, the most frequent first."""
+    found: dict[tuple[Status, str], list[str]] = {}
+    for record in records:
+        if record.status != "ok":
+            found.setdefault((record.status, _NUMBER.sub("0", record.error)), []).append(record.error)
+    by_kind = [Reason(status=status, text=texts[0], count=len(texts)) for (status, _), texts in found.items()]
+    return sorted(by_kind, key=lambda reason: -reason.count)
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.loadtests.verdict.comparison import Row, ratio
-from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Quantiles, Score, Slo
+from disagg.loadtests.verdict.goodput import DEFAULT_MIN_ATTAINMENT, Quantiles, Reason, Score, Slo
 from disagg.loadtests.verdict.search import Probe, ServedRate, fitted
 
 
@@ -105,6 +105,37 @@ def latency_table(score: Score, title: str = "latency in ms, of whole answers") 
         rows=[(name, *_milliseconds(values), str(values.count)) for name, values in named],
         note="Measured from the time a request was due, not from when it was sent. lateness: of all requests.",
     )
+
+
+def reasons_table(score: Score) -> TextTable:
+    """Table of the reasons why requests have no whole answer, with a hint at what to do about the most frequent one."""
+    return TextTable(
+        title="requests without a whole answer",
+        columns=("reason", "status", "requests"),
+        rows=[(_text_of(reason), reason.status, str(reason.count)) for reason in score.reasons],
+        note=f"hint: {hint(score.reasons[0])}" if score.reasons else "",
+    )
+
+
+def _text_of(reason: Reason) -> str:
+    return reason.text or "no message"
+
+
+def hint(reason: Reason) -> str:
+    """What can be changed when requests have no whole answer for this reason."""
+    match reason.status:
+        case "refused" if "the first token is expected after" in reason.text:
+            return (
+                "the cluster refuses what it expects to miss its TTFT target; lower --rate, allow more with "
+                "--slo-ttft-ms, or add workers"
+            )
+        case "refused":
+            return "the cluster or the key has no room for this load; lower --rate, or add workers"
+        case "deadline":
+            return "answers take longer than their deadline; lower --rate, or allow more with --request-timeout-s"
+        case "dropped":
+            return "more requests were in flight than the generator allows; lower --rate"
+    return "the message says what failed; `disagg doctor` looks for faults of the cluster"
 
 
 def _milliseconds(values: Quantiles) -> tuple[str, ...]:

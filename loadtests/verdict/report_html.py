@@ -16,6 +16,7 @@ from disagg.loadtests.verdict.report import (
     TextTable,
     comparison_table,
     latency_table,
+    reasons_table,
     score_table,
     sweep_table,
     verdict,
@@ -88,6 +89,7 @@ def run_page(
             f"<p><strong>{escape(verdict(score, min_attainment))}</strong></p>",
             table_html(score_table({title: score})),
             table_html(latency_table(score)),
+            table_html(reasons_table(score)) if score.reasons else "",
             charts_html(
                 [
                     *latency_charts(records, score),

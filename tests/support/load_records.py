@@ -18,6 +18,7 @@ def record(
     status: Status = "ok",
     lateness_s: float = 0.0,
     group: str = "",
+    error: str = "",
 ) -> RequestRecord:
     """A request due at second `index` whose tokens come `tpot_s` apart; none if `ttft_s` is None. It has
     `max_tokens` of `num_tokens`."""
@@ -33,6 +34,7 @@ def record(
         token_times_s=times,
         end_s=times[-1] if times else None,
         group=group,
+        error=error,
     )
 
 

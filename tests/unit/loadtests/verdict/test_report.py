@@ -9,14 +9,18 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from disagg.loadtests.campaign.report import print_run
+from disagg.loadtests.records import RequestRecord, Status
 from disagg.loadtests.verdict.comparison import curves, rows
-from disagg.loadtests.verdict.goodput import Slo, evaluate
+from disagg.loadtests.verdict.goodput import Reason, Slo, evaluate
 from disagg.loadtests.verdict.report import (
     TextTable,
     comparison_table,
+    hint,
     is_met,
     latency_table,
     print_table,
+    reasons_table,
     score_table,
     sweep_table,
     verdict,
@@ -177,9 +181,55 @@ def test_the_page_of_a_run() -> None:
     assert "<abc>" in shown
 
 
+LATE = "RESOURCE_EXHAUSTED: the first token is expected after {} s, the target is 1 s"
+NOTHING = [
+    record(0, None, status="failed", error="UNAVAILABLE: socket closed"),
+    record(1, None, status="refused", error=LATE.format("36.5")),
+    record(2, None, status="refused", error=LATE.format("7")),
+]
+
+
+def test_reasons_are_counted_without_their_numbers_and_the_first_one_has_a_hint() -> None:
+    table = reasons_table(evaluate(NOTHING, SLO, 1.0))
+    assert table.rows == [
+        (LATE.format("36.5"), "refused", "2"),
+        ("UNAVAILABLE: socket closed", "failed", "1"),
+    ]
+    assert table.note == (
+        "hint: the cluster refuses what it expects to miss its TTFT target; lower --rate, allow more with "
+        "--slo-ttft-ms, or add workers"
+    )
+    assert evaluate([record(0, 0.5)], SLO, 1.0).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("refused", "has no room for this load; lower --rate"),
+        ("deadline", "--request-timeout-s"),
+        ("dropped", "more requests were in flight than the generator allows"),
+        ("failed", "the message says what failed"),
+    ],
+)
+def test_each_status_has_a_hint(status: Status, words: str) -> None:
+    assert words in hint(Reason(status=status, text="", count=1))
+
+
+def test_the_terminal_names_reasons_and_only_where_there_are_some() -> None:
+    def printed(records: list[RequestRecord]) -> str:
+        out = io.StringIO()
+        print_run(Console(file=out, width=200), "r", evaluate(records, SLO, 1.0), 0.9)
+        return out.getvalue()
+
+    assert LATE.format("36.5") in printed(NOTHING)
+    assert "requests without a whole answer" not in printed([record(0, 0.5)])
+
+
 def test_the_page_of_a_run_in_which_nothing_came() -> None:
-    nothing = [record(0, None, status="refused")]
-    assert "MISSED: 0.0 %" in check_page(run_page("r", nothing, SLO, 1.0, min_attainment=0.9), "r", num_charts=6)
+    shown = check_page(run_page("r", NOTHING, SLO, 1.0, min_attainment=0.9), "r", num_charts=6)
+    assert "MISSED: 0.0 %" in shown
+    assert LATE.format("36.5") in shown
+    assert "hint: the cluster refuses" in shown
 
 
 def test_the_page_of_a_sweep() -> None:
