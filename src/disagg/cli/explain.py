@@ -16,35 +16,53 @@ from rich.text import Text
 
 from disagg.cli.address import reaching
 from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client
-from disagg.client import Explanation
+from disagg.cli.request_ids import find, shortened
+from disagg.client import Client, Explanation
 from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import format_bytes, table
 from disagg.gateway.operators.admin_answers import explanation_json
+from disagg.proto.errors import RequestNotFoundError
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
 """Parts of an option's cost; each is a column of the table if any option has some of it."""
+MAX_LISTED = 1000
+"""Largest number of requests that a gateway lists."""
+UNBOUNDED = 10_000
+"""Width in columns in which every table fits."""
 LOOKED_AT = 100
 """Number of latest requests that are searched for one that is no probe of `disagg doctor`."""
 
 
 def run_explain(address: str, request_id: str | None, console: Console, *, as_json: bool) -> None:
-    """Explain a request, or the latest one.
+    """Explain a request, or the latest one. The beginning of an id is enough if no other recent one begins with it.
 
     Raises:
+        ConfigError: if several ids begin with `request_id`.
         LaunchError: if there is no gateway, or no request.
         RequestNotFoundError: if the request is not known (any more).
     """
     with open_client(address) as client, reaching(address):
-        found = latest(client.requests(LOOKED_AT)) if request_id is None else client.explain(request_id)
+        found = latest(client.requests(LOOKED_AT)) if request_id is None else _explain(client, request_id)
     if found is None:
         raise LaunchError(no_request())
     if as_json:
         console.print_json(data=explanation_json(found))
     else:
         console.print(report(found, ascii_only=console.options.ascii_only))
+
+
+def _explain(client: Client, request_id: str) -> Explanation:
+    try:
+        return client.explain(request_id)
+    except RequestNotFoundError:
+        recent = {request.request_id: request for request in client.requests(MAX_LISTED)}
+        whole = find(request_id, recent)
+        if whole is None:
+            raise
+        return recent[whole]
 
 
 def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> None:
@@ -54,7 +72,10 @@ def run_list(address: str, limit: int, console: Console, *, as_json: bool) -> No
     if as_json:
         console.print_json(data=[explanation_json(request) for request in requests])
     elif requests:
-        console.print(listing(requests, time.time()))
+        now = time.time()
+        whole = listing(requests, now)
+        fits = console.measure(whole, options=console.options.update(width=UNBOUNDED)).maximum <= console.width
+        console.print(whole if fits else listing(requests, now, are_ids_short=True))
     else:
         console.print(no_request(), markup=False, highlight=False, soft_wrap=True)
 
@@ -221,13 +242,16 @@ def _bar(start_ms: float, stop_ms: float, whole_ms: float, cells: int, mark: str
 # ---------------------------------------------------------------- many requests
 
 
-def listing(requests: Sequence[Explanation], now: float) -> Table:
-    """Table with a line for each request. `now` is in seconds since the epoch."""
-    made = table("request", "ago>", "outcome", "prefill", "decode", "prompt>", "output>", "TTFT ms>", "total ms>")
-    for request in requests:
+def listing(requests: Sequence[Explanation], now: float, *, are_ids_short: bool = False) -> Table:
+    """Table with a line for each request, with whole or shortened ids. `now` is in seconds since the epoch."""
+    made = table("request", "ago>", "outcome", "prefill", "decode", "prompt>", "output>", "TTFT\nms>", "total\nms>")
+    for column in (made.columns[0], made.columns[1], *made.columns[5:]):
+        column.no_wrap = True
+    ids = [request.request_id for request in requests]
+    for request, request_id in zip(requests, shortened(ids) if are_ids_short else ids, strict=True):
         ended = {entry.stage: entry.at_ms for entry in request.stages}
         made.add_row(
-            Text(request.request_id, overflow="fold"),
+            Text(request_id),
             _ago(now - request.arrived_at),
             Text(request.outcome + (" (probe)" if request.is_probe else "")),
             Text(request.prefill_worker or "-"),

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from disagg.cli import explain
+from disagg.cli.request_ids import shortened
 from disagg.cluster.system.children import LaunchError
-from disagg.proto.errors import RequestNotFoundError, UnavailableError
+from disagg.proto.errors import ConfigError, RequestNotFoundError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
 
@@ -163,10 +164,53 @@ def test_the_list() -> None:
     refused = pb.ExplainRequestResponse(request_id="r2", outcome="slow_down", prompt_tokens=9, arrived_at=100.0)
     lines = text_of(explain.listing([whole(), refused], 1030.0)).splitlines()
     assert [line.split() for line in lines] == [
-        ["request", "ago", "outcome", "prefill", "decode", "prompt", "output", "TTFT", "ms", "total", "ms"],
+        ["TTFT", "total"],
+        ["request", "ago", "outcome", "prefill", "decode", "prompt", "output", "ms", "ms"],
         ["r1", "30", "s", "length", "prefill-0", "decode-1", "117", "5", "26", "66"],
         ["r2", "16", "min", "slow_down", "-", "-", "9", "0"],
     ]
+
+
+def test_the_list_has_a_line_for_each_request_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+    for index in range(2):
+        request = whole()
+        request.request_id = f"{index:x}" * 32
+        requests.append(request)
+    monkeypatch.setattr(explain, "open_client", lambda address: Requests(*requests))
+    for width, digits in ((80, 8), (120, 32)):
+        out = io.StringIO()
+        explain.run_list("x:1", 20, Console(file=out, width=width), as_json=False)
+        first, second = out.getvalue().splitlines()[2:]
+        assert (first.split()[0], second.split()[0]) == ("0" * digits, "1" * digits)
+        assert first.split()[-4:] == ["117", "5", "26", "66"]
+
+
+def named(*ids: str) -> Requests:
+    return Requests(*(pb.ExplainRequestResponse(request_id=each) for each in ids))
+
+
+def test_the_beginning_of_an_id_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "request   abcd " in run(monkeypatch, named("abcd", "b"), "ab")
+    assert "request   ab " in run(monkeypatch, named("abcd", "ab"), "ab")
+    with pytest.raises(ConfigError, match=r"^request: 2 ids begin with ab: abcd, abce; type more of it$"):
+        run(monkeypatch, named("abcd", "abce"), "ab")
+    with pytest.raises(RequestNotFoundError):
+        run(monkeypatch, named("abcd"), "x")
+
+
+@pytest.mark.parametrize(
+    ("ids", "short"),
+    [
+        (["0123456789", "abcdefghij"], ["01234567", "abcdefgh"]),
+        (["01234567890", "01234567899"], ["01234567890", "01234567899"]),
+        (["012345678aaa", "012345678bbb", "x"], ["012345678a", "012345678b", "x"]),
+        (["0123456789", "0123456789"], ["01234567", "01234567"]),
+        ([], []),
+    ],
+)
+def test_shortened_ids_differ_where_ids_differ(ids: list[str], short: list[str]) -> None:
+    assert shortened(ids) == short
 
 
 class Requests:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from disagg.cli.replay.story import Story, drawn, to_dict
 from disagg.cli.replay.wording import command_text, entry_text, error_text
+from disagg.cli.request_ids import find
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId
 from disagg.router.recording.entries import EndReason, Entry, Handled, Header
@@ -72,9 +73,11 @@ def run_replay(file: Path, request_id: str | None, console: Console, *, as_json:
     """
     try:
         with file.open("rb") as opened, _silent_router():
+            whole_id = None if request_id is None else _whole_id(RecordingReader(opened), request_id)
+            opened.seek(0)
             reader = RecordingReader(opened)
             header = reader.header
-            story = None if request_id is None else Story(RequestId(request_id), header.epoch_s - header.clock)
+            story = None if whole_id is None else Story(RequestId(whole_id), header.epoch_s - header.clock)
             outcome = replay(reader, story)
     except (OSError, RecordingError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -90,6 +93,21 @@ def run_replay(file: Path, request_id: str | None, console: Console, *, as_json:
             console.print()
         console.print(summary(file, outcome))
     return outcome.exit_status
+
+
+def _whole_id(reader: RecordingReader, request_id: str) -> str:
+    """The id of the recording that begins with `request_id`; `request_id` itself if there is none. Raises `ConfigError`
+    if there are several."""
+    ids: list[str] = []
+    with suppress(RecordingError):  # what comes after the damage is not replayed either
+        ids += _ids(reader)
+    return find(request_id, ids) or request_id
+
+
+def _ids(reader: RecordingReader) -> Iterator[str]:
+    for entry in reader.entries():
+        if isinstance(entry, Handled) and isinstance(entry.event, Submit):
+            yield entry.event.request.request_id
 
 
 def replay(reader: RecordingReader, story: Story | None) -> Outcome:

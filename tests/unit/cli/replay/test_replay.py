@@ -105,6 +105,11 @@ def test_the_story_of_a_request(tmp_path: Path) -> None:
     ]
 
 
+def test_the_beginning_of_several_ids(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^request: 2 ids begin with r: r0, r1; type more of it$"):
+        replayed(file_of(header_of(CONFIG), entries()), tmp_path, "r")
+
+
 def test_as_json(tmp_path: Path) -> None:
     file, out = tmp_path / "a.events", io.StringIO()
     file.write_bytes(file_of(header_of(CONFIG), entries(), is_ended=False))
