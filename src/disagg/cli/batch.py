@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.cli.address import DEFAULT_HTTP_ADDRESS, check_address
+from disagg.cli.address import DEFAULT_HTTP_ADDRESS, check_http_address
 from disagg.cluster.system.terminal import console, examples
 
 batch_app = typer.Typer(help="Batches: many requests in a file, answered as there is room.", no_args_is_help=True)
@@ -17,10 +17,10 @@ batch_app = typer.Typer(help="Batches: many requests in a file, answered as ther
 def batch_run(
     file: Annotated[Path, typer.Argument(help="One request a line, as OpenAI's batches.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where answers go; FILE.out.jsonl.")] = None,
-    address: Annotated[str, typer.Option(help="Of the gateway's HTTP.")] = DEFAULT_HTTP_ADDRESS,
+    address: Annotated[str, typer.Option(help="host:port of the gateway's HTTP.")] = DEFAULT_HTTP_ADDRESS,
 ) -> None:
     """Run the requests of a file and write their answers; errors go to a file beside them. Ctrl-C cancels the batch."""
     from disagg.cli.operations.batch import run_batch
 
     target = output or file.with_name(f"{file.name}.out.jsonl")
-    raise typer.Exit(run_batch(check_address(address), file, target, console(stderr=True)))
+    raise typer.Exit(run_batch(check_http_address(address), file, target, console(stderr=True)))

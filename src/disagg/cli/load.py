@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from disagg.cli.address import DEFAULT_ADDRESS
+from disagg.cli.address import DEFAULT_ADDRESS, check_address
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def run(
     """Play a scenario against a running cluster. Exit status: 0 limits met, 1 missed, 2 not valid."""
     from disagg.cli import load_commands as commands
 
+    check_address(address)
     options = shared.common(address, requests, rate=rate, duration=duration, request_timeout_s=request_timeout_s)
     status = (
         commands.web(options, address, record, web_port, console())
@@ -174,7 +175,7 @@ def sweep(
     """Find the largest rate at which enough requests meet their limits."""
     from disagg.cli import load_commands as commands
 
-    where = address if shape is None else commands.shape_of(shape, config, model)
+    where = check_address(address) if shape is None else commands.shape_of(shape, config, model)
     options = shared.common(address if shape is None else None, requests)
     search = commands.search_of(start_rate, max_rate, tolerance, shared.min_attainment)
     raise typer.Exit(commands.sweep(options, where, search, out, attempts, console()))

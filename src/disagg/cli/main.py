@@ -175,16 +175,34 @@ def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
 
 
 @app.command(
-    rich_help_panel=OPERATE, epilog=examples("disagg health", "disagg health --live --url https://127.0.0.1:8471")
+    rich_help_panel=OPERATE,
+    epilog=examples(
+        "disagg health", "disagg health --address 10.0.0.5:8470", "disagg health --live --url https://127.0.0.1:8471"
+    ),
 )
 def health(
-    url: Annotated[str, typer.Option("--url", help="Of the gateway's HTTP.")] = f"http://{DEFAULT_HTTP_ADDRESS}",
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help=f"URL of the gateway's HTTP; http://{DEFAULT_HTTP_ADDRESS} without --address."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            "-a",
+            envvar="DISAGG_ADDRESS",
+            help="host:port of the gateway (gRPC). With a key that may see its state, it is asked for its URL.",
+        ),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask whether it is alive, not whether it is ready.")] = False,
 ) -> None:
     """Ask a gateway whether it takes requests. Exit status 0 if so, 1 if not: for probes. Needs no key."""
-    from disagg.cli.doctor.health import ALIVE, READY, run_health
+    from disagg.cli.doctor.health import ALIVE, READY, run_health, run_health_at
 
-    raise typer.Exit(run_health(url, ALIVE if live else READY, os.environ, console()))
+    path = ALIVE if live else READY
+    if url is None and address is not None:
+        raise typer.Exit(run_health_at(address, path, os.environ, console()))
+    raise typer.Exit(run_health(url or f"http://{DEFAULT_HTTP_ADDRESS}", path, os.environ, console()))
 
 
 @app.command(

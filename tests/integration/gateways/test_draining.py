@@ -22,8 +22,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from disagg.cli.doctor.health import ALIVE, READY, run_health
+from disagg.cli.doctor.health import ALIVE, READY, run_health, run_health_at
+from disagg.cli.operations.operate import run_status
 from disagg.client import AsyncClient
+from disagg.cluster.system.children import LaunchError
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.proto.errors import UnavailableError
 from tests.integration.security.test_security import http_get
@@ -86,10 +88,22 @@ async def test_the_command_for_probes(folder: Path, tmp_path: Path) -> None:
         status = await asyncio.to_thread(run_health, url, path, environ, Console(file=shown))
         return status, shown.getvalue()
 
+    async def ask_at(address: str, path: str) -> tuple[int, str]:
+        shown = io.StringIO()
+        status = await asyncio.to_thread(run_health_at, address, path, {}, Console(file=shown))
+        return status, shown.getvalue().partition(";")[0]
+
     async with running(folder, router, http_port=0) as server:
         url = f"http://{server.http_address}"
         assert await ask(url, ALIVE, {}) == (0, '200 {"status":"alive"}\n')
         assert await ask(url, READY, {}) == (1, '503 {"status":"no decode worker"}\n')
+        assert await ask_at(server.address, READY) == (0, "SERVING (gRPC)\n")  # no controller tells where HTTP is
+        await server.set_serving(False)
+        assert await ask_at(server.address, READY) == (1, "NOT_SERVING (gRPC)\n")
+        with pytest.raises(LaunchError, match=r"speaks HTTP; gRPC is at 127\.0\.0\.1:8470, unless gateway.port says"):
+            await asyncio.to_thread(run_status, server.http_address, Console(file=io.StringIO()))
+        address = server.address
+    assert await ask_at(address, ALIVE) == (1, f"{address} does not answer: failed to connect to all addresses")
     status, text = await ask(url, ALIVE, {})
     assert (status, text.startswith(f"{url} does not answer")) == (1, True)
     async with running(folder, router, http_port=0, tls=tls) as server:

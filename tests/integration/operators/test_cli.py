@@ -104,6 +104,17 @@ def test_status_and_top_show_the_workers(cluster: ProcessCluster) -> None:
         ]
 
 
+def test_health_of_the_gateway_of_the_address(cluster: ProcessCluster) -> None:
+    assert disagg(cluster, "health") == '200 {"status":"ready"}\n'
+    assert disagg(cluster, "health", "--live") == '200 {"status":"alive"}\n'
+
+
+def test_the_address_of_http_says_where_grpc_is(cluster: ProcessCluster) -> None:
+    done = CliRunner().invoke(app, ["generate", "x", "--address", cluster.http_address])
+    text = f"{cluster.http_address} speaks HTTP; gRPC is at 127.0.0.1:8470, unless gateway.port says otherwise"
+    assert str(done.exception) == text
+
+
 def test_top_ends_by_itself_where_nobody_watches(cluster: ProcessCluster) -> None:
     assert disagg(cluster, "top").startswith(f"disagg {cluster.address}   prefill 2 of 2   decode 2 of 2")
 
@@ -133,7 +144,7 @@ def test_explain_tells_of_a_request_and_of_the_latest(cluster: ProcessCluster, c
 def test_the_list_of_requests(cluster: ProcessCluster, client: Client) -> None:
     ids = [client.generate(f"prompt {i}", max_tokens=2, temperature=0.0).request_id for i in range(3)]
     listed = rows(disagg(cluster, "explain", "--list", "--limit", "3"))
-    assert [row[0] for row in listed[1:]] == ids[::-1]
+    assert [row[0] for row in listed[2:]] == ids[::-1]
 
 
 def test_an_unknown_request_names_the_next_command(cluster: ProcessCluster) -> None:
@@ -144,7 +155,7 @@ def test_an_unknown_request_names_the_next_command(cluster: ProcessCluster) -> N
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.endswith("; next: disagg explain --list\n")
+    assert done.stderr.endswith(f"; next: {sys.executable} -m disagg.cli explain --list\n")
 
 
 def test_trace_export(cluster: ProcessCluster, client: Client, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 
-from disagg.cli.address import UNREACHABLE
+from disagg.cli.address import UNREACHABLE, speaks_http, where_grpc_is
 from disagg.cli.doctor.finding import Finding
 from disagg.cli.doctor.pairs import pair_findings
 from disagg.cli.operations.operate import open_client
@@ -37,7 +37,8 @@ def gateway_findings(address: str) -> Iterator[Finding]:
         try:
             state = client.cluster_state()
         except DisaggError as error:
-            yield grpc_failure(address, error, lacks_ca=bool(tls) and not Credentials().ca_cert)
+            lacks_ca = bool(tls) and not Credentials().ca_cert
+            yield grpc_failure(address, error, lacks_ca=lacks_ca, is_http=speaks_http(address))
             return
         yield Finding("ok", "gRPC", f"answers at {address}")
         yield keys_finding(address)
@@ -96,15 +97,18 @@ def transport_finding(address: str, tls: bool | None) -> Finding:
     return Finding("warn", "TLS", text, "set gateway.tls in the configuration")
 
 
-def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool) -> Finding:
+def grpc_failure(address: str, error: DisaggError, *, lacks_ca: bool, is_http: bool = False) -> Finding:
     """Finding about a gateway that does not return its state. `lacks_ca`: it has TLS, and our environment names no
-    CA."""
+    CA. `is_http`: the server answers in HTTP."""
     if isinstance(error, AuthenticationError):
         return Finding("FAIL", "gRPC", f"{address} requires an API key", "export DISAGG_API_KEY=...")
     if isinstance(error, UnavailableError) and error.code == UNREACHABLE:
         if lacks_ca:
             step = "export DISAGG_CA_CERT=FILE, of the CA that signed its certificate; or =system"
             return Finding("FAIL", "gRPC", f"{address} has TLS, and DISAGG_CA_CERT names no CA for it", step)
+        if is_http:
+            text = f"{address} speaks HTTP; {where_grpc_is(_host_port(address)[0])}"
+            return Finding("FAIL", "gRPC", text, "check DISAGG_ADDRESS and --address")
         text = f"something listens at {address}, but no gRPC answers: {error.message}"
         return Finding("FAIL", "gRPC", text, "check DISAGG_ADDRESS, and with TLS the certificates")
     return Finding("FAIL", "gRPC", f"{error.code}: {error.detail}")

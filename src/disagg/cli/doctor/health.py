@@ -10,11 +10,18 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from disagg.proto.errors import ConfigError
+from disagg.cli.address import check_address
+from disagg.cli.doctor.gateway import reachable_from_here, speaks_tls
+from disagg.client import Client
+from disagg.client.credentials import Credentials
+from disagg.proto.errors import AuthenticationError, ConfigError, PermissionDeniedError, UnavailableError
 
 READY, ALIVE = "/readyz", "/livez"
 TIMEOUT_S = 5.0
@@ -48,6 +55,38 @@ def run_health(url: str, path: str, environ: Mapping[str, str], console: Console
         return 1
     console.print(f"{status} {body.decode(errors='replace')}", highlight=False, markup=False, soft_wrap=True)
     return 0 if status == 200 else 1
+
+
+def run_health_at(address: str, path: str, environ: Mapping[str, str], console: Console) -> int:
+    """Do the same for the gateway whose gRPC is at `address`: it says where its HTTP is. Without the key that this
+    takes, or without HTTP, ask gRPC's own probe, which says less: that the gateway answers and does not drain.
+
+    Raises:
+        ConfigError: if the address is invalid.
+    """
+    check_address(address)
+    try:
+        with Client(address) as client:
+            http_address = client.cluster_state().http_address
+    except (AuthenticationError, PermissionDeniedError):
+        http_address = ""
+    except UnavailableError as error:
+        console.print(f"{address} does not answer: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    if http_address:
+        scheme = "https" if speaks_tls(address) else "http"
+        return run_health(f"{scheme}://{reachable_from_here(http_address, address)}", path, environ, console)
+    return _grpc_health(address, console)
+
+
+def _grpc_health(address: str, console: Console) -> int:
+    tls = Credentials(api_key="").channel(address)
+    with grpc.insecure_channel(address) if tls is None else grpc.secure_channel(address, tls) as channel:
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        status = check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).status
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    console.print(f"{name} (gRPC)", highlight=False, markup=False, soft_wrap=True)
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1
 
 
 def _context(environ: Mapping[str, str]) -> ssl.SSLContext:

@@ -255,6 +255,12 @@ def test_a_gateway_that_does_not_tell(error: DisaggError, text: str) -> None:
     assert (found.level, found.text) == ("FAIL", text)
 
 
+def test_the_port_of_http_says_where_grpc_is() -> None:
+    error = UnavailableError("reset", "unreachable")
+    found = doctor_gateway.grpc_failure("a:8471", error, lacks_ca=False, is_http=True)
+    assert found.text == "a:8471 speaks HTTP; gRPC is at a:8470, unless gateway.port says otherwise"
+
+
 def test_a_gateway_that_cannot_be_trusted_for_lack_of_a_ca() -> None:
     found = doctor_gateway.grpc_failure("a:1", UnavailableError("reset", "unreachable"), lacks_ca=True)
     assert found.text == "a:1 has TLS, and DISAGG_CA_CERT names no CA for it"
@@ -498,6 +504,7 @@ def test_who_may_not_probe_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_answer_is_not_asked_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gateway, "speaks_http", lambda address: False)
     assert levels_of(monkeypatch, Cluster(UnavailableError("x", "unreachable"))) == ["ok TLS", "FAIL gRPC"]
     assert levels_of(monkeypatch, Cluster(AuthenticationError("x")), tls=None)[0] == "FAIL port"
 
