@@ -42,7 +42,7 @@ def run_generate(
     content: Prompt = [{"role": "user", "content": text}] if chat else text
     with Client(address) as client:
         with reaching(address):
-            served = model or _only_model([each.name for each in client.models()])
+            served = model or only_model([each.name for each in client.models()])
         with closing(client.stream(content, model=served, **options)) as deltas:
             for delta in deltas:
                 out.write(delta.text)
@@ -52,7 +52,7 @@ def run_generate(
                     notes.write(summary(delta.finished) + "\n")
 
 
-def _only_model(names: Sequence[str]) -> str:
+def only_model(names: Sequence[str]) -> str:
     """The only model; raises `ConfigError` unless there is exactly one."""
     if len(names) != 1:
         raise ConfigError(f"--model: the gateway serves {', '.join(names) or 'none that you may use'}; choose one")

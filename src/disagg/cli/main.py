@@ -12,7 +12,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,11 +24,7 @@ from disagg.cli.load import load_app
 from disagg.cli.model import model_app
 from disagg.cli.operations.usage_command import register as register_usage
 from disagg.cli.planning import commands as planning
-from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import AddressOption, console, examples
-
-if TYPE_CHECKING:
-    from disagg.proto.errors import DisaggError
 
 SERVE, OPERATE, MEASURE, MODELS = "Serve", "Operate", "Measure", "Models"
 """Groups of commands in the help."""
@@ -166,6 +162,21 @@ def generate(
     run_generate(address, text, chat=chat, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
 
 
+@app.command(
+    rich_help_panel=SERVE,
+    epilog=examples("disagg chat", "disagg chat --model smollm2-135m", "echo 'What is a cache?' | disagg chat"),
+)
+def chat(
+    address: AddressOption = DEFAULT_ADDRESS,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="The only one served, if unset.")] = None,
+) -> None:
+    """Talk with a model on a running cluster; /help lists the commands. A pipe is one message, answered once."""
+    _quiet_grpc()
+    from disagg.cli.chat.command import run_chat
+
+    run_chat(address, model, console())
+
+
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg status", "disagg status --address 10.0.0.5:8470"))
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Show the pools and workers of a running cluster."""
@@ -287,6 +298,7 @@ def top(
     interval: Annotated[float, typer.Option("--interval", help="Seconds between updates.", min=0.1)] = 1.0,
 ) -> None:
     """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. Ctrl-C ends it."""
+    _quiet_grpc()
     from disagg.cli.top import run_top
 
     raise typer.Exit(run_top(address, console(), once=once, interval_s=interval))
@@ -479,6 +491,12 @@ def key_new(
     raise typer.Exit(run_key_new(tenant, rights, file, console(stderr=True)))
 
 
+def _quiet_grpc() -> None:
+    """Keep gRPC's notes, such as that a gateway stops, off a screen that a command draws on. gRPC reads this when it is
+    imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def main() -> None:
     """Entry point of the `disagg` program."""
     try:
@@ -498,28 +516,9 @@ def _report(error: Exception) -> int:
         typer.echo(f"error: {error}", err=True)
         return 2 if isinstance(error, ConfigError) else 1
     if isinstance(error, DisaggError):
-        step = next_step(error)
-        typer.echo(f"error: {error}" + (f"; next: {step}" if step else ""), err=True)
+        from disagg.cli.next_steps import with_next_step
+
+        typer.echo(f"error: {with_next_step(error)}", err=True)
         return 1
     typer.echo(f"error: {type(error).__name__}: {error}\n(DISAGG_DEBUG=1 shows where)", err=True)
     return 1
-
-
-def next_step(error: DisaggError) -> str:
-    """The next step after an error of the gateway; empty where its message names it, or nothing can be done."""
-    from disagg.proto import errors
-
-    match error:
-        case errors.AuthenticationError():
-            return "set DISAGG_API_KEY to a key of this cluster"
-        case errors.PermissionDeniedError():
-            return "set DISAGG_API_KEY to the key of an administrator"
-        case errors.RequestNotFoundError():
-            return command("explain --list")
-        case errors.UnavailableError(code="unreachable"):
-            return command("doctor")
-        case errors.UnavailableError():
-            return command("status")
-        case errors.OverloadedError(retry_after_s=wait_s):
-            return "" if wait_s is None else f"try again in {wait_s:g} s, or add workers: {command('scale decode=2')}"
-    return ""

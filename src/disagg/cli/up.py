@@ -220,7 +220,11 @@ def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
     model = models[0]
     chosen = f" --model {shlex.quote(model)}" if len(models) > 1 else ""
-    lines = [*_exports(gateway), command(f'generate "What is a cache?"{chosen}{at}')]
+    lines = [
+        *_exports(gateway),
+        command(f"chat{chosen}{at}"),
+        command(f'generate "What is a cache?"{chosen}{at}'),
+    ]
     if http_address:
         lines.append(curl_line(http_address, model, gateway))
     return [*lines, client_line(address, model if len(models) > 1 else ""), command(f"top{at}")]

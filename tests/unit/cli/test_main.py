@@ -27,7 +27,7 @@ from disagg.proto.errors import (
 from disagg.router.api import NO_LIMITS
 from tests.support.checkpoints import write_checkpoint
 
-COMMANDS = ("up", "demo", "generate", "status", "scale", "drain", "top", "explain", "doctor")
+COMMANDS = ("up", "demo", "generate", "chat", "status", "scale", "drain", "top", "explain", "doctor")
 HEAVY = ("torch", "transformers", "ray", "grpc", "gguf", "tokenizers", "numpy")
 
 

@@ -152,11 +152,12 @@ def test_hints_name_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
     lines = up.lines_to_try("127.0.0.1:8470", "", ["fake"], gateway_of())
-    assert [line.split()[0] for line in lines] == ["bin/disagg", "bin/python", "bin/disagg"]
+    assert [line.split()[0] for line in lines] == ["bin/disagg", "bin/disagg", "bin/python", "bin/disagg"]
 
 
 def test_lines_to_try() -> None:
-    generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["it's"], gateway_of())
+    chat, generate, curl, python, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["it's"], gateway_of())
+    assert chat == "disagg chat --address 127.0.0.1:9"
     assert generate == 'disagg generate "What is a cache?" --address 127.0.0.1:9'
     assert top == "disagg top --address 127.0.0.1:9"
     words = shlex.split(curl)
@@ -176,7 +177,7 @@ def test_lines_to_try() -> None:
 
 def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -> None:
     lines = up.lines_to_try("127.0.0.1:8470", "", ["fake"], gateway_of())
-    assert [line.split()[1] for line in lines] == ["generate", "-c", "top"]
+    assert [line.split()[1] for line in lines] == ["chat", "generate", "-c", "top"]
     assert not any("--address" in line for line in lines)
 
 
@@ -199,7 +200,7 @@ def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -
 def test_keys_and_certificates_come_from_the_environment(gateway: dict[str, object], exports: str, curl: str) -> None:
     lines = up.lines_to_try("b:9", "b:10", ["fake"], gateway_of(**gateway))
     assert lines[0] == exports
-    assert lines[2].startswith(curl)
+    assert lines[3].startswith(curl)
 
 
 def test_a_signal_while_starting_stops_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

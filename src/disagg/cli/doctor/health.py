@@ -10,17 +10,14 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from disagg.cli.address import check_address
 from disagg.cli.doctor.gateway import reachable_from_here, speaks_tls
 from disagg.client import Client
-from disagg.client.credentials import Credentials
+from disagg.client.health import serving_status
 from disagg.proto.errors import AuthenticationError, ConfigError, PermissionDeniedError, UnavailableError
 
 READY, ALIVE = "/readyz", "/livez"
@@ -76,17 +73,9 @@ def run_health_at(address: str, path: str, environ: Mapping[str, str], console: 
     if http_address:
         scheme = "https" if speaks_tls(address) else "http"
         return run_health(f"{scheme}://{reachable_from_here(http_address, address)}", path, environ, console)
-    return _grpc_health(address, console)
-
-
-def _grpc_health(address: str, console: Console) -> int:
-    tls = Credentials(api_key="").channel(address)
-    with grpc.insecure_channel(address) if tls is None else grpc.secure_channel(address, tls) as channel:
-        check: Any = health_pb2_grpc.HealthStub(channel).Check
-        status = check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).status
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-    console.print(f"{name} (gRPC)", highlight=False, markup=False, soft_wrap=True)
-    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1
+    status = serving_status(address, TIMEOUT_S)
+    console.print(f"{status} (gRPC)", highlight=False, markup=False, soft_wrap=True)
+    return 0 if status == "SERVING" else 1
 
 
 def _context(environ: Mapping[str, str]) -> ssl.SSLContext:

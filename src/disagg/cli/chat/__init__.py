@@ -1,0 +1,1 @@
+"""`disagg chat`: a conversation in the terminal."""
