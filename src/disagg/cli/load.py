@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from disagg.cli import completion
 from disagg.cli.address import DEFAULT_ADDRESS, check_address
 from disagg.cluster.system.terminal import AddressOption, console, examples
 
@@ -34,7 +35,12 @@ def root(context: typer.Context) -> None:
     context.with_resource(sigterm_raises())
 
 
-ScenarioOption = Annotated[str, typer.Option("--scenario", "-s", help="File, or name of one that comes with disagg.")]
+ScenarioOption = Annotated[
+    str,
+    typer.Option(
+        "--scenario", "-s", help="File, or name of one that comes with disagg.", autocompletion=completion.scenarios
+    ),
+]
 RateOption = Annotated[float | None, typer.Option("--rate", help="Requests per second, instead of the scenario's.")]
 DurationOption = Annotated[float | None, typer.Option("--duration", help="Seconds of arrivals.")]
 RequestsOption = Annotated[int | None, typer.Option("--requests", help="Number of requests.", min=1)]
@@ -52,7 +58,12 @@ TimeoutOption = Annotated[float | None, typer.Option("--request-timeout-s", help
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write the report with plots to this file.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Configuration that all shapes share.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Name of an imported model, or 'fake'.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Name of an imported model, or 'fake'.", autocompletion=completion.usable_models
+    ),
+]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder of recordings; complete ones are kept.")]
 AttemptsOption = Annotated[int, typer.Option("--attempts", help="At most so many tries of a run that was late.", min=1)]
 

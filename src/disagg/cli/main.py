@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from disagg import __version__
+from disagg.cli import completion
 from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from disagg.cli.batch import batch_app
 from disagg.cli.cluster import app as cluster_app
@@ -64,7 +65,12 @@ class EngineName(StrEnum):
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML configuration; defaults without one.")]
 LauncherOption = Annotated[LauncherName, typer.Option(help="What starts and holds the processes.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Name of an imported model, folder, or 'fake'.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Name of an imported model, folder, or 'fake'.", autocompletion=completion.usable_models
+    ),
+]
 PortOption = Annotated[int | None, typer.Option(help="Port of the gateway; 0 takes any free one.", min=0, max=65535)]
 PrefillOption = Annotated[int | None, typer.Option("--prefill", help="Number of prefill workers.", min=1)]
 DecodeOption = Annotated[int | None, typer.Option("--decode", help="Number of decode workers.", min=1)]
@@ -150,7 +156,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="As a user's turn of a chat, or as plain text to be continued.")
     ] = True,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The only one served, if unset.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The only one served, if unset.", autocompletion=completion.served_models),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=2**32 - 1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0, max=100.0)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0, max=2**64 - 1)] = None,
@@ -168,7 +177,10 @@ def generate(
 )
 def chat(
     address: AddressOption = DEFAULT_ADDRESS,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The only one served, if unset.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The only one served, if unset.", autocompletion=completion.served_models),
+    ] = None,
 ) -> None:
     """Talk with a model on a running cluster; /help lists the commands. A pipe is one message, answered once."""
     _quiet_grpc()
@@ -233,7 +245,7 @@ def scale(
 
 @app.command(rich_help_panel=OPERATE, epilog=examples("disagg drain decode-0", "disagg drain decode-0 --deadline 30s"))
 def drain(
-    worker: Annotated[str, typer.Argument(help="Such as decode-0.")],
+    worker: Annotated[str, typer.Argument(help="Such as decode-0.", autocompletion=completion.workers)],
     address: AddressOption = DEFAULT_ADDRESS,
     wait: WaitOption = True,
     timeout: TimeoutOption = 600.0,
@@ -318,7 +330,12 @@ def twin(address: AddressOption = DEFAULT_ADDRESS) -> None:
     epilog=examples("disagg explain", "disagg explain --list", "disagg explain --shape", "disagg explain --json"),
 )
 def explain(
-    request_id: Annotated[str | None, typer.Argument(help="Of the request; the latest one without.")] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id of the request, or how it begins; the latest one without.", autocompletion=completion.requests
+        ),
+    ] = None,
     address: AddressOption = DEFAULT_ADDRESS,
     show_list: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
     show_shape: Annotated[
@@ -381,7 +398,12 @@ def doctor(
     ),
 )
 def simulate(
-    scenario: Annotated[str, typer.Argument(help="File, name of one that comes with disagg, or a file of phases.")],
+    scenario: Annotated[
+        str,
+        typer.Argument(
+            help="File, name of one that comes with disagg, or a file of phases.", autocompletion=completion.scenarios
+        ),
+    ],
     times: Annotated[Path, typer.Option("--times", "-t", help="How long steps and messages take: see docs.")],
     cluster: Annotated[
         Path | None, typer.Option("--cluster", "-c", help="YAML configuration of the cluster; defaults without one.")

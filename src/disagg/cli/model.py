@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.cli import completion
 from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import console, examples
 
@@ -38,7 +39,9 @@ def model_import(
 
 
 @model_app.command("verify", epilog=examples("disagg model verify smollm2-135m"))
-def model_verify(name: Annotated[str, typer.Argument(help="Of an imported model.")]) -> None:
+def model_verify(
+    name: Annotated[str, typer.Argument(help="Of an imported model.", autocompletion=completion.imported_models)],
+) -> None:
     """Hash a model's files and compare with its import. Exit status: 0 all are the same, 1 not."""
     from disagg.cluster.models.catalog import verify_model
 

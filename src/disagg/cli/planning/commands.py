@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.cli import completion
 from disagg.cluster.system.terminal import console, examples
 
 
@@ -36,7 +37,12 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", dir_okay=False)],
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Name of an imported model, or its folder. With --recording only a name."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Name of an imported model, or its folder. With --recording only a name.",
+            autocompletion=completion.imported_models,
+        ),
     ] = None,
     recording: Annotated[
         list[Path] | None,
@@ -77,16 +83,33 @@ def calibrate(
 
 def plan(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A well-known model, an imported one, its folder, or a config.json.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A well-known model, an imported one, its folder, or a config.json.",
+            autocompletion=completion.planned_models,
+        ),
     ],
-    device: Annotated[str, typer.Option("--device", "-d", help="h100, h200, b200, a100, l40s or cpu-core.")],
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", "-d", help="h100, h200, b200, a100, l40s or cpu-core.", autocompletion=completion.devices
+        ),
+    ],
     tp: Annotated[str | None, typer.Option("--tp", help="Widths that may be used, such as 1,2,4.")] = None,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline parallelism: only 1 is supported.")] = 1,
     ep: Annotated[int, typer.Option("--ep", help="Expert parallelism: only 1 is supported.")] = 1,
     prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", help="Of each request.")] = None,
     output_tokens: Annotated[int | None, typer.Option("--output-tokens", help="Of each answer.")] = None,
     scenario: Annotated[
-        str | None, typer.Option("--scenario", "-s", help="Lengths, arrivals and limits of a load test instead.")
+        str | None,
+        typer.Option(
+            "--scenario",
+            "-s",
+            help="Lengths, arrivals and limits of a load test instead.",
+            autocompletion=completion.scenarios,
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option("--requests", help="Of the scenario.", min=1)] = None,
     rate: Annotated[float | None, typer.Option("--rate", help="Requests per second.")] = None,
