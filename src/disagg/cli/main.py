@@ -309,7 +309,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     interval: Annotated[float, typer.Option("--interval", help="Seconds between updates.", min=0.1)] = 1.0,
 ) -> None:
-    """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. Ctrl-C ends it."""
+    """Watch a running cluster: pools, KV of each worker, requests by stage, targets met, transfers. q ends it."""
     _quiet_grpc()
     from disagg.cli.top import run_top
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from disagg.cli.keyboard import quits_on_q
 from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
@@ -44,7 +46,7 @@ class Earlier:
 
 
 def run_top(address: str, console: Console, *, once: bool, interval_s: float) -> int:
-    """Draw until Ctrl-C; only one picture with `once`, or where standard output is no terminal. Returns the exit
+    """Draw until q or Ctrl-C; only one picture with `once`, or where standard output is no terminal. Returns the exit
     status.
 
     Raises:
@@ -58,7 +60,7 @@ def run_top(address: str, console: Console, *, once: bool, interval_s: float) ->
             console.print(picture(state, address, ascii_only=ascii_only))
             return 0
         try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
+            with quits_on_q(sys.stdin), Live(console=console, screen=True, auto_refresh=False) as live:
                 for drawn in pictures(client, address, interval_s, ascii_only=ascii_only):
                     live.update(drawn, refresh=True)
         except KeyboardInterrupt:
@@ -80,7 +82,7 @@ def pictures(client: Client, address: str, interval_s: float, *, ascii_only: boo
         except (UnavailableError, RequestCancelledError):
             pass  # shown below
         seen_at = 0.0
-        problem = f"no gateway answers at {address}; waiting for it (Ctrl-C ends this)"
+        problem = f"no gateway answers at {address}; waiting for it (q ends this)"
         yield picture(state, address, problem=problem, ascii_only=ascii_only)
         time.sleep(RETRY_S)
 

@@ -169,7 +169,7 @@ def test_a_gateway_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     shown = [text_of(picture) for picture in itertools.islice(drawn, 6)]
     with pytest.raises(PermissionDeniedError):
         next(drawn)
-    lost = "no gateway answers at x:1; waiting for it (Ctrl-C ends this)"
+    lost = "no gateway answers at x:1; waiting for it (q ends this)"
     assert [text.startswith(lost) for text in shown] == [False, False, True, True, False, True]
     assert pauses == [top.RETRY_S] * 3
     # A rate needs two states of one stream.

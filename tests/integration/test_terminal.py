@@ -1,4 +1,4 @@
-"""`disagg chat` in a terminal, on a real gateway whose answers follow a script."""
+"""`disagg chat` and `disagg top` in a terminal, on a real gateway whose answers follow a script."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,8 @@ IN_TERMINAL = (
 )
 """Program that makes standard input the terminal of its session, so that Ctrl-C there is a signal, and then runs
 another one."""
-CHAT = (sys.executable, "-m", "disagg.cli", "chat")
+DISAGG = (sys.executable, "-m", "disagg.cli")
+CHAT = (*DISAGG, "chat")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,12 @@ class Terminal:
     """A program in a terminal of its own: what it has shown, and the keys that are pressed."""
 
     def __init__(self, keys: int, reader: asyncio.StreamReader) -> None:
-        self._keys = keys
+        self.keys = keys
         self._reader = reader
         self.shown = ""
 
     def press(self, keys: str) -> None:
-        os.write(self._keys, keys.encode())
+        os.write(self.keys, keys.encode())
 
     async def until(self, text: str) -> str:
         """Wait for a text, and return all that was shown up to its end since the text before."""
@@ -178,3 +180,15 @@ async def test_a_pipe_is_answered_once(folder: Path) -> None:
         out, errors = await asyncio.wait_for(process.communicate(b"hi\n"), WAIT_S)
     assert (out, errors, process.returncode) == (b"the cat\n", b"", 0)
     assert len(router.submitted) == 1
+
+
+async def test_q_ends_top_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
+    async with running(folder, FakeRouter()) as server:
+        env = {**environment(server.address), "TERM": "xterm"}
+        async with terminal(*DISAGG, "top", env=env) as (screen, process):
+            before = termios.tcgetattr(screen.keys)
+            await screen.until(server.address)
+            screen.press("xq")
+            assert "Traceback" not in await screen.end()
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+            assert termios.tcgetattr(screen.keys) == before
