@@ -114,5 +114,5 @@ def _in_short(score: Score) -> str:
     ttft, tpot = score.ttft, score.tpot
     return (
         f"{score.num_ok} of {score.num_due} answered, TTFT p50 {ttft.p50 * 1e3:.0f} p90 {ttft.p90 * 1e3:.0f} ms, "
-        f"TPOT p50 {tpot.p50 * 1e3:.1f} p90 {tpot.p90 * 1e3:.1f} ms{problems}"
+        f"TPOT p50 {tpot.p50 * 1e3:.1f} p90 {tpot.p90 * 1e3:.1f} ms{score.main_reason}{problems}"
     )

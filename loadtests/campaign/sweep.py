@@ -41,7 +41,7 @@ def sweep(measure: Measure, search: SearchConfig, slo: Slo, log: Log) -> SweepRe
     while (rate := next_rate(search, probes)) is not None:
         recording = measure(rate)
         score = evaluate(recording.records, slo, recording.info.duration_s)
-        log(f"{rate:g}/s: {score.attainment:.1%} within {slo}")
+        log(f"{rate:g}/s: {score.attainment:.1%} within {slo}{score.main_reason}")
         probes.append(Probe(rate_per_s=rate, attainment=score.attainment, num_requests=score.num_due))
         invalid += [f"{rate:g}/s: {reason}" for reason in score.invalid_reasons]
     return SweepResult(probes=probes, served=served_rate(probes, search.min_attainment), invalid=invalid)

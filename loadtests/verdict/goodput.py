@@ -126,6 +126,12 @@ class Score:
     """Reasons why the run is invalid; empty for a valid one."""
 
     @property
+    def main_reason(self) -> str:
+        """The most frequent reason of requests without a whole answer, such as `; 3 refused: MESSAGE`; empty without
+        such requests."""
+        return next((f"; {reason.count} {reason.status}: {reason.text}" for reason in self.reasons), "")
+
+    @property
     def is_valid(self) -> bool:
         """Whether the generator was on time and every answer has the forced length."""
         return not self.invalid_reasons

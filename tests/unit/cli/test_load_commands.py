@@ -138,10 +138,11 @@ def recorded(rate: float, num_good: int) -> Recording:
             index=index,
             due_s=0.0,
             sent_s=0.0,
-            status="ok",
+            status="ok" if index < num_good else "refused",
             num_prompt_tokens=1,
             max_tokens=1,
-            token_times_s=(0.1 if index < num_good else 9.0,),
+            token_times_s=(0.1,) if index < num_good else (),
+            error="" if index < num_good else f"expected after {index} s",
         )
         for index in range(10)
     ]
@@ -159,4 +160,4 @@ def test_a_sweep_measures_what_the_search_asks_for() -> None:
     result = sweep(measure, SearchConfig(start_rate_per_s=1.0, tolerance=0.5), Slo(ttft_s=1.0), lines.append)
     assert rates == [1.0, 2.0, 4.0, 3.0]
     assert (result.served.served_per_s, result.served.missed_per_s, result.invalid) == (3.0, 4.0, [])
-    assert lines[-2] == "4/s: 50.0% within TTFT 1000 ms"
+    assert lines[-2] == "4/s: 50.0% within TTFT 1000 ms; 5 refused: expected after 5 s"

@@ -22,6 +22,7 @@ from disagg.cli.generate import only_model
 from disagg.cli.next_steps import with_next_step
 from disagg.client import Client
 from disagg.cluster.system.children import LaunchError
+from disagg.cluster.system.program import command as command_line
 from disagg.proto.errors import ConfigError, DisaggError
 
 HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
@@ -151,6 +152,9 @@ class Chat:
         return request_id
 
     def _explain(self, request_id: str) -> None:
+        if not request_id:
+            self.say(f"there is no whole answer to explain; latest requests: {command_line('explain --list')}")
+            return
         try:
             with reaching(self._address):
                 found = self._client.explain(request_id)

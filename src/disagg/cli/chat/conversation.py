@@ -34,7 +34,6 @@ HELP: Final = (
     ("/help", "show this"),
     ("/bye, /quit", "leave, as Ctrl-D does; Ctrl-C stops an answer"),
 )
-NO_ANSWER: Final = "there is no whole answer to explain; `disagg explain --list` has the latest requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,10 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Explain a request."""
+    """Explain the request of the last answer."""
 
     request_id: str
+    """Its id; empty if there is no answer that came whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Conversation:
                 self._turns, self._request_id = [], ""
                 return Say("the conversation begins anew")
             case "/explain":
-                return Explain(self._request_id) if self._request_id else Say(NO_ANSWER)
+                return Explain(self._request_id)
             case "/multi-line" | "/multiline":
                 return self._begin("", self.ask)
             case "/help" | "/?":

@@ -6,7 +6,6 @@ import pytest
 
 from disagg.cli.chat.conversation import (
     HELP,
-    NO_ANSWER,
     PROMPT,
     PROMPT_INSIDE,
     Ask,
@@ -144,7 +143,7 @@ def test_the_system_prompt_comes_first(lines: list[str]) -> None:
 def test_clear_forgets_the_messages_and_nothing_else() -> None:
     made, command = after("/system s", "/set seed 1", "x", "/clear")
     assert command == Say("the conversation begins anew")
-    assert made.read("/explain") == Say(NO_ANSWER)
+    assert made.read("/explain") == Explain("")
     assert made.read("y") == Ask([{"role": "system", "content": "s"}, user("y")], {"seed": 1})
 
 
@@ -157,12 +156,12 @@ def test_show() -> None:
 
 def test_explain_is_of_the_last_answer_that_came_whole() -> None:
     made, command = after("/explain")
-    assert command == Say(NO_ANSWER)
+    assert command == Explain("")
     made, command = after("x", "/explain")
     assert command == Explain("r1")
     made.read("y")
     made.ended("half")
-    assert made.read("/explain") == Say(NO_ANSWER)
+    assert made.read("/explain") == Explain("")
 
 
 def test_help_names_each_command() -> None:

@@ -200,6 +200,8 @@ def test_reasons_are_counted_without_their_numbers_and_the_first_one_has_a_hint(
         "--slo-ttft-ms, or add workers"
     )
     assert evaluate([record(0, 0.5)], SLO, 1.0).reasons == ()
+    assert evaluate(NOTHING, SLO, 1.0).main_reason == f"; 2 refused: {LATE.format('36.5')}"
+    assert evaluate([record(0, 0.5)], SLO, 1.0).main_reason == ""
 
 
 @pytest.mark.parametrize(
