@@ -40,6 +40,8 @@ class Gateway(pb_grpc.InferenceServiceServicer):
         """Whether a call that waits for ever has ended, by its client."""
         self.resumed: list[list[int]] = []
         """The token ids with which clients went on."""
+        self.num_broken = 0
+        """Number of whole answers that broke."""
         self.models = ["m"]
         self.address = ""
 
@@ -73,6 +75,10 @@ class Gateway(pb_grpc.InferenceServiceServicer):
     ) -> pb.GenerateOnceResponse:
         if request.request.text == "refuse":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not this one")
+        if request.request.text == "break" and not self.num_broken:
+            self.num_broken += 1
+            context.send_initial_metadata((("x-disagg-request-id", "r"),))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "socket closed")
         ids = range(NUM_TOKENS)
         return pb.GenerateOnceResponse(text="".join(map(str, ids)), token_ids=ids, finished=END)
 
@@ -97,8 +103,8 @@ class Caller(Protocol):
     def stream(self, address: str, prompt: str, times: int = 1) -> list[list[Delta]]:
         """All deltas of streams that run at the same time."""
 
-    def leave(self, address: str, prompt: str) -> Delta:
-        """The first delta of a stream that is then left."""
+    def leave(self, address: str, prompt: str, left: threading.Event) -> tuple[Delta, bool]:
+        """The first delta of a stream that is then left, and whether `left` is set while the client is still open."""
 
     def close_during(self, address: str, prompt: str) -> None:
         """Closes the client when the first delta of a stream has come, and reads on."""
@@ -115,9 +121,11 @@ class Blocking:
         with Client(address) as client, ThreadPoolExecutor(times) as threads:
             return list(threads.map(lambda _: list(client.stream(prompt)), range(times)))
 
-    def leave(self, address: str, prompt: str) -> Delta:
-        with Client(address) as client, closing(client.stream(prompt)) as deltas:
-            return next(deltas)
+    def leave(self, address: str, prompt: str, left: threading.Event) -> tuple[Delta, bool]:
+        with Client(address) as client:
+            with closing(client.stream(prompt)) as deltas:
+                first = next(deltas)
+            return first, left.wait(WAIT_S)
 
     def close_during(self, address: str, prompt: str) -> None:
         client = Client(address)
@@ -151,10 +159,12 @@ class Asynchronous:
 
         return asyncio.run(run())
 
-    def leave(self, address: str, prompt: str) -> Delta:
-        async def run() -> Delta:
-            async with AsyncClient(address) as client, aclosing(client.stream(prompt)) as deltas:
-                return await anext(deltas)
+    def leave(self, address: str, prompt: str, left: threading.Event) -> tuple[Delta, bool]:
+        async def run() -> tuple[Delta, bool]:
+            async with AsyncClient(address) as client:
+                async with aclosing(client.stream(prompt)) as deltas:
+                    first = await anext(deltas)
+                return first, await asyncio.to_thread(left.wait, WAIT_S)
 
         return asyncio.run(run())
 
@@ -188,8 +198,7 @@ def test_several_at_the_same_time(gateway: Gateway, make: Make) -> None:
 
 @both
 def test_a_stream_that_is_left_is_cancelled(gateway: Gateway, make: Make) -> None:
-    assert make().leave(gateway.address, "wait") == Delta("0", (0,))
-    assert gateway.left.wait(WAIT_S)
+    assert make().leave(gateway.address, "wait", gateway.left) == (Delta("0", (0,)), True)
 
 
 @both
@@ -203,6 +212,12 @@ def test_a_client_that_is_closed_ends_its_calls_as_cancelled(gateway: Gateway, m
 def test_a_stream_that_breaks_goes_on_where_it_was(gateway: Gateway, make: Make) -> None:
     assert read(make().stream(gateway.address, "break")[0]) == TOKENS
     assert gateway.resumed == [[0, 1]]
+
+
+@both
+def test_a_whole_answer_whose_connection_breaks_is_asked_for_again(gateway: Gateway, make: Make) -> None:
+    assert [answer.text for answer in make().generate(gateway.address, "break")] == ["01234"]
+    assert gateway.num_broken == 1
 
 
 @both
