@@ -8,18 +8,21 @@ Only what is cheap is checked here: sizes, nesting and conflicts. `Grammars` (`g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from disagg.gateway.requests.exact_numbers import check_embedded_numbers, check_numbers
 from disagg.gateway.requests.values import check_length, check_unicode, is_deeper
+from disagg.gateway.text.answer_schemas import bound_schema
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 MAX_SCHEMA_DEPTH = 64
 """Maximum depth of nested objects and arrays of a schema."""
 MAX_CHOICES = 1024
+_FRAME_BYTES: Final = 160
+"""Bytes of a grammar around a client's text: the form of the library, and the options of `answer_schemas`."""
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
@@ -71,20 +74,20 @@ def check_structured(given: Constrained) -> str:
     num_bytes = check_unicode(wanted.text, wanted.field)
     check_length(num_bytes, wanted.field, MAX_GRAMMAR_BYTES, "bytes")
     grammar = msgspec.json.encode({"grammars": [_grammar(wanted)]}).decode()
-    check_length(len(grammar.encode()), wanted.field, MAX_GRAMMAR_BYTES + 64, "bytes of grammar")
+    check_length(len(grammar.encode()), wanted.field, MAX_GRAMMAR_BYTES + _FRAME_BYTES, "bytes of grammar")
     return grammar
 
 
 def _grammar(wanted: StructuredOutput) -> dict[str, Any]:
     text = wanted.text
     if wanted.kind == "json_object":
-        return {"json_schema": {"type": "object"}}
+        return {"json_schema": bound_schema({"type": "object"})}
     if wanted.kind == "json_schema":
         schema = _decoded(text, wanted.field)
         if not isinstance(schema, dict):
             raise InvalidRequestError(wanted.field, "must be a JSON schema, which is an object")
         check_numbers(text, wanted.field)
-        return {"json_schema": schema}
+        return {"json_schema": bound_schema(schema)}
     if wanted.kind == "choice":
         return {"lark_grammar": _choice(_decoded(text, wanted.field), wanted.field)}
     if not text:

@@ -1,7 +1,7 @@
 """The grammar of an answer that must be tool calls: what a model writes in its format, with arguments by their schemas.
 
 A model's text is what `tool_calls` reads: whatever this grammar allows is, once complete, calls and nothing else.
-White space is what `json.dumps` writes, as templates show calls: a model without a choice cannot get lost in it.
+Arguments are by `answer_schemas`: their white space is what templates show calls with.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from disagg.gateway.text.answer_schemas import OPTIONS, WHITE_SPACE, close_schema
 from disagg.gateway.text.tool_calls import ToolFormat
 
 MAX_CALLS: Final = 128
 """Maximum number of calls in one turn."""
-_WHITE_SPACE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-_COMBINING: Final = frozenset(
-    ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "unevaluatedProperties", "propertyNames")
-)
-_DEFINITIONS: Final = ("$defs", "definitions")
 
 
 class Function(NamedTuple):
@@ -48,33 +42,11 @@ def call_grammar(tool_format: ToolFormat, functions: Sequence[Function], single:
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         begin = _literal(f'{{"name": "{function.name}", ')
-        arguments = function.schema if function.strict else close_schema(function.schema)
-        schema = {**arguments, "type": "object", "x-guidance": {**_WHITE_SPACE, "lenient": not function.strict}}
+        options = {**WHITE_SPACE, "lenient": not function.strict}
+        schema = {**close_schema(function.schema), "type": "object", OPTIONS: options}
         rules.append(f'call_{i}: {begin} key arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {msgspec.json.encode(schema).decode()}")
     return "\n".join(rules)
-
-
-def close_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema for arguments with names that it has only, where it says nothing of others: a model without a
-    choice would go on inventing some. Combined schemas are left as they are: closed, they might contradict each other.
-    """
-    result: dict[str, Any] = _closed(schema, with_definitions=b'"allOf"' not in msgspec.json.encode(schema))
-    return result
-
-
-def _closed(schema: Any, with_definitions: bool) -> Any:
-    if not isinstance(schema, dict) or not _COMBINING.isdisjoint(schema):
-        return schema
-    changed = dict(schema)
-    for key in ("properties", *(_DEFINITIONS if with_definitions else ())):
-        if isinstance(inner := schema.get(key), dict):
-            changed[key] = {name: _closed(one, with_definitions) for name, one in inner.items()}
-    if "items" in schema:
-        changed["items"] = _closed(schema["items"], with_definitions)
-    if isinstance(schema.get("properties"), dict) and not schema.keys() & {"additionalProperties", "patternProperties"}:
-        changed["additionalProperties"] = False
-    return changed
 
 
 def _literal(text: str) -> str:

@@ -11,6 +11,8 @@ from disagg.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutpu
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
+WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 def grammar_of(wanted: StructuredOutput | None, **others: object) -> str:
     return check_structured(GenerationInput(model="m", prompt=None, structured=wanted, **others))  # type: ignore[arg-type]
@@ -19,8 +21,13 @@ def grammar_of(wanted: StructuredOutput | None, **others: object) -> str:
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
-        ("json_object", "", {"json_schema": {"type": "object"}}),
-        ("json_schema", '{"type": "integer"}', {"json_schema": {"type": "integer"}}),
+        ("json_object", "", {"json_schema": {"type": "object", "x-guidance": WHITE_SPACE}}),
+        ("json_schema", '{"type": "integer"}', {"json_schema": {"type": "integer", "x-guidance": WHITE_SPACE}}),
+        (
+            "json_schema",
+            '{"properties": {"a": {}}}',
+            {"json_schema": {"properties": {"a": {}}, "additionalProperties": False, "x-guidance": WHITE_SPACE}},
+        ),
         ("regex", "a/b\\/c\n", {"lark_grammar": "start: /a\\/b\\/c\\n/"}),
         ("choice", '["yes", "\\"no\\""]', {"lark_grammar": 'start: "yes" | "\\"no\\""'}),
         ("grammar", "start: /a/", {"lark_grammar": "start: /a/"}),
