@@ -86,9 +86,22 @@ class InvalidRequestError(DisaggError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus answer can never fit."""
+    """Prompt plus answer can never fit.
+
+    The message begins as that of other servers does, since their clients fall back to another model by it; the field is
+    named beside it only. Use `too_long` to make one.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, field: str, message: str) -> None:
+        DisaggError.__init__(self, message)
+        self.field = field
+
+    @classmethod
+    def too_long(cls, field: str, context_length: int, why: str) -> ContextLengthError:
+        """The error of a sequence that does not fit into `context_length` tokens."""
+        return cls(field, f"This model's maximum context length is {context_length} tokens. However, {why}")
 
 
 class ContentFilterError(InvalidRequestError):

@@ -107,9 +107,10 @@ def _check_min_tokens(given: GenerationInput, model: ModelInfo) -> int:
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequestError("stopping.max_tokens", f"must be at least 1, not {shown(max_tokens)}")
     if max_tokens is not None and max_tokens >= model.max_model_len:  # A call is charged before it is tokenized.
-        context = f"the context has {model.max_model_len} tokens"
-        raise ContextLengthError(
-            "stopping.max_tokens", f"{context}, so at most {model.max_model_len - 1}, not {shown(max_tokens)}"
+        raise ContextLengthError.too_long(
+            "stopping.max_tokens",
+            model.max_model_len,
+            f"you requested {shown(max_tokens)} tokens in the completion. Ask for at most {model.max_model_len - 1}",
         )
     if min_tokens < 0:
         raise InvalidRequestError("stopping.min_tokens", f"must be at least 0, not {shown(min_tokens)}")

@@ -138,15 +138,15 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
     if max(prompt_token_ids) >= limits.model.vocab_size:
         raise InvalidRequestError(field, "has a token of the tokenizer that is not in the model's vocabulary")
     room = limits.model.max_model_len - len(prompt_token_ids)
-    context = f"the prompt has {len(prompt_token_ids)} tokens and the context {limits.model.max_model_len}"
-    if room < 1:
-        raise ContextLengthError(field, f"{context}, which leaves no room for an answer")
-    if checked.max_tokens is not None and checked.max_tokens > room:
-        raise ContextLengthError(
-            "stopping.max_tokens", f"{context}, so at most {room}, not {shown(checked.max_tokens)}"
-        )
-    if checked.sampling.min_tokens > room:
-        raise ContextLengthError("stopping.min_tokens", f"{context}, so at most {room}")
+    check_num_ids(len(prompt_token_ids), field, limits.model)
+    for name, wanted in (("max_tokens", checked.max_tokens or 0), ("min_tokens", checked.sampling.min_tokens)):
+        if wanted > room:
+            raise ContextLengthError.too_long(
+                f"stopping.{name}",
+                limits.model.max_model_len,
+                f"you requested {shown(len(prompt_token_ids) + wanted)} tokens ({len(prompt_token_ids)} in the prompt, "
+                f"{shown(wanted)} in the completion). Shorten the prompt, or ask for at most {room}",
+            )
     num_values = (1 + checked.sampling.prompt_logprobs) * len(prompt_token_ids)
     if num_values > MAX_PROMPT_VALUES:
         raise InvalidRequestError(
@@ -233,8 +233,8 @@ def check_num_turns(num_turns: int) -> None:
 def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
     """Raises `ContextLengthError` naming `field` if `num_ids` tokens leave no room for an answer."""
     if num_ids >= model.max_model_len:
-        raise ContextLengthError(
-            field, f"{num_ids} tokens leave no room for an answer in a context of {model.max_model_len}"
+        raise ContextLengthError.too_long(
+            field, model.max_model_len, f"the prompt is too long: {num_ids} tokens > {model.max_model_len - 1} maximum"
         )
 
 

@@ -89,6 +89,9 @@ class Tokenizer:
         """Ids of `text`, with the special tokens that the model's post-processor adds unless `special` is false.
         Special tokens that are spelled out in the text become their ids.
 
+        Args:
+            max_tokens: of a prompt: one less than the context has.
+
         Raises:
             ContextLengthError: naming `prompt.text`, where it is soon seen that there are more than `max_tokens`.
         """
@@ -124,8 +127,8 @@ class Tokenizer:
     def check_num_bytes(self, field: str, num_bytes: int, max_tokens: int) -> None:
         """Raises `ContextLengthError` naming `field` if text of this size is always more than `max_tokens`."""
         if self.max_bytes_per_token is not None and num_bytes > max_tokens * self.max_bytes_per_token:
-            raise ContextLengthError(
-                field, f"{num_bytes} bytes are more than {max_tokens} tokens, which is what there is room for"
+            raise ContextLengthError.too_long(
+                field, max_tokens + 1, f"the prompt has {num_bytes} bytes, which are more than {max_tokens} tokens"
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -150,10 +153,10 @@ class Tokenizer:
         num_chars = _FIRST_PREFIX_BYTES_PER_TOKEN * (max_tokens + 1)
         while num_chars < len(text):
             if self._num_tokens(text[:num_chars]) > 2 * max_tokens:
-                raise ContextLengthError(
+                raise ContextLengthError.too_long(
                     field,
-                    f"the first {num_chars} of {len(text)} characters are more than {2 * max_tokens} tokens"
-                    f", and there is room for {max_tokens}",
+                    max_tokens + 1,
+                    f"the first {num_chars} of {len(text)} characters are more than {2 * max_tokens} tokens",
                 )
             num_chars *= 4
 
@@ -166,7 +169,9 @@ class Tokenizer:
         # not made of what is refused.
         encoding = self.backend.encode_batch_fast([text], add_special_tokens=special)[0]
         if max_tokens is not None and len(encoding) > 2 * max_tokens:
-            raise ContextLengthError(field, f"has {len(encoding)} tokens, and there is room for {max_tokens}")
+            raise ContextLengthError.too_long(
+                field, max_tokens + 1, f"the prompt is too long: {len(encoding)} tokens > {max_tokens} maximum"
+            )
         return list(encoding.ids)
 
 

@@ -55,8 +55,8 @@ def refusal(
             if not _may_wait(request, fleet.expected.next_in_s(role, now), config):
                 return missing_worker(role, f"there is no {role} worker", fleet, config, now)
             return queue_refusal(num_waiting, config)
-        return ContextLengthError(
-            "prompt", f"{num_prompt_tokens} tokens and at least one of the answer do not fit into {limit} tokens"
+        return ContextLengthError.too_long(
+            "prompt", limit, f"the prompt is too long: {num_prompt_tokens} tokens > {limit - 1} maximum"
         )
     return queue_refusal(num_waiting, config)
 

@@ -57,7 +57,7 @@ def test_code_message_and_details(error: DisaggError, code: grpc.StatusCode, rea
         quota = details_pb.QuotaFailure.Violation(subject="tenant:a", description=error.message)
         expected.append(details_pb.QuotaFailure(violations=[quota]))
     if isinstance(error, InvalidRequestError):
-        description = error.message.split(": ")[1]
+        description = error.message.removeprefix(f"{error.field}: ")
         violation = details_pb.BadRequest.FieldViolation(field=error.field, description=description)
         expected.append(details_pb.BadRequest(field_violations=[violation]))
     found = [unpack(packed) for packed in status.details]

@@ -16,7 +16,7 @@ TABLE: list[tuple[DisaggError, int, str, str, str]] = [
     (errors.InvalidRequestError("sampling.top_p", "must be in (0, 1], not 2"), 400, "INVALID_ARGUMENT", "invalid_value",
      "sampling.top_p: must be in (0, 1], not 2"),
     (errors.ContextLengthError("prompt", "too long"), 400, "INVALID_ARGUMENT", "context_length_exceeded",
-     "prompt: too long"),
+     "too long"),
     (errors.ContentFilterError("prompt", "the guardrail g refuses it"), 400, "INVALID_ARGUMENT", "content_filter",
      "prompt: the guardrail g refuses it"),
     (errors.UnsamplableError("sampling", "nothing left"), 400, "INVALID_ARGUMENT", "no_token_to_sample",

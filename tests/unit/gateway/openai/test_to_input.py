@@ -281,7 +281,7 @@ def test_fields_have_the_names_of_a_completion(field: str, name: str) -> None:
 
 def test_a_renamed_error_stays_what_it_is() -> None:
     error = FieldNames("prompt", "logprobs").rename(ContextLengthError("stopping.max_tokens", "at most 3"))
-    assert (type(error), error.field, error.message) == (ContextLengthError, "max_tokens", "max_tokens: at most 3")
+    assert (type(error), error.field, error.message) == (ContextLengthError, "max_tokens", "at most 3")
 
 
 @pytest.mark.parametrize(

@@ -324,23 +324,24 @@ def test_the_context(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_prompt_tokens", "field"),
+    ("wanted", "num_prompt_tokens", "field", "why"),
     [
-        (asked(), MAX_MODEL_LEN, "prompt.text"),
-        (asked(chat(("user", "x"))), MAX_MODEL_LEN + 1, "chat.messages"),
-        (asked(max_tokens=MAX_MODEL_LEN - 9), 10, "stopping.max_tokens"),
-        (asked(max_tokens=2**32 - 1), 10, "stopping.max_tokens"),
-        (asked(max_tokens=HUGE), 10, "stopping.max_tokens"),
-        (asked(min_tokens=HUGE), 10, "stopping.min_tokens"),
-        (asked(min_tokens=MAX_MODEL_LEN - 9), 10, "stopping.min_tokens"),
+        (asked(), MAX_MODEL_LEN, "prompt.text", "the prompt is too long: 128 tokens > 127 maximum"),
+        (asked(chat(("user", "x"))), MAX_MODEL_LEN + 1, "chat.messages", "the prompt is too long: 129 tokens > 127"),
+        (asked(max_tokens=119), 10, "stopping.max_tokens", "you requested 129 tokens (10 in the prompt, 119 in the"),
+        (asked(max_tokens=2**32 - 1), 10, "stopping.max_tokens", "you requested 4294967295 tokens in the completion."),
+        (asked(max_tokens=HUGE), 10, "stopping.max_tokens", "you requested "),
+        (asked(min_tokens=HUGE), 10, "stopping.min_tokens", "you requested "),
+        (asked(min_tokens=119), 10, "stopping.min_tokens", "you requested 129 tokens (10 in the prompt, 119 in the"),
     ],
 )
 def test_what_does_not_fit_the_context(
-    limits: Limits, wanted: GenerationInput, num_prompt_tokens: int, field: str
+    limits: Limits, wanted: GenerationInput, num_prompt_tokens: int, field: str, why: str
 ) -> None:
     with pytest.raises(ContextLengthError) as caught:
         fit(limits, wanted, num_prompt_tokens)
     assert caught.value.field == field
+    assert caught.value.message.startswith(f"This model's maximum context length is 128 tokens. However, {why}")
 
 
 def test_what_can_be_resumed(limits: Limits) -> None:

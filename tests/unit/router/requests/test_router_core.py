@@ -265,7 +265,9 @@ def test_what_can_never_fit_is_refused() -> None:
     it = Scenario(worker_info("p0", max_model_len=100), worker_info("d0", num_blocks=5))
     assert it.submit(routed_request("r0", 79)) == ["dispatch p0 r0/0 -> d0"]
     assert it.submit(routed_request("r1", 80)) == ["fail r1 ContextLengthError"]
-    assert str(it.errors["r1"]) == "prompt: 80 tokens and at least one of the answer do not fit into 80 tokens"
+    assert str(it.errors["r1"]) == (
+        "This model's maximum context length is 80 tokens. However, the prompt is too long: 80 tokens > 79 maximum"
+    )
 
 
 def test_a_deadline_that_has_passed_is_refused() -> None:
