@@ -27,7 +27,7 @@ from disagg.gateway.http.errors import (
     error_headers,
 )
 from disagg.gateway.http.shell.exchange import Exchange, Receive, Scope, Send
-from disagg.gateway.http.sites import Sites
+from disagg.gateway.http.sites import Sites, preflight_headers
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.shell.page import Page
@@ -125,8 +125,14 @@ class HttpApp:
             if self._readiness.is_draining:
                 exchange.add_header(b"connection", b"close")
             self._label(exchange, request_id)
+            origin = exchange.headers.get("origin")
+            for name, value in self._sites.headers(origin):
+                exchange.add_header(name, value)
             if scope["path"] not in _PROBED_PATHS:
-                self._sites.check(exchange.headers.get("host"), exchange.headers.get("origin"))
+                self._sites.check(exchange.headers.get("host"), origin)
+            if self._sites.is_preflight(scope["method"], exchange.headers):
+                await self._answer_preflight(exchange)
+                return
             self._authenticate(exchange)
             handler = self._find(scope)
             if _is_inference(scope["method"], scope["path"]):
@@ -163,6 +169,15 @@ class HttpApp:
             raise
         CALLER.set(caller)
         exchange.mark_known()
+
+    async def _answer_preflight(self, exchange: Exchange) -> None:
+        """Say which methods a page may use at a path. A browser sends no key with the question. Raises
+        `UnknownUrlError`."""
+        try:
+            self._find(exchange.scope)
+        except MethodNotAllowedError as error:
+            asked = exchange.headers.get("access-control-request-headers")
+            await exchange.respond_empty(preflight_headers(error.allowed, asked))
 
     def _find(self, scope: Scope) -> Handler:
         """The handler of a path and method. Raises `UnknownUrlError` or `MethodNotAllowedError`."""

@@ -89,7 +89,8 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     loopback: a web page's own name could lead here. Off loopback the name is looked at only where some are given here,
     and IP addresses are taken, too."""
     allowed_origins: tuple[Name, ...] = ()
-    """Web sites, such as `https://chat.example`, whose pages may call a gateway without keys beside its own."""
+    """Web sites, such as `https://chat.example`, whose pages may call a gateway and read its answers, beside its own.
+    Preflight requests of browsers for them are answered without a key."""
     ui: bool | Literal["auto"] = "auto"
     """Whether the HTTP port has a page for operators at `/`. It shows what the key that is entered there may see.
     `auto`: where callers need a key or a certificate, and on loopback without `allowed_hosts`, which a proxy for others

@@ -6,14 +6,38 @@ site, but for the name in `Host`. Where a key is required, neither helps a page,
 required, both headers are checked. A client certificate is sent by the browser itself, whatever page asks: so where
 one is enough, the origin is checked too. The name in `Host` is that of the server's own certificate then. A body must
 be declared as JSON, which no page can send to another site without a preflight request, or is the form of an upload.
+
+A page of another site may read an answer only if the answer names that site (the CORS protocol of the Fetch standard).
+Answers name the sites that the operator allowed, with keys and without.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from disagg.gateway.http.errors import ContentTypeError, ForeignSiteError
+from disagg.gateway.http.errors import ContentTypeError, ForeignSiteError, Headers
+
+_EXPOSED: Final = ", ".join(
+    (
+        "x-request-id",
+        "x-disagg-request-id",
+        "request-id",
+        "retry-after",
+        "retry-after-ms",
+        "x-should-retry",
+        "traceparent",
+        *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    )
+)
+"""Response headers that a page of another site may read."""
+_HEADER_NAMES: Final = re.compile(r"[!#-'*+.0-9A-Z^-z|~, \t-]{1,4096}")
+"""A list of names of headers, as a browser asks for them."""
+_MAX_AGE_S: Final = 7200
+"""Seconds for which a browser need not ask again; browsers keep an answer no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +72,24 @@ class Sites:
                 f"Origin: pages of {origin[:64]!r} may not call this gateway; set gateway.allowed_origins"
             )
 
+    def headers(self, origin: str | None) -> Headers:
+        """Headers of every response to a page of `origin`."""
+        if not self.origins:
+            return []
+        varies = [(b"vary", b"Origin")]
+        if origin is None or origin.lower() not in self.origins:
+            return varies
+        return [
+            *varies,
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", _EXPOSED.encode()),
+        ]
+
+    def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
+        """Whether a browser asks for an allowed site, before it sends what a page wants, whether it may."""
+        is_allowed = headers.get("origin", "").lower() in self.origins
+        return method == "OPTIONS" and is_allowed and "access-control-request-method" in headers
+
     def _is_ours(self, name: str) -> bool:
         if name == "localhost" or name in self.hosts:
             return True
@@ -59,6 +101,17 @@ class Sites:
     def _allowed_origins(self, host: str | None) -> tuple[str, ...]:
         own = () if host is None else (f"http://{host.lower()}", f"https://{host.lower()}")
         return (*own, *self.origins)
+
+
+def preflight_headers(methods: str, asked: str | None) -> Headers:
+    """Headers of the answer to a preflight request: a page may use these methods, and all headers that it asks for."""
+    headers = [
+        (b"access-control-allow-methods", methods.encode()),
+        (b"access-control-max-age", b"%d" % _MAX_AGE_S),
+    ]
+    if asked is not None and _HEADER_NAMES.fullmatch(asked):
+        headers.append((b"access-control-allow-headers", asked.encode()))
+    return headers
 
 
 def check_content_type(given: str | None) -> None:

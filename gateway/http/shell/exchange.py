@@ -196,6 +196,12 @@ class Exchange:
             self.ended = end >= len(body)
             await self._write(body[begin:end], more=end < len(body))
 
+    async def respond_empty(self, headers: Headers) -> None:
+        """Send a response without a body."""
+        self.ended = True
+        await self._start(204, headers)
+        await self._write(b"", more=False)
+
     async def start_download(self, num_bytes: int, content_type: bytes) -> None:
         """Begin a response of this size; then `write` its parts and `end` it. An error can only cut it off."""
         await self._start(200, [(b"content-type", content_type), (b"content-length", b"%d" % num_bytes)])
