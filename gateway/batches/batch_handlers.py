@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.batches.file_handlers import NotFoundError
-from disagg.gateway.batches.lines import ENDPOINTS
+from disagg.gateway.batches.lines import ENDPOINTS, line_of
 from disagg.gateway.batches.pages import page_of
 from disagg.gateway.batches.service import BatchService
 from disagg.gateway.batches.store import Batch
@@ -112,7 +112,7 @@ def shown(batch: Batch) -> dict[str, Any]:
     errors = None
     if batch.error is not None:
         code, param = ("no_room", None) if batch.total else ("invalid_input", "input_file_id")
-        error = {"code": code, "message": batch.error, "param": param, "line": None}
+        error = {"code": code, "message": batch.error, "param": param, "line": line_of(batch.error)}
         errors = {"object": "list", "data": [error]}
     times = {f"{name}_at": ended for name in ("completed", "failed", "expired", "cancelled") if batch.status == name}
     return {

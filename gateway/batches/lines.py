@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 MAX_LINES: Final = 50_000
+MAX_BLANK_LINES: Final = 50_000
+"""Maximum number of lines of a file without a request in them, which are skipped."""
 MAX_LINE_BYTES: Final = 1 << 20
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -32,8 +36,17 @@ _MAX_NAME_BYTES: Final = 4096
 """Maximum bytes of a model's name in JSON; a longer name is no served model's."""
 
 
+_AT_LINE: Final = re.compile(r"line (\d+): ")
+
+
 class InputError(Exception):
-    """The input cannot be run; says which line, counted from 1, and why."""
+    """The input cannot be run; says which line, counted from 1, and why. A batch is stored with its text."""
+
+
+def line_of(error: str) -> int | None:
+    """The line that the text of an `InputError` names."""
+    found = _AT_LINE.match(error)
+    return None if found is None else int(found[1])
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +102,8 @@ _NAME: Final = msgspec.json.Decoder(str)
 
 
 def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable[[], bool] = lambda: False) -> Index:
-    """Check all lines and return what is known of each. Only one line at a time is in memory, with the returned arrays
+    """Check all lines and return what is known of each. Blank lines, and the byte-order mark that some editors write
+    before the first one, are skipped. Only one line at a time is in memory, with the returned arrays
     and a digest of each earlier `custom_id`. Blocks on the disk.
 
     Args:
@@ -104,16 +118,24 @@ def index(path: Path, endpoint: str, models: Sequence[str], is_stopped: Callable
     """
     found = Index(array("Q"), array("H"), array("H"), array("I"))
     offsets, names, places = found.offsets, set[bytes](), {name: place for place, name in enumerate(models)}
-    at = expected_bytes = 0
+    at = expected_bytes = number = 0
     with path.open("rb") as source:
+        if source.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            at = len(codecs.BOM_UTF8)
+        source.seek(at)
         while raw := source.readline(MAX_LINE_BYTES + 1):
             if is_stopped():
                 raise InputError("nobody waits for it")
-            offsets.append(at)
-            at += len(raw)
-            where = f"line {len(offsets)}"
+            number += 1
+            at, begin = at + len(raw), at
+            where = f"line {number}"
             if len(raw) > MAX_LINE_BYTES:
                 raise InputError(f"{where}: has more than {MAX_LINE_BYTES} bytes")
+            if not raw.strip():
+                if number - len(offsets) > MAX_BLANK_LINES:
+                    raise InputError(f"{where}: a batch has at most {MAX_BLANK_LINES} blank lines")
+                continue
+            offsets.append(begin)
             if len(offsets) > MAX_LINES:
                 raise InputError(f"{where}: a batch has at most {MAX_LINES} lines")
             line = _check(raw, endpoint, where)
@@ -163,6 +185,8 @@ def _num_prompts(raw: bytes) -> int:
 
 
 def _check(raw: bytes, endpoint: str, where: str) -> Line:
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{where}: is UTF-16; save the file as UTF-8")
     try:
         line = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

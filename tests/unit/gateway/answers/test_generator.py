@@ -374,9 +374,7 @@ async def test_text_that_can_never_fit_is_refused_by_its_size(model: ServedModel
 
 async def test_text_with_far_too_many_tokens_is_refused_by_a_prefix(model: ServedModel) -> None:
     generator = make(model, FakeRouter())
-    with pytest.raises(
-        ContextLengthError, match="the first 1024 of 1100 characters are more than 254 tokens"
-    ):
+    with pytest.raises(ContextLengthError, match="the first 1024 of 1100 characters are more than 254 tokens"):
         await collect(answer(generator, asked(prompt=TextPrompt("qz" * 550)), CALL))
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.gateway.batches.lines import NO_MODEL, Index, InputError, demand_of, index
+from disagg.gateway.batches.batch_handlers import shown
+from disagg.gateway.batches.lines import MAX_BLANK_LINES, NO_MODEL, Index, InputError, demand_of, index, line_of, read
+from disagg.gateway.batches.store import Batch
 
 
 @pytest.mark.parametrize(
@@ -108,3 +110,43 @@ def test_an_index_that_nobody_waits_for_is_not_finished(tmp_path: Path) -> None:
     looks = iter([False, True])
     with pytest.raises(InputError, match="nobody waits"):
         index(tmp_path / "in", "/v1/completions", (), lambda: next(looks))
+
+
+GOOD = b'{"custom_id": "%d", "method": "POST", "url": "/v1/x", "body": {}}'
+
+
+def test_what_editors_leave_in_a_file_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"\xef\xbb\xbf" + GOOD % 1 + b"\r\n\r\n \t\n" + GOOD % 2 + b"\n\n")
+    found = index(tmp_path / "in", "/v1/x", ())
+    assert list(found.offsets) == [3, 3 + len(GOOD) - 1 + 7]
+    assert [read(tmp_path / "in", offset).custom_id for offset in found.offsets] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([GOOD % 1, b"{"], "line 2: Input data was truncated"),
+        ([GOOD % 1, b"", b"[]"], "line 3: Expected `object`, got `array`"),
+        ([GOOD % 1, b"\xff"], "line 2: "),
+        ([b"", GOOD % 1, GOOD % 1], "line 3: custom_id: an earlier line has the same"),
+        ([("a" + (GOOD % 1).decode()).encode("utf-16")], "line 1: is UTF-16; save the file as UTF-8"),
+        ([b"", b""], "the file has no line"),
+        ([b""] * (MAX_BLANK_LINES + 1) + [GOOD % 1], "line 50001: a batch has at most 50000 blank lines"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number_in_the_file(tmp_path: Path, lines: list[bytes], expected: str) -> None:
+    (tmp_path / "in").write_bytes(b"".join(line + b"\n" for line in lines))
+    with pytest.raises(InputError) as refused:
+        index(tmp_path / "in", "/v1/x", ())
+    assert str(refused.value).startswith(expected)
+    assert line_of(str(refused.value)) == (int(expected.split()[1][:-1]) if expected.startswith("line") else None)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"), [("line 2: is nested too deeply", 2), ("its input file cannot be read", None)]
+)
+def test_a_failed_batch_names_the_line(error: str, line: int | None) -> None:
+    batch = Batch("b", "t", "/v1/x", "f", "failed", 0.0, 0.0, 0.0, 0, None, None, error, 0, 0, None)
+    assert shown(batch)["errors"]["data"] == [
+        {"code": "invalid_input", "message": error, "param": "input_file_id", "line": line}
+    ]
