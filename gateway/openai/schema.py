@@ -175,7 +175,7 @@ def decode(raw: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise _wrong_value(str(error)) from None
+        raise wrong_value(error) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(_BODY, f"is no JSON: {error}") from None
     except UnicodeDecodeError:
@@ -193,15 +193,17 @@ def decoded(raw: bytes, decoder: msgspec.json.Decoder[T], read: Callable[[T], Co
 
 
 def decode_field(raw: msgspec.Raw, decoder: msgspec.json.Decoder[T], field: str) -> T:
-    """The value of a field that was not read with its body. Raises `InvalidRequestError` naming it."""
+    """The value of a field that was not read with its body. Raises `InvalidRequestError` naming it, or what is wrong in
+    it."""
     try:
         return decode(raw, decoder)
     except InvalidRequestError as error:
-        raise InvalidRequestError(field, error.message.removeprefix(f"{error.field}: ")) from None
+        raise InvalidRequestError(_joined(field, error.field), error.message.removeprefix(f"{error.field}: ")) from None
 
 
-def _wrong_value(message: str) -> InvalidRequestError:
-    """The library's message, which ends in the place, as an error of ours."""
+def wrong_value(error: msgspec.ValidationError, field: str = _BODY) -> InvalidRequestError:
+    """The library's error about the value of `field`, whose message ends in the place, as an error of ours."""
+    message = str(error)
     found = _PLACE.fullmatch(message)
     text, path = (found["text"], found["path"]) if found else (message, "")
     missing = _MISSING.fullmatch(text)
@@ -209,4 +211,11 @@ def _wrong_value(message: str) -> InvalidRequestError:
         path = f"{path}.{missing['name']}" if path else missing["name"]
         text = "must be set"
     # `[...]` stands for any key of an object: the object is what the client knows.
-    return InvalidRequestError(path.split("[...]")[0] or _BODY, text[:1].lower() + text[1:])
+    return InvalidRequestError(_joined(field, path.split("[...]")[0] or _BODY), text[:1].lower() + text[1:])
+
+
+def _joined(field: str, inner: str) -> str:
+    """The path of `inner`, which is within `field`."""
+    if field == _BODY or inner == _BODY:
+        return inner if field == _BODY else field
+    return field + (inner if inner.startswith("[") else f".{inner}")

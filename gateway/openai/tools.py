@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from disagg.gateway.openai.schema import ABSENT, Message, decode_field
+from disagg.gateway.openai.schema import ABSENT, Message, decode_field, wrong_value
 from disagg.gateway.requests.exact_numbers import check_numbers
 from disagg.gateway.requests.part_counts import MAX_JSON_PARTS, count_json
 from disagg.gateway.requests.structured import StructuredOutput
@@ -103,10 +103,7 @@ def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -
     if num_tools > MAX_TOOLS:
         raise InvalidRequestError("tools", f"at most {MAX_TOOLS}, not {num_tools}")
     chosen = _read_choice(choice)
-    try:
-        given = decode_field(tools, _TOOLS, "tools") or []
-    except InvalidRequestError as error:
-        raise InvalidRequestError("tools", error.message.removeprefix("tools: ")) from None
+    given = decode_field(tools, _TOOLS, "tools") or []
     offered = [_checked(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     names = frozenset(tool.function.name for tool in given)
     if len(names) < len(given):
@@ -230,7 +227,7 @@ def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
         try:
             found.append(msgspec.convert(item, _Call))
         except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"{place}[{i}]", f"is no call of a function: {error}") from None
+            raise wrong_value(error, f"{place}[{i}]") from None
     check_parts("\n".join([call.function.arguments for call in found]), place)
     calls = []
     for i, call in enumerate(found):

@@ -66,6 +66,47 @@ def test_a_wrong_value_names_its_field(raw: bytes, field: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"response_format": {}}, "response_format.type"),
+        ("/v1/chat/completions", {"response_format": {"type": 1}}, "response_format.type"),
+        ("/v1/chat/completions", {"response_format": 1}, "response_format"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 1}}},
+            "response_format.json_schema.name",
+        ),
+        ("/v1/chat/completions", {"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+        ("/v1/chat/completions", {"guided_choice": ["a", 1]}, "guided_choice[1]"),
+        ("/v1/chat/completions", {"logit_bias": {"1": "a"}}, "logit_bias"),
+        ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ("/v1/chat/completions", {"tools": {}}, "tools"),
+        ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ("/v1/responses", {"text": {"format": {"type": 1}}}, "text.format.type"),
+        ("/v1/responses", {"tools": [{"type": "function", "name": 1}]}, "tools[0].name"),
+        ("/v1/responses", {"tool_choice": {"type": 1}}, "tool_choice.type"),
+        ("/v1/messages", {"tools": [{"name": 1}]}, "tools[0].name"),
+        ("/v1/messages", {"thinking": {"budget_tokens": 1}}, "thinking.type"),
+        ("/v1/messages", {"output_config": {"format": {"type": 1}}}, "output_config.format.type"),
+    ],
+)
+async def test_what_is_wrong_within_a_field_is_named(
+    model: ServedModel, path: str, fields: dict[str, object], param: str
+) -> None:
+    body = {**CHAT_BODY, "input": "hi", "max_tokens": 1, **fields}
+    reply = await TestApp(model).client.post(path, json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(f"{param}: ")
+    assert reply.json()["error"].get("param", param) == param
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         b"",
