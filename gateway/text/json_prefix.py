@@ -28,6 +28,11 @@ class JsonPrefix:
         """The last character that is no white space; empty before the first one."""
         self._depth = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether an object was read to its end."""
+        return self._last == "}" and not self._depth
+
     def read(self, text: str, start: int) -> int:
         """Take text[start:]; the index of the first character that cannot come there, or the length."""
         place = start

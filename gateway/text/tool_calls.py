@@ -7,6 +7,7 @@ Its arguments are sent as compact JSON, in which numbers keep the digits that th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Final, Literal, Protocol
 
@@ -19,12 +20,14 @@ from disagg.gateway.text.written_json import compact, read_json
 
 ToolFormat = Literal["hermes", "json"]
 """How a model writes calls. `hermes`: `<tool_call>{...}</tool_call>` anywhere in the text (Hermes, Qwen). `json`: the
-whole answer is an object or a list of them, after `<|python_tag|>` (Llama 3), `[TOOL_CALLS]` (Mistral) or nothing,
-since both marks are special tokens, which an answer's text is without."""
+whole answer is an object, several with `;` or white space between them, or a list, after `<|python_tag|>` (Llama 3),
+`[TOOL_CALLS]` (Mistral) or nothing, since both marks are special tokens, which an answer's text is without."""
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _MARKS: Final = ("<|python_tag|>", "[TOOL_CALLS]")
+_GAP: Final = re.compile(r"[ \t\r\n]*;?[ \t\r\n]*")
+"""What stands between two calls that are no list (Llama 3)."""
 _SPACE: Final = " \t\r\n"
 _NO_JSON: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
 
@@ -180,9 +183,10 @@ class _JsonParser(ToolParser):
 
     def _calls(self, body: str) -> list[ToolCall]:
         try:
-            items = (
-                [bytes(item).decode() for item in _LIST.decode(body)] if body.lstrip(_SPACE).startswith("[") else [body]
-            )
+            if body.lstrip(_SPACE).startswith("["):
+                items = [bytes(item).decode() for item in _LIST.decode(body)]
+            else:
+                items = _objects(body)
         except _NO_JSON:
             return []
         calls = [_call_of(item, self._names) for item in items]
@@ -192,6 +196,22 @@ class _JsonParser(ToolParser):
         text = "".join(self._held)
         self._held.clear()
         return [Segment("content", text)] if text else []
+
+
+def _objects(body: str) -> list[str]:
+    """The texts of objects one after the other; a part that is none is the last one."""
+    items: list[str] = []
+    place = 0
+    while place < len(body):
+        begin, reader = place, JsonPrefix()
+        place = reader.read(body, begin)
+        items.append(body[begin:place] if reader.is_complete else body[begin:])
+        if not reader.is_complete:
+            break
+        gap = _GAP.match(body, place)
+        assert gap is not None
+        place = gap.end()
+    return items
 
 
 def _call_of(body: str, names: Collection[str]) -> ToolCall | None:

@@ -58,6 +58,13 @@ CASES: list[tuple[ToolFormat, str, list[Part]]] = [
     ("json", ' {"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
     ("json", '[TOOL_CALLS] [{"name":"add","arguments":{"a":1}},{"name":"now","arguments":{}}]', [ADD, NOW]),
+    ("json", '{"name":"add","parameters":{"a":1}}; {"name":"now"}', [ADD, NOW]),
+    ("json", '<|python_tag|>{"name":"add","parameters":{"a":1}}\n{"name":"now"} ;', [ADD, NOW]),
+    ("json", '{"name":"now","parameters":{"text":"}; {"}}{"name":"now"}', [echoed("}; {"), NOW]),
+    ("json", '{"name":"now"};; {"name":"now"}', ['{"name":"now"};; {"name":"now"}']),
+    ("json", '{"name":"now"}; {"name":"no"}', ['{"name":"now"}; {"name":"no"}']),
+    ("json", '{"name":"now"}; so', ['{"name":"now"}; so']),
+    ("json", '{"name":"now"}; {"name":', ['{"name":"now"}; {"name":']),
     ("json", '[{"name":"now"},{"name":"no"}]', ['[{"name":"now"},{"name":"no"}]']),
     ("json", '{"answer": 3}', ['{"answer": 3}']),
     ("json", " <|pyth", [" <|pyth"]),
@@ -105,6 +112,11 @@ def test_a_flood_of_tags_is_given_back_as_it_came(text: str) -> None:
     flood = text * ((10 << 20) // len(text))
     pieces = [flood[i : i + 4096] for i in range(0, len(flood), 4096)]
     assert parsed("hermes", pieces) == [flood]
+
+
+def test_a_flood_of_calls_is_read_once() -> None:
+    flood = '{"name":"now"};' * 20_000
+    assert parsed("json", [flood]) == [NOW] * 20_000
 
 
 def test_the_template_tells_the_format() -> None:
