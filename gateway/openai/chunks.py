@@ -166,8 +166,8 @@ class Choices(Protocol):
         """A choice of a complete answer."""
         ...
 
-    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
-        """JSON of a delta's logprobs, behind those of its prompt, where the text begins with that."""
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = (), echo: str = "") -> bytes:
+        """JSON of a delta's logprobs, behind those of its prompt, where the text begins with that: with `echo`."""
         ...
 
 
@@ -230,7 +230,7 @@ class ChatChoices(Choices):
         )
 
     @override
-    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = (), echo: str = "") -> bytes:
         return _JSON.encode(chat_logprobs(delta.token_ids, delta.logprobs, self._tokenizer))
 
 
@@ -273,12 +273,12 @@ class TextChoices(Choices):
         return self.chunk(index, text, logprobs, reason)
 
     @override
-    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = ()) -> bytes:
+    def logprobs(self, delta: Delta, prompt: Sequence[TokenLogprobs] = (), echo: str = "") -> bytes:
         writer = self._logprobs.get(delta.answer_index)
         if writer is None:
             writer = self._logprobs[delta.answer_index] = CompletionLogprobs(self._tokenizer)
         ids = unpack_token_ids(delta.prompt_token_ids)
-        before = writer.prompt(ids, prompt) if ids else {}
+        before = writer.prompt(ids, prompt, echo) if ids else {}
         piece = writer.piece(delta.token_ids, delta.logprobs, dict(delta.skipped))
         return _JSON.encode(joined(before, piece) if before else piece)
 
@@ -445,15 +445,14 @@ class AnswerWriter:
         return _JSON.encode(prompt_logprobs(ids, first.logprobs[0].prompt, self._style.tokenizer))
 
     def _choice_of(self, index: int, answer: _Whole, first: _Whole) -> bytes:
-        text = "".join(answer.texts)
-        if self._echoes:
-            text = self._echoes[index // self._num_shown] + text
+        echo = self._echoes[index // self._num_shown] if self._echoes else ""
+        text = echo + "".join(answer.texts)
         logprobs = _NULL
         if self._style.with_logprobs:
             whole = Delta(0, tuple(answer.token_ids), "", tuple(answer.logprobs), index, skipped=tuple(answer.skipped))
             if self._echoes and first.prompt_token_ids:
                 whole = replace(whole, prompt_token_ids=PackedTokenIds(first.prompt_token_ids))
-                logprobs = self._choices.logprobs(whole, first.logprobs[0].prompt)
+                logprobs = self._choices.logprobs(whole, first.logprobs[0].prompt, echo)
             else:
                 logprobs = self._choices.logprobs(whole)
         reasoning = "".join(answer.reasoning) if self._style.shows_reasoning else ""

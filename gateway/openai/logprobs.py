@@ -1,4 +1,8 @@
-"""Probabilities of output tokens, as the two ways to generate write them."""
+"""Probabilities of output tokens, as the two ways to generate write them.
+
+A completion's tokens have places in its text. A token may be a part of a character, and some have no text: so a place
+is the number of characters that were complete before the token.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from disagg.gateway.text.detokenizer import IncrementalDecoder
 from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.messages import TokenLogprobs
 
@@ -48,19 +53,25 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer)
         self._offset = 0
 
-    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """A prompt that the text repeats, before the other pieces: its first token has no logprob."""
-        text = token_text(self._tokenizer.token_bytes(token_ids[0]))
-        self._offset += len(text)
-        first: dict[str, list[Any]] = {
-            "tokens": [text],
-            "token_logprobs": [None],
-            "top_logprobs": [None],
-            "text_offset": [0],
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str) -> dict[str, list[Any]]:
+        """A prompt that the text repeats, before the other pieces: its first token has no logprob. `text`: its own, in
+        which special tokens may be spelled out."""
+        decoder, offset = IncrementalDecoder(self._tokenizer), 0
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(min(offset, len(text)))
+            spelled = self._special_text(token_id)
+            offset += len(spelled) if spelled and text.startswith(spelled, offset) else len(decoder.step(token_id))
+        self._offset = len(text)
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(_finite(one.logprob) for one in logprobs)],
+            "top_logprobs": [None, *map(self._top, token_ids[1:], logprobs)],
+            "text_offset": offsets,
         }
-        return joined(first, self.piece(token_ids[1:], logprobs))
 
     def piece(
         self,
@@ -75,22 +86,35 @@ class CompletionLogprobs:
         tops: list[dict[str, float]] = []
         offsets: list[int] = []
         for i, (token_id, one) in enumerate(zip(token_ids, logprobs, strict=True)):
-            text = token_text(self._tokenizer.token_bytes(token_id))
             self._offset += skipped.get(i, 0)
-            tokens.append(text)
+            tokens.append(self._name(token_id))
             own.append(_finite(one.logprob))
-            tops.append(self._top(text, one))
+            tops.append(self._top(token_id, one))
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._decoder.step(token_id))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
-    def _top(self, text: str, one: TokenLogprobs) -> dict[str, float]:
-        """The likeliest texts and the token's own. Of tokens that read alike, the likeliest one."""
+    def _top(self, token_id: int, one: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the token itself, by their names. Of tokens with one name, the likeliest one."""
         top: dict[str, float] = {}
         for top_id, logprob in zip(one.top_ids, one.top_logprobs, strict=True):
-            top.setdefault(token_text(self._tokenizer.token_bytes(top_id)), _finite(logprob))
-        top.setdefault(text, _finite(one.logprob))
+            top.setdefault(self._name(top_id), _finite(logprob))
+        top.setdefault(self._name(token_id), _finite(one.logprob))
         return top
+
+    def _name(self, token_id: int) -> str:
+        """A token's text. One that is no text has its bytes in it, as OpenAI's API has them, since all parts of
+        characters would read alike."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _special_text(self, token_id: int) -> str:
+        """How a special token is spelled; empty for any other token."""
+        is_special = token_id in self._tokenizer.special_token_ids
+        return token_text(self._tokenizer.token_bytes(token_id)) if is_special else ""
 
 
 def joined(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -44,7 +44,26 @@ def test_logprobs_of_a_completion_go_on_from_piece_to_piece(model: ServedModel) 
     }
 
 
-def test_of_tokens_that_read_alike_the_likeliest_counts(model: ServedModel) -> None:
+def test_parts_of_a_character_have_their_bytes_as_names(model: ServedModel) -> None:
     first, second = model.tokenizer.encode_text("🙂", special=False)[:2]
     piece = CompletionLogprobs(model.tokenizer).piece([first], [TokenLogprobs(-2.0, (second, first), (-1.0, -2.0))])
-    assert piece["top_logprobs"] == [{"\ufffd": -1.0}]
+    assert piece["tokens"] == ["bytes:\\xf0"]
+    assert piece["top_logprobs"] == [{"bytes:\\x9f": -1.0, "bytes:\\xf0": -2.0}]
+
+
+def test_a_token_stands_where_the_characters_before_it_end(model: ServedModel) -> None:
+    """An emoji is four tokens here; special tokens have a text only where the prompt spells them."""
+    tokenizer, never = model.tokenizer, TokenLogprobs(-1.0)
+    ids = tokenizer.encode_text("a🙂b")
+    assert [tokenizer.token_bytes(i) for i in ids] == [b"<s>", b"a", b"\xf0", b"\x9f", b"\x99", b"\x82", b"b"]
+    found = CompletionLogprobs(tokenizer).prompt(ids, [never] * 6, "a🙂b")
+    assert found["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
+    assert found["token_logprobs"] == [None] + [-1.0] * 6
+    spelled = CompletionLogprobs(tokenizer)
+    ids = tokenizer.encode_text("</s>a</s>b")
+    assert spelled.prompt(ids, [never] * 4, "</s>a</s>b")["text_offset"] == [0, 0, 4, 5, 9]
+    assert spelled.piece([2, *ids[2:3]], [never] * 2)["text_offset"] == [10, 10]
+    answer = CompletionLogprobs(tokenizer)
+    ids = tokenizer.encode_text("a🙂b", special=False)
+    pieces = [answer.piece([token_id], [never])["text_offset"] for token_id in ids]
+    assert pieces == [[0], [1], [1], [1], [1], [2]]
