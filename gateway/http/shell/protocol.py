@@ -6,6 +6,9 @@
 `Connections` looks at all of them once in a while and closes those that are silent before or between requests, send
 their head too slowly, leave an answer unread, or do not take the end of a closed one. Bytes of one connection that wait
 in this process are bounded: `WRITE_BUFFER_BYTES` and one write, in both directions.
+
+Messages are those of RFC 9112, also where uvicorn leaves it: an answer without a length to a client of HTTP/1.0 ends
+with the connection, a request has one `Host`, and one that asks for another protocol is answered in this one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -130,6 +134,8 @@ class HttpConnection(HttpToolsProtocol):
         self._closed_since: float | None = None
         self._num_head_bytes = 0
         self._num_headers = 0
+        self._is_head_known = False
+        """Whether the parser reads a head again whose request has begun."""
         self._answered: RequestResponseCycle | None = None
         """The request that is or was last being answered; uvicorn has only the one that arrived last."""
 
@@ -162,7 +168,11 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         in_head = self._head_since is not None
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("is no HTTP/1.1")
         if in_head and self._head_since is not None:
             self._is_head_too_large(len(data))
 
@@ -178,19 +188,45 @@ class HttpConnection(HttpToolsProtocol):
 
     # ------------------------------------------------------------ parser
 
+    def _parse(self, data: bytes) -> None:
+        """Have the parser read all of `data`. Raises `httptools.HttpParserError`."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._decline_upgrade()
+
+    def _decline_upgrade(self) -> None:
+        """Go on in HTTP/1.1 behind a head that asks for another protocol, such as HTTP/2 of a client that can do both.
+        The parser takes what follows for that protocol; another one, which never saw the request, reads its body."""
+        framing = (b"content-length", b"transfer-encoding")
+        head = b"".join(b"%b: %b\r\n" % each for each in self.headers if each[0] in framing)
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_head_known = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % head)
+        self._is_head_known = False
+
     def on_message_begin(self) -> None:
         """Start the timeout of a new request's head."""
+        if self._is_head_known:
+            return
         super().on_message_begin()
         self._idle_since, self._head_since = None, self._owner.clock()
         self._num_head_bytes = self._num_headers = 0
 
     def on_url(self, url: bytes) -> None:
         """Count the bytes of a part of the request line."""
+        if self._is_head_known:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a complete header. Too many or too large ones are answered with 400."""
+        if self._is_head_known:
+            return
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self.send_400_response(f"the head has more than {MAX_HEADERS} headers")
@@ -200,11 +236,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End the timeout of the head: the request is answered now, or waits for its turn."""
+        if self._is_head_known:
+            return
         self._head_since = None
         self._owner.silent.remove(self)
         if self.parser.get_http_version() == "0.9":
             self.send_400_response("there is no HTTP version in the request line")
             raise ValueError("HTTP/0.9")  # ends the parser's run
+        self._check_head(self.parser.get_http_version())
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
@@ -212,8 +251,22 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) == 1:
             self.flow.resume_reading()  # a connection that is not read from does not show that its client is gone
 
+    def _check_head(self, version: str) -> None:
+        """Answer a head that is no complete one with an error. Raises `ValueError`, which ends the parser's run."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and version != "1.0"):
+            self.send_400_response(f"must have one Host header, not {num_hosts}")
+            raise ValueError("no host, or several")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and b", ".join(codings).lower() != b"chunked":
+            self._refuse(b"501 Not Implemented", "has a transfer coding that is not supported: use chunked only")
+            raise ValueError("a transfer coding")
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = False  # no client of it knows such an answer
+            app = _ends_by_closing(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -227,18 +280,32 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End the timeout of an answered request's remaining body."""
+        if self.parser.should_upgrade():
+            return  # the body, which the parser did not look for, comes still
         super().on_message_complete()
         self._surplus_since = None
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with an error and close. While an answer is being sent, only close."""
+        self._refuse(b"400 Bad Request", msg)
+
+    def _refuse(self, status: bytes, message: str) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = error_json(InvalidRequestError("request", msg))
-            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        if self.cycle is None or self.cycle.response_complete or self._gives_up_body():
+            body = error_json(InvalidRequestError("request", message))
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n" % status
             self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
+
+    def _gives_up_body(self) -> bool:
+        """End the request whose body is invalid, if its answer did not begin. False where there is no such request."""
+        cycle = self.cycle
+        if cycle is not self._answered or not cycle.more_body or cycle.response_started:
+            return False
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return True
 
     # ------------------------------------------------------------ time
 
@@ -268,6 +335,27 @@ class HttpConnection(HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response(f"the head has more than {MAX_HEAD_BYTES} bytes")
         return self._num_head_bytes > MAX_HEAD_BYTES
+
+
+def _ends_by_closing(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The application, whose answers without a length end with the connection: clients of HTTP/1.0 know no chunks."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        has_length = True
+
+        async def send_unchunked(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return run
 
 
 def _is_over(since: float | None, timeout_s: float, now: float) -> bool:

@@ -381,3 +381,89 @@ async def test_the_rest_of_a_refused_body_makes_room_for_the_next_request() -> N
     rig.after(50.0)
     assert (transport.written.count(b"200 OK"), transport.state) == (2, "open")
     await rig.end()
+
+
+class StreamRig(Rig):
+    """Connections to an application that sends the body back, in an answer without a length."""
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_calls += 1
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<" + body, "more_body": True})
+        await send({"type": "http.response.body", "body": b">", "more_body": False})
+
+
+POST = b"POST /x HTTP/1.1\r\nhost: h\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+CLOSING = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+
+
+def chunks(body: bytes) -> bytes:
+    return b"%x\r\n<%b\r\n1\r\n>\r\n0\r\n\r\n" % (len(body) + 1, body)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 1000])
+@pytest.mark.parametrize(
+    ("request_bytes", "written", "state"),
+    [
+        (b"POST /x HTTP/1.0\r\ncontent-length: 2\r\n\r\nab", CLOSING + b"<ab>", "closed"),
+        (b"POST /x HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\nab", CLOSING + b"<ab>", "closed"),
+        (b"POST /x HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\nab", CLOSING + b"<ab>", "closed"),
+        (b"HEAD /x HTTP/1.0\r\n\r\n", CLOSING, "closed"),
+        (POST + b"transfer-encoding: Chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", CHUNKED + chunks(b"ab"), "open"),
+        (POST + H2C + b"content-length: 2\r\n\r\nab", CHUNKED + chunks(b"ab"), "open"),
+        (POST + H2C + b"transfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", CHUNKED + chunks(b"ab"), "open"),
+        (
+            POST + H2C + b"content-length: 2\r\n\r\nab" + POST + H2C + b"content-length: 2\r\n\r\ncd",
+            CHUNKED + chunks(b"ab") + CHUNKED + chunks(b"cd"),
+            "open",
+        ),
+        (
+            b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+            CHUNKED + chunks(b""),
+            "open",
+        ),
+    ],
+)
+async def test_answers_without_a_length_and_requests_of_other_versions(
+    request_bytes: bytes, written: bytes, state: str, num_pieces: int
+) -> None:
+    rig = StreamRig()
+    connection, transport = rig.connect()
+    size = -(-len(request_bytes) // num_pieces)
+    for begin in range(0, len(request_bytes), size):
+        connection.data_received(request_bytes[begin : begin + size])
+        await rig.run()
+    assert (transport.written, transport.state) == (written, state)
+    await rig.end()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"POST /x HTTP/1.1\r\ncontent-length: 2\r\n\r\nab", b"400 Bad Request"),
+        (POST + b"host: h\r\ncontent-length: 2\r\n\r\nab", b"400 Bad Request"),
+        (b"POST /x HTTP/1.0\r\nhost: h\r\nhost: g\r\n\r\n", b"400 Bad Request"),
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", b"501 Not Implemented"),
+        (POST + b"transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"501 Not Implemented"),
+        (POST + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n2\r\nab\r\n0\r\n\r\n", b"400 Bad Request"),
+        (POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\nabc", b"400 Bad Request"),
+        (POST + b"content-length: +2\r\n\r\nab", b"400 Bad Request"),
+        (POST + b"transfer-encoding: chunked\r\n\r\nzz\r\nab\r\n0\r\n\r\n", b"400 Bad Request"),
+    ],
+)
+async def test_a_message_that_has_no_certain_form_is_refused(request_bytes: bytes, status: bytes) -> None:
+    rig = StreamRig()
+    connection, transport = rig.connect()
+    connection.data_received(request_bytes)
+    await rig.run()
+    assert transport.written.startswith(b"HTTP/1.1 %b\r\n" % status)
+    assert (transport.written.count(b"HTTP/1.1 "), transport.state) == (1, "closed")
+    await rig.end()
