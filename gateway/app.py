@@ -33,6 +33,7 @@ from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic
+from disagg.gateway.other_apis.shell.message_models import MODELS, ModelList, is_asked
 from disagg.gateway.other_apis.shell.messages import Messages
 from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses
 from disagg.gateway.readiness import STOPPING, Readiness
@@ -105,6 +106,7 @@ class HttpApp:
         self._mint_trace_bits = mint_trace_bits
         self._routes = (
             *_routes(completions, information),
+            *_model_routes(information, ModelList(completions.models, information.created)),
             *_probe_routes(probes),
             *_other_routes(Responses(completions), Messages(completions)),
             *_page_routes(page),
@@ -119,7 +121,7 @@ class HttpApp:
         request_id = self._mint_id()
         name_task(request_id)
         exchange = Exchange(scope, receive, send, [(REQUEST_ID.encode(), request_id.encode()), _NO_SNIFF])
-        if scope["path"].startswith(MESSAGES):
+        if scope["path"].startswith(MESSAGES) or is_asked(exchange.headers, scope["path"]):
             answer_as_anthropic(exchange, request_id)
         try:
             if self._readiness.is_draining:
@@ -198,15 +200,30 @@ class HttpApp:
 
 
 def _routes(completions: Completions, information: Information) -> Sequence[Route]:
-    get, post = ["GET"], ["POST"]
+    post = ["POST"]
     return (
         Route("/v1/chat/completions", completions.chat, methods=post),
         Route("/v1/completions", completions.text, methods=post),
-        Route("/v1/models", information.models, methods=get),
-        Route("/v1/models/{model:path}", information.model, methods=get),
         Route("/v1/embeddings", information.embeddings, methods=post),
         Route("/tokenize", information.tokenize, methods=post),
         Route("/detokenize", information.detokenize, methods=post),
+    )
+
+
+def _model_routes(information: Information, messages: ModelList) -> Sequence[Route]:
+    async def models(exchange: Exchange, request_id: RequestId) -> None:
+        is_theirs = is_asked(exchange.headers, exchange.scope["path"])
+        await (messages.list if is_theirs else information.models)(exchange, request_id)
+
+    async def model(exchange: Exchange, request_id: RequestId) -> None:
+        is_theirs = is_asked(exchange.headers, exchange.scope["path"])
+        await (messages.one if is_theirs else information.model)(exchange, request_id)
+
+    get = ["GET"]
+    return (
+        Route(MODELS, models, methods=get),
+        Route(f"{MODELS}/{{model:path}}", model, methods=get),
+        Route("/tokenizer_info", information.tokenizer, methods=get),
     )
 
 
@@ -253,7 +270,7 @@ def _is_inference(method: str, path: str) -> bool:
     """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
     if method not in ("GET", "HEAD"):
         return True
-    return path.startswith("/v1/") and not path.startswith("/v1/models") and path != USAGE_PATH
+    return path.startswith("/v1/") and not path.startswith(MODELS) and path != USAGE_PATH
 
 
 def _batch_routes(files: Files | None, batches: Batches | None) -> Sequence[Route]:

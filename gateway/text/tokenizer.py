@@ -6,8 +6,8 @@ pure functions of the files, so several threads may tokenize at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -181,6 +181,10 @@ class ServedModel:
 
     info: ModelInfo
     tokenizer: Tokenizer
+    chat_template: str | None = None
+    """Source of the chat template; None where the model has none."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the special tokens by name, such as `bos_token`."""
 
 
 def load_model(
@@ -217,7 +221,8 @@ def load_model(
         eos_token_ids=checkpoint.eos_ids(folder, config),
     )
     source = checkpoint.chat_template_source(folder)
-    template = None if source is None else ChatTemplate(source, checkpoint.special_tokens(folder))
+    special_tokens = checkpoint.special_tokens(folder)
+    template = None if source is None else ChatTemplate(source, special_tokens)
     tokenizer = Tokenizer(
         _read_backend(folder / "tokenizer.json"),
         template,
@@ -226,7 +231,7 @@ def load_model(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    return ServedModel(info, tokenizer)
+    return ServedModel(info, tokenizer, source, special_tokens)
 
 
 def fake_model(name: str, max_model_len: int) -> ServedModel:
@@ -236,9 +241,10 @@ def fake_model(name: str, max_model_len: int) -> ServedModel:
     backend = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}assistant: ", {})
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}assistant: "
+    template = ChatTemplate(source, {})
     info = ModelInfo(name=name, vocab_size=FAKE_VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=())
-    return ServedModel(info, Tokenizer(backend, template))
+    return ServedModel(info, Tokenizer(backend, template), source)
 
 
 def _model_len(folder: Path, config: checkpoint.ModelConfig, wanted: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -46,7 +47,7 @@ class Information:
     def __init__(self, models: Models, limits: BodyLimits, created: int) -> None:
         self._models = models
         self._limits = limits
-        self._created = created
+        self.created = created
 
     async def models(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /v1/models`."""
@@ -57,6 +58,23 @@ class Information:
         """`GET /v1/models/{model}`."""
         found = self._models.find(CALLER.get(), exchange.path_params["model"])
         await exchange.respond_json(self._model(found))
+
+    async def tokenizer(self, exchange: Exchange, request_id: RequestId) -> None:
+        """`GET /tokenizer_info?model=`: what a client needs to use the tokenizer from afar, as lm-eval's `remote`
+        backend does."""
+        query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
+        found = self._models.find(CALLER.get(), query.get("model", [None])[0]).model
+        await exchange.respond_json(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": found.info.max_model_len,
+                "bos_token": None,
+                "eos_token": None,
+                "pad_token": None,
+                **found.special_tokens,
+                "chat_template": found.chat_template,
+            }
+        )
 
     async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
@@ -91,7 +109,7 @@ class Information:
         return {
             "id": info.name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "disagg",
             "root": info.name,
             "parent": None,
