@@ -14,7 +14,7 @@ from tests.support.http_app import TestApp, error_of
 VERSION = {"anthropic-version": "2023-06-01"}
 MODEL = {"type": "model", "id": MODEL_NAME, "display_name": MODEL_NAME, "created_at": "2023-11-14T22:13:20Z"}
 PAGE = {"data": [MODEL], "first_id": MODEL_NAME, "last_id": MODEL_NAME, "has_more": False}
-EMPTY = {"data": [], "first_id": None, "last_id": None, "has_more": False}
+EMPTY: dict[str, Any] = {"data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
 @pytest.mark.parametrize(
