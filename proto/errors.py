@@ -195,6 +195,14 @@ class LimitError(OverloadedError):
         self.tenant = tenant
         self.limit = limit
 
+    @classmethod
+    def beyond_a_minute(cls, tenant: str, limit: str, num_asked: int, per_minute: int) -> LimitError:
+        """The error of a call that asks for more than a whole minute has, and is refused at any time."""
+        what = limit.partition("_")[0]
+        hint = "set a smaller max_tokens" if what == "tokens" else "ask for fewer answers in one call"
+        asked = f"tenant {tenant} asks for {num_asked} {what} at once, and may have {per_minute} a minute"
+        return cls(tenant, limit, f"{asked}; {hint}", None)
+
 
 class UnavailableError(DisaggError):
     """No worker can serve this now; `code` names the leg that is missing or failed."""

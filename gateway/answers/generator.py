@@ -60,7 +60,13 @@ from disagg.gateway.text.tool_calls import tool_parser
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
-from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids, unpack_token_ids
+from disagg.proto.token_ids import (
+    PackedTokenIds,
+    num_token_ids,
+    pack_token_ids,
+    slice_token_ids,
+    unpack_token_ids,
+)
 from disagg.router.api import NO_LIMITS, Quota, RoutedRequest, Router
 
 T = TypeVar("T")
@@ -155,6 +161,9 @@ class Generator:
         that is resumed goes on where its client is."""
         checked, call, charge = prompt.checked, prompt.call, prompt.charge
         routed = await self._route(prompt) if resumed is None else resumed.routed
+        if charge is not None:
+            num_tokens = num_token_ids(routed.prompt_token_ids) + routed.sampling.max_tokens
+            charge.tokenized(checked.num_answers * num_tokens)
         answers: list[Answer] = []
         try:
             for i in range(checked.num_answers):

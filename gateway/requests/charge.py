@@ -1,6 +1,6 @@
 """The charge of a call before anything is done for it, so that it is refused completely or not at all.
 
-Charge: admitted ──submitted, for each answer──> the router's from here on
+Charge: admitted ──tokenized──> ──submitted, for each answer──> the router's from here on
             └──close──> what was never submitted is given back
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.requests.request import GenerationInput, IdsPrompt
+from disagg.proto.errors import LimitError
 from disagg.router.api import CallDemand, Router
 
 
@@ -28,12 +29,22 @@ class Charge:
     def __init__(self, router: Router, caller: Caller, inputs: Sequence[GenerationInput]) -> None:
         self._router = router
         self._tenant = caller.tenant
+        self._most_tokens = caller.limits.tokens_per_minute
+        self._num_tokens = 0
+        """Tokens of all answers to the prompts that are tokenized."""
         self._left = sum((given.n or 1) * least_tokens(given) for given in inputs)
         self._num_answers = sum(given.n or 1 for given in inputs)
         """Number of answers that are not submitted yet."""
         router.admit(
             CallDemand(tenant=caller.tenant, limits=caller.limits, num_answers=self._num_answers, num_tokens=self._left)
         )
+
+    def tokenized(self, num_tokens: int) -> None:
+        """Note that the answers to a prompt have `num_tokens` in all. Raises `LimitError` if those of the call so far
+        are more than a whole minute has: each alone may fit, but the next one will never be left its part."""
+        self._num_tokens += num_tokens
+        if self._most_tokens is not None and self._num_tokens > self._most_tokens:
+            raise LimitError.beyond_a_minute(self._tenant, "tokens_per_minute", self._num_tokens, self._most_tokens)
 
     def submitted(self, num_tokens: int) -> None:
         """Note that the router has taken an answer with `num_tokens` prepaid tokens."""

@@ -41,12 +41,14 @@ MIN_REPETITION_PENALTY = as_float32(0.01)
 
 _FLOATS = {
     "temperature": FloatRange(0, 100),
-    "top_p": FloatRange(0, 1, low_is_open=True),
+    "top_p": FloatRange(0, 1),
     "min_p": FloatRange(0, 1),
     "presence_penalty": FloatRange(-2, 2),
     "frequency_penalty": FloatRange(-2, 2),
     "repetition_penalty": FloatRange(MIN_REPETITION_PENALTY, 100),
 }
+_LEAST_TOP_P = as_float32(1e-6)
+"""Stands for 0: the likeliest token alone is kept."""
 _LOGIT_BIAS = FloatRange(-100, 100)
 
 
@@ -60,6 +62,8 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         for name, allowed in _FLOATS.items()
         if (value := getattr(given, name)) is not None
     }
+    if "top_p" in floats:
+        floats["top_p"] = max(floats["top_p"], _LEAST_TOP_P)
     min_tokens, stop_token_ids = _check_min_tokens(given, model), _check_stop_ids(given, model)
     if min_tokens and len(stop_token_ids) >= model.vocab_size:
         raise InvalidRequestError("stopping.min_tokens", "every token is a stop id, so none may come before them")

@@ -28,7 +28,7 @@ from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidReques
 from disagg.proto.messages import Sampling
 
 MAX_CHAT_MESSAGES = 4096
-MAX_ANSWERS = 16
+MAX_ANSWERS = 128
 MAX_CACHE_SALT_BYTES = 256
 RESUMED = "resume.token_ids"
 _VERSION: Final = re.compile(r"([0-9a-f]{16})?")
@@ -184,9 +184,8 @@ def check_model(name: str, limits: Limits) -> None:
 
 
 def check_text(text: str, field: str, limits: Limits) -> TextPrompt:
-    """A text prompt of a possible size. Raises `InvalidRequestError` naming `field`."""
-    if not text:
-        raise InvalidRequestError(field, "must not be empty")
+    """A text prompt of a possible size. An empty one may have the tokens that the model begins a text with. Raises
+    `InvalidRequestError` naming `field`."""
     if len(text) > limits.max_prompt_bytes:  # without a copy of it: what is too large is refused soonest
         raise InvalidRequestError(field, f"at most {limits.max_prompt_bytes} bytes, not {len(text)} characters")
     prompt = TextPrompt(text)

@@ -377,18 +377,25 @@ class Tenants:
                 num_free = min(num_free, max(0, limits.running - tenant.num_running))
         num_more = max(1, num_coming - num_free)
         if limits.queued is not None and tenant.num_waiting + num_more > limits.queued:
-            return self._queue_error(tenant, num_answers, limits.queued)
+            return self._queue_error(tenant, num_answers, limits.queued, limits.queued)
         if not limits.is_sole:
             num_others = num_waiting - tenant.num_waiting
             most = max(1, int((self._config.max_queued - num_others) * self._config.tenant_queue_share))
             if tenant.num_waiting + num_more > most:
-                return self._queue_error(tenant, num_answers, most)
+                alone = max(1, int(self._config.max_queued * self._config.tenant_queue_share))
+                return self._queue_error(tenant, num_answers, most, alone)
         return None
 
-    def _queue_error(self, tenant: Tenant, num_answers: int, most: int) -> LimitError:
+    def _queue_error(self, tenant: Tenant, num_answers: int, most: int, most_ever: int) -> LimitError:
+        """The error of answers of which at most `most` may wait now, and `most_ever` at any time."""
         asked = "one more is" if num_answers == 1 else f"{num_answers} more are"
         num_waiting = tenant.num_waiting + tenant.num_admitted
         message = f"{num_waiting} answers of tenant {tenant.name} wait and {asked} asked for; at most {most} may"
+        num_places, running = self._num_places(), tenant.limits.running
+        at_a_time = most_ever + (num_places if running is None else min(num_places, running))
+        if num_places and num_answers > at_a_time:
+            hint = "ask for fewer answers in one call"
+            return LimitError(tenant.name, "queued", f"{message}, with {at_a_time} in all at a time; {hint}", None)
         return LimitError(tenant.name, "queued", message, self._config.retry_after_s)
 
 
@@ -398,13 +405,11 @@ def _over_rate(
     if bucket is None:
         return None
     in_all = amount if in_all is None else in_all
-    what = limit.partition("_")[0]
-    asked = f"tenant {tenant.name} asks for {in_all} {what}"
     if in_all > bucket.per_minute:
-        hint = "; set a smaller max_tokens" if what == "tokens" else "; ask for fewer answers in one call"
-        return LimitError(tenant.name, limit, f"{asked} at once, and may have {bucket.per_minute} a minute{hint}", None)
+        return LimitError.beyond_a_minute(tenant.name, limit, in_all, bucket.per_minute)
     if (wait_s := bucket.missing_s(amount, now)) is None or wait_s > 0:
         left = max(0, int(bucket.level(now)))
+        asked = f"tenant {tenant.name} asks for {in_all} {limit.partition('_')[0]}"
         message = f"{asked}, and of {bucket.per_minute} a minute has {left} left"
         return LimitError(tenant.name, limit, message, wait_s)
     return None

@@ -86,9 +86,6 @@ def _changes(model: ModelInfo) -> dict[str, Change]:
 def _wrong_prompts(model: ModelInfo) -> dict[str, Change]:
     vocab, longest = model.vocab_size, model.max_model_len
 
-    def no_text(dice: Dice, request: pb.GenerateRequest) -> None:
-        request.text = ""
-
     def prompt_ids(dice: Dice, request: pb.GenerateRequest) -> None:
         request.token_ids.ids.extend(dice.choice(([vocab], [0, 2**32 - 1], [0] * longest)))
 
@@ -103,7 +100,7 @@ def _wrong_prompts(model: ModelInfo) -> dict[str, Change]:
     def cache_salt(dice: Dice, request: pb.GenerateRequest) -> None:
         request.cache_salt = "x" * dice.randrange(257, 900)
 
-    return {"text": no_text, "token_ids": prompt_ids, "empty token_ids": no_ids, "chat": chat, "cache_salt": cache_salt}
+    return {"token_ids": prompt_ids, "empty token_ids": no_ids, "chat": chat, "cache_salt": cache_salt}
 
 
 def _wrong_counts(model: ModelInfo) -> dict[str, Change]:
@@ -119,7 +116,7 @@ def _wrong_counts(model: ModelInfo) -> dict[str, Change]:
         request.stopping.min_tokens = dice.randrange(2, 2**32)
 
     def answers(dice: Dice, request: pb.GenerateRequest) -> None:
-        request.n = dice.choice((0, 17, 2**32 - 1))
+        request.n = dice.choice((0, 129, 2**32 - 1))
 
     def logprobs(dice: Dice, request: pb.GenerateRequest) -> None:
         request.sampling.logprobs = dice.randrange(21, 2**32)

@@ -98,11 +98,11 @@ def _generation_fields(model: ModelInfo) -> dict[str, Value]:
     return {
         "model": _either(_not_text, _text),
         "temperature": _either(_not_number, _outside(0, 100)),
-        "top_p": _either(_not_number, _outside(0, 1), _one_of(0, 0.0)),
+        "top_p": _either(_not_number, _outside(0, 1)),
         "min_p": _either(_not_number, _outside(0, 1)),
         "top_k": _either(_not_int, _one_of(-2, -3, -(2**31), -(2**63), -_HUGE)),
         "seed": _either(_not_int, _one_of(2**64, -(2**64), _HUGE, -_HUGE)),
-        "n": _either(_not_int, _one_of(0, -1, 17, 1000, 2**31, 2**63, _HUGE)),
+        "n": _either(_not_int, _one_of(0, -1, 129, 1000, 2**31, 2**63, _HUGE)),
         "max_tokens": _either(_not_int, _one_of(0, -1, model.max_model_len + 1, 2**31, 2**32, 2**63, 2**64, _HUGE)),
         "min_tokens": _either(_not_int, _one_of(-1, model.max_model_len + 1, 2**31, 2**32, 2**64, _HUGE)),
         "stop": _one_of(1, 1.5, True, {}, [1], [[]], ["x", None], [""], [str(i) for i in range(17)], "x" * 257),
@@ -168,14 +168,14 @@ def _template_fields() -> dict[str, Value]:
 
 def _completion_fields(model: ModelInfo) -> dict[str, Value]:
     ids = ([-1], [model.vocab_size], [2**40], [_HUGE], [1.5], [True], [None])
-    lists: list[object] = [*ids, *([wrong] for wrong in ids), [], [""], [[]], [1, "x"], ["x", 1], [[1], "x"], ["x", ""]]
+    lists: list[object] = [*ids, *([wrong] for wrong in ids), [], [[]], [1, "x"], ["x", 1], [[1], "x"]]
     lists += [["x"] * 65, [[1], []], [[[1]]], [0] * model.max_model_len]
     return {
         **_generation_fields(model),
-        "prompt": _one_of(5, 1.5, True, {}, "", None, *lists),
+        "prompt": _one_of(5, 1.5, True, {}, None, *lists),
         "logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
         "echo": _not_bool,
-        "best_of": _either(_not_int, _one_of(17, 20, 0, -1, _HUGE)),
+        "best_of": _either(_not_int, _one_of(129, 200, 0, -1, _HUGE)),
     }
 
 
@@ -251,7 +251,7 @@ def _message_fields(model: ModelInfo) -> dict[str, Value]:
 def _tokenize_fields(model: ModelInfo) -> dict[str, Value]:
     return {
         "model": _either(_not_text, _text),
-        "prompt": _either(_not_text, _one_of("", None)),
+        "prompt": _either(_not_text, _one_of(None)),
         "add_special_tokens": _not_bool,
     }
 

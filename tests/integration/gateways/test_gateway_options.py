@@ -121,7 +121,7 @@ async def test_biases_and_salts_reach_the_router(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"n": 17}, "n"),
+        ({"n": 129}, "n"),
         ({"logprobs": 21}, "sampling.logprobs"),
         ({"logit_bias": {5: float("nan")}}, "sampling.logit_bias[5]"),
         ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias"),

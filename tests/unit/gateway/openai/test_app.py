@@ -11,7 +11,7 @@ import pytest
 from disagg.gateway.auth.auth import Caller, RefusedError
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.requests.request import Targets
-from disagg.gateway.text.tokenizer import ServedModel
+from disagg.gateway.text.tokenizer import ServedModel, fake_model
 from disagg.proto.errors import OverloadedError, UnavailableError
 from disagg.proto.messages import Load, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
@@ -209,13 +209,13 @@ async def test_wrong_times_in_headers(app: TestApp, header: str, value: str) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 10**30}, "max_completion_tokens"),
         ({"seed": -(1 << 63) - 1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
-        ({"n": 17}, "n"),
+        ({"n": 129}, "n"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ""}, "stop"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids[0]"),
@@ -236,10 +236,8 @@ async def test_a_wrong_field_of_a_chat_is_named(app: TestApp, fields: dict[str, 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": ""}, "prompt"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
-        ({"prompt": ["a", ""]}, "prompt[1]"),
         ({"prompt": [[1], [2, 10**30]]}, "prompt[1][1]"),
         ({"prompt": [10**30], "echo": True}, "prompt[0]"),
         ({"logprobs": 21}, "logprobs"),
@@ -250,6 +248,25 @@ async def test_a_wrong_field_of_a_chat_is_named(app: TestApp, fields: dict[str, 
 async def test_a_wrong_field_of_a_completion_is_named(app: TestApp, fields: dict[str, Any], param: str) -> None:
     assert error_of(await app.text(**fields, stream=True))[:2] == (400, param)
     assert app.router.submitted == []
+
+
+async def test_an_empty_prompt_is_what_the_model_begins_a_text_with(app: TestApp) -> None:
+    assert (await app.text(prompt=["", "a"])).status_code == 200
+    assert unpack_token_ids(app.router.submitted[0][0].prompt_token_ids) == [0]
+    assert (await app.client.post("/tokenize", json={"prompt": ""})).json()["tokens"] == [0]
+    bare = {"prompt": "", "add_special_tokens": False}
+    assert (await app.client.post("/tokenize", json=bare)).json()["tokens"] == []
+
+
+async def test_an_empty_prompt_of_a_model_that_begins_with_nothing() -> None:
+    app = TestApp(fake_model(MODEL_NAME, 64))
+    assert error_of(await app.text(prompt="")) == (400, "prompt", "invalid_value")
+
+
+async def test_the_likeliest_token_alone(app: TestApp) -> None:
+    """`top_p` of 0, as OpenAI's API has it; the sampler keeps the tokens before the sum exceeds it."""
+    assert (await app.text(top_p=0)).status_code == 200
+    assert app.router.submitted[0][0].sampling.top_p == pytest.approx(1e-6)
 
 
 async def test_a_prompt_that_does_not_fit(app: TestApp) -> None:
@@ -500,7 +517,6 @@ async def test_a_long_list_is_written_in_pieces(app: TestApp, monkeypatch: pytes
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"prompt": "a" * 4097}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, "messages[0].role"),

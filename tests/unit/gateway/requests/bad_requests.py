@@ -71,7 +71,7 @@ def _good_fields(limits: Limits) -> dict[str, st.SearchStrategy[Any]]:
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.lists(token_ids, max_size=3).map(tuple),
         "stop": st.lists(text, max_size=3).map(tuple),
-        "n": st.integers(1, 16),
+        "n": st.integers(1, 128),
         "cache_salt": st.text(max_size=6),
     }
 

@@ -136,5 +136,29 @@ async def test_nothing_is_charged_for_more_tokens_than_there_can_be(
     app = TestApp(model, FakeRouter(), Keyed())
     response = await app.client.post(path, json={**given, field: num_tokens})
     assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith(f"{field}: ")
+    is_long = MAX_MODEL_LEN <= num_tokens < 1 << 63
+    start = "This model's maximum context length is 128 tokens. " if is_long else f"{field}: "
+    assert response.json()["error"]["message"].startswith(start)
     assert app.router.admitted == []
+
+
+@pytest.mark.parametrize(("prompt", "n", "num_tokens"), [("hello", 10, 1010), (["hello"] * 5, 2, 1010)])
+async def test_answers_that_are_together_more_than_a_minute_has_are_not_tried_again(
+    model: ServedModel, prompt: Any, n: int, num_tokens: int
+) -> None:
+    """The tokens of a text are not known when its call is admitted. Each answer alone fits; all of them never do."""
+    app = TestApp(model, FakeRouter(), Keyed())
+    response = await app.text(prompt=prompt, n=n, max_tokens=99)
+    assert (response.status_code, response.headers.get("x-should-retry")) == (429, "false")
+    assert "retry-after-ms" not in response.headers
+    assert response.json()["error"]["message"] == (
+        f"tokens_per_minute: tenant a asks for {num_tokens} tokens at once, and may have 1000 a minute; set a smaller "
+        "max_tokens"
+    )
+    refunded = sum(given_back[2] for given_back in app.router.given_back)
+    assert len(app.router.submitted) + refunded == 10
+
+
+async def test_answers_of_exactly_a_minute(model: ServedModel) -> None:
+    app = TestApp(model, FakeRouter(), Keyed())
+    assert (await app.text(prompt="hello", n=10, max_tokens=98)).status_code == 200

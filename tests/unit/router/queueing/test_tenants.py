@@ -212,10 +212,32 @@ def test_a_call_of_more_answers_than_may_wait_is_refused_as_a_whole() -> None:
     it.core.refund("a", 0, 12, 0.0)
     error = it.core.admit(call(13, limits=limits), 0.0)
     assert error is not None
-    assert (
-        error.message
-        == "queued: 0 answers of tenant a wait and 13 more are asked for; at most 10 may; try again in 1 s"
+    assert error.retry_after_s is None
+    assert error.message == (
+        "queued: 0 answers of tenant a wait and 13 more are asked for; at most 10 may, with 12 in all at a time; "
+        "ask for fewer answers in one call"
     )
+
+
+def test_a_call_that_waits_for_places_may_be_tried_again() -> None:
+    it = places(2)
+    limits = TenantLimits(queued=2, is_sole=False)
+    it.submit(of("b", "b0"))
+    error = it.core.admit(call(4, limits=limits), 0.0)
+    assert error is not None
+    assert error.retry_after_s == 1.0
+    error = it.core.admit(call(5, limits=limits), 0.0)
+    assert error is not None
+    assert error.retry_after_s is None
+
+
+def test_a_call_of_more_answers_than_a_tenant_alone_may_have_waiting() -> None:
+    it = places(1, msgspec.structs.replace(PLAIN, max_queued=8))
+    it.submit(of("b", "b0"))
+    for num_answers, retry_s in ((7, 1.0), (8, None)):
+        error = it.core.admit(call(num_answers), 0.0)
+        assert error is not None
+        assert error.retry_after_s == retry_s
 
 
 def test_an_admitted_call_is_never_refused_half_way() -> None:
