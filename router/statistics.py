@@ -173,6 +173,13 @@ class RouterStats:
     """Seconds between two tokens; 0 for tokens that came together."""
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BOUNDS_S))
     """Seconds from arrival to the end of an answer."""
+    queue_time: Histogram = field(default_factory=lambda: Histogram(STAGE_BOUNDS_S))
+    """Seconds for which an answered request waited before its prompt was computed: in the router's queue, for room on
+    the decode worker, and in the prefill worker."""
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(STAGE_BOUNDS_S))
+    """Seconds for which the prompt of an answered request was computed."""
+    decode_time: Histogram = field(default_factory=lambda: Histogram(E2E_BOUNDS_S))
+    """Seconds from the first to the last token of an answered request."""
     stages: dict[str, Histogram] = field(
         default_factory=lambda: {stage: Histogram(STAGE_BOUNDS_S) for stage in SPAN_STAGES}
     )

@@ -68,7 +68,15 @@ def _histograms(view: ClusterView, model: str) -> Iterator[Metric]:
         ("vllm:inter_token_latency_seconds", "Between two tokens.", stats.itl),
         ("vllm:time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", stats.itl),
         ("vllm:e2e_request_latency_seconds", "From arrival to the end.", stats.e2e),
+        ("vllm:request_queue_time_seconds", "Waiting before the prompt is computed.", stats.queue_time),
+        ("vllm:request_prefill_time_seconds", "Computing the prompt.", stats.prefill_time),
+        ("vllm:request_decode_time_seconds", "From the first to the last token.", stats.decode_time),
         ("vllm:request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens),
         ("vllm:request_generation_tokens", "Output tokens of a request.", stats.output_tokens),
+        (
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest answer to a request; here each of n answers is a request.",
+            stats.output_tokens,
+        ),
     ):
         yield histogram(name, text, _LABELS, [((model,), found)])

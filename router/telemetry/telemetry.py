@@ -27,6 +27,8 @@ ANSWERED = ("stop", "length")
 RATE_WINDOW_S = 10
 SLO_WINDOW_S = 60
 SLOS = ("ttft", "tpot", "both")
+_QUEUED = ("route", "kv_alloc_wait", "prefill_queue")
+"""Stages in which a request waits before its prompt is computed."""
 _TRACE_ID_PART = 1
 """Index of the trace id in a `traceparent`, split at dashes."""
 
@@ -133,11 +135,16 @@ class Telemetry:
         for slo, met in slos_met(trace, now).items():
             stats.slos[slo, met] += 1
             self._recent.add(now, f"{slo} {'met' if met else 'missed'}")
-        for stage, duration_s in durations_of(trace).items():
+        durations_s = durations_of(trace)
+        for stage, duration_s in durations_s.items():
             stats.stages[stage].observe(duration_s)
         if trace.outcome not in ANSWERED:
             return
         stats.e2e.observe(now - trace.arrival)
+        stats.queue_time.observe(sum(durations_s.get(stage, 0.0) for stage in _QUEUED))
+        stats.prefill_time.observe(durations_s.get("prefill", 0.0))
+        if trace.last_token_at is not None:
+            stats.decode_time.observe(trace.last_token_at - trace.stages.get("first_token", trace.last_token_at))
         stats.prompt_tokens.observe(trace.num_prompt_tokens)
         stats.output_tokens.observe(trace.num_output_tokens)
         stats.cached_tokens += cached_tokens

@@ -153,6 +153,10 @@ def test_the_names_of_vllm_show_the_same_numbers(samples: Samples) -> None:
         "e2e_request_latency_seconds_sum": 1.5,
         "request_prompt_tokens_sum": 100,
         "request_generation_tokens_sum": 60,
+        "request_max_num_generation_tokens_sum": 60,
+        "request_queue_time_seconds_sum": 0.75,
+        "request_prefill_time_seconds_sum": 0.375,
+        "request_decode_time_seconds_sum": 0.1875,
     }
     assert {name: value(samples, f"vllm:{name}", model) for name in expected} == pytest.approx(expected)
     success = {dict(ls)["finished_reason"]: count for ls, count in samples["vllm:request_success_total"].items()}

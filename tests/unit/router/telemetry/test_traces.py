@@ -318,6 +318,8 @@ def test_an_answered_request_is_summed_up() -> None:
     assert stats.outcomes == {"length": 1}
     assert (stats.prompt_tokens.total, stats.cached_tokens, stats.output_tokens.total) == (64, 16, 2)
     assert (stats.ttft["pd"].total, stats.e2e.total) == (1.0, 2.0)
+    times = (stats.queue_time, stats.prefill_time, stats.decode_time)
+    assert [(each.num_observed, each.total) for each in times] == [(1, 0.0), (1, 1.0), (1, 1.0)]
     assert stats.decisions == {"pair": 1}
     assert stats.slos == {}
 
