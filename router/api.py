@@ -115,6 +115,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     resumed_token_ids: tuple[int, ...] = ()
     """Output tokens that the client has from another gateway. The answer continues after them, and `block_hashes` are
     those of the prompt and of these. They do not end the answer."""
+    response_id: str = ""
+    """Id of the response that the answer is in, as its client knows it; empty where that is `request_id`."""
+    is_chat: bool = False
+    """Whether the prompt is a conversation."""
     model_version: str = ""
     """Version of the model that made `resumed_token_ids`; only workers of that version continue the answer. Empty if
     unknown, or without such tokens."""
@@ -261,6 +265,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     tenant: str = ""
     trace_parent: str = ""
     parent_span: str = ""
+    response_id: str = ""
+    is_chat: bool = False
     is_probe: bool = False
     """Whether it is an operator's test of one pair, which statistics do not count."""
     is_background: bool = False

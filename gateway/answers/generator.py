@@ -282,6 +282,8 @@ class Generator:
                 tpot_slo_s=call.targets.tpot_s,
                 trace_parent=call.trace_parent,
                 parent_span=call.parent_span,
+                response_id=call.response_id,
+                is_chat=isinstance(checked.prompt, ChatPrompt),
                 tenant=call.caller.tenant,
                 limits=call.caller.limits,
                 prepaid_tokens=prompt.prepaid_tokens,

@@ -63,6 +63,8 @@ class Origin:
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""
     """Id of the client's span; empty without one."""
+    id_prefix: str = ""
+    """What the API puts before `request_id` in the id of its response."""
     use: CallUse = field(default_factory=CallUse, compare=False)
     """Grows while the call is answered."""
 
@@ -107,6 +109,7 @@ class CallScope:
             targets=origin.targets,
             trace_parent=origin.trace_parent,
             parent_span=origin.parent_span,
+            response_id=f"{origin.id_prefix}{origin.request_id}",
             use=origin.use,
         )
         self._max_priority = origin.max_priority

@@ -144,6 +144,8 @@ class Call:
     """The W3C `traceparent` of the gateway's own span; empty without one."""
     parent_span: str = ""
     """Id of the caller's span; empty where there is none."""
+    response_id: str = ""
+    """Id of the response to the call, as its client knows it; empty where that is `request_id`."""
     use: CallUse = field(default_factory=CallUse, compare=False)
     """Usage of all prompts of the call, which grows while it is answered."""
 

@@ -295,6 +295,8 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         tenant=request.tenant,
         trace_parent=request.trace_parent,
         parent_span=request.parent_span,
+        response_id=request.response_id,
+        is_chat=request.is_chat,
         is_probe=request.pair is not None,
         is_background=request.priority < 0,
         num_prompt_tokens=request.num_prompt_tokens,

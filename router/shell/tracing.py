@@ -174,7 +174,7 @@ class OtlpExport(Export):
             resource=self._resource(span.process),
             attributes=span.attributes,
             events=[Event(name, timestamp=time_ns) for name, time_ns in span.events],
-            kind=SpanKind.SERVER if span.name == "request" else SpanKind.INTERNAL,
+            kind=SpanKind.SERVER if span.is_request else SpanKind.INTERNAL,
             status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
             start_time=span.start_ns,
             end_time=span.end_ns,

@@ -1,6 +1,7 @@
 """An ended request as spans for an OpenTelemetry collector, and whether it is sent. Pure.
 
-    request                the gateway's span, child of the caller's; attributes of OpenTelemetry's GenAI conventions
+    chat MODEL             the gateway's span, child of the caller's; name and attributes of OpenTelemetry's GenAI
+                           conventions (`text_completion MODEL` of a prompt that is no conversation)
       tokenize, route, ... one for each span of the timeline (`spans.py`), of the gateway or of a worker
 
 The tree has exactly the spans that `disagg explain` shows: both are made of the same trace.
@@ -24,7 +25,7 @@ _RECORDED: Final = 1
 _HASH_DIGITS: Final = 8
 _NUM_HASHES: Final = 16**_HASH_DIGITS
 
-Value = str | int | float | bool
+Value = str | int | float | bool | tuple[str, ...]
 
 
 class ExportedSpan(NamedTuple):
@@ -44,6 +45,8 @@ class ExportedSpan(NamedTuple):
     """Events of the span: name, and nanoseconds since the epoch."""
     error: str = ""
     """Code of the error of a failed request; empty otherwise."""
+    is_request: bool = False
+    """Whether it is the span of the whole request."""
 
 
 def is_sent(trace: RequestTrace, options: TracingOptions) -> bool:
@@ -73,7 +76,7 @@ def exported_spans(trace: RequestTrace, clock_to_epoch_s: float, model: str) -> 
     first = trace.stages.get("first_token")
     found = [
         ExportedSpan(
-            "request",
+            f"{_operation(trace)} {model}",
             trace_id,
             span_id,
             trace.parent_span,
@@ -83,6 +86,7 @@ def exported_spans(trace: RequestTrace, clock_to_epoch_s: float, model: str) -> 
             _attributes(trace, model),
             () if first is None else (("first_token", nanoseconds(first)),),
             "" if trace.outcome in ANSWERED else trace.outcome,
+            is_request=True,
         )
     ]
     for index, span in enumerate(spans_of(trace)):
@@ -101,10 +105,19 @@ def exported_spans(trace: RequestTrace, clock_to_epoch_s: float, model: str) -> 
     return found
 
 
+def _operation(trace: RequestTrace) -> str:
+    return "chat" if trace.is_chat else "text_completion"
+
+
 def _attributes(trace: RequestTrace, model: str) -> dict[str, Value]:
     given: dict[str, Value | None] = {
-        "gen_ai.operation.name": "generate_content",
+        "gen_ai.operation.name": _operation(trace),
+        "gen_ai.provider.name": "disagg",
         "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": trace.response_id or trace.request_id,
+        "gen_ai.response.finish_reasons": (trace.outcome,) if trace.outcome in ANSWERED else None,
+        "error.type": None if trace.outcome in ANSWERED else trace.outcome,
         "gen_ai.request.max_tokens": trace.most_output_tokens,
         "gen_ai.usage.input_tokens": trace.num_prompt_tokens,
         "gen_ai.usage.output_tokens": trace.num_output_tokens,

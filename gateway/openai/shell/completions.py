@@ -98,10 +98,11 @@ class Completions:
         request_id: RequestId,
         read: Callable[[bytes], Cooperative[P]],
         write: Callable[[Exchange, CallScope, P, Events], Awaitable[None]],
+        id_prefix: str,
     ) -> None:
-        """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer. Raises
-        whatever is wrong with it."""
-        async with self._opened(exchange, request_id) as (scope, times):
+        """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer, whose
+        id begins with `id_prefix`. Raises whatever is wrong with it."""
+        async with self._opened(exchange, request_id, id_prefix) as (scope, times):
             if exchange.headers.get(HEADER):
                 raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
             parsed = await self._read(exchange, scope, read)
@@ -116,7 +117,7 @@ class Completions:
         async def whole(scope: CallScope, parsed: ParsedCall, events: Events) -> bytes:
             return await self._whole(scope, parsed, kind, events)
 
-        return await self.run_line(body, origin, kind.read, whole)
+        return await self.run_line(body, replace(origin, id_prefix=kind.id_prefix), kind.read, whole)
 
     async def run_line(
         self,
@@ -136,7 +137,7 @@ class Completions:
             return await whole(scope, parsed, scope.events(admitted))
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
-        async with self._opened(exchange, request_id) as (scope, times):
+        async with self._opened(exchange, request_id, kind.id_prefix) as (scope, times):
             parsed = await self._read(exchange, scope, kind.read)
             position = _position(scope.generator, exchange, parsed)
             if position is not None:
@@ -153,7 +154,9 @@ class Completions:
                     await self._write(exchange, scope, parsed, kind, events, position)
 
     @asynccontextmanager
-    async def _opened(self, exchange: Exchange, request_id: RequestId) -> AsyncGenerator[tuple[CallScope, Times], None]:
+    async def _opened(
+        self, exchange: Exchange, request_id: RequestId, id_prefix: str
+    ) -> AsyncGenerator[tuple[CallScope, Times], None]:
         """The scope of a call over HTTP, and what its headers say of its times. Raises `InvalidRequestError` for wrong
         ones."""
         caller = CALLER.get()
@@ -164,6 +167,7 @@ class Completions:
             max_priority=caller.limits.max_priority,
             trace_parent=exchange.trace_parent,
             parent_span=exchange.parent_span,
+            id_prefix=id_prefix,
         )
         async with self._calls.open(origin) as scope:
             times = self._times(exchange)
@@ -221,7 +225,7 @@ class Completions:
         echoes = tuple([await _text_of(generator, given) for given in parsed.inputs]) if parsed.echo else ()
         given, tokenizer = parsed.inputs[0], generator.model.tokenizer
         style = Style(
-            call_id=f"{kind.id_prefix}{call.request_id}",
+            call_id=call.response_id,
             created=int(self.wall_clock()),
             model=given.model,
             tokenizer=tokenizer,

@@ -22,6 +22,8 @@ from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.segments import ToolCall
 from disagg.proto.errors import DisaggError
 
+ID_PREFIX: Final = "msg_"
+"""Begins the id of a message."""
 _PING: Final = typed_event("ping", {})
 _STOP: Final = typed_event("message_stop", {})
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusal"}
@@ -50,7 +52,7 @@ class MessageWriter(AnswerWriter):
         self._id = request_id
         self._reader = reader
         self._error_event = error_event
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._head = {"id": f"{ID_PREFIX}{request_id}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Pieces of text of the block that is being written."""

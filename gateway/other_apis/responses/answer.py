@@ -44,6 +44,8 @@ class _Form:
     """Further fields of the events of its text."""
 
 
+ID_PREFIX: Final = "resp_"
+"""Begins the id of a response."""
 _NO_LOGPROBS: Final[dict[str, Any]] = {"logprobs": []}
 _MESSAGE: Final = _Form(
     "msg",
@@ -72,7 +74,8 @@ class ResponseWriter(AnswerWriter):
     def __init__(self, parsed: ParsedResponse, request_id: str, created: int, reader: PartReader) -> None:
         self._id = request_id
         self._reader = reader
-        self._shared = {"id": f"resp_{request_id}", "object": "response", "created_at": created} | _repeated(parsed)
+        head = {"id": f"{ID_PREFIX}{request_id}", "object": "response", "created_at": created}
+        self._shared = head | _repeated(parsed)
         self._output: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Pieces of text of the item that is being written."""

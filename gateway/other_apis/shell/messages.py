@@ -12,7 +12,7 @@ from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.to_input import ParsedCall
-from disagg.gateway.other_apis.messages.answer import MessageWriter
+from disagg.gateway.other_apis.messages.answer import ID_PREFIX, MessageWriter
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.messages.to_input import Conversation, read_conversation, read_messages
 from disagg.gateway.other_apis.shared.answers import PartReader
@@ -38,7 +38,7 @@ class Messages:
 
     async def create(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/messages`."""
-        await self._completions.run(exchange, request_id, lambda raw: decoded(raw, _BODY, read_messages), self._write)
+        await self._completions.run(exchange, request_id, _read, self._write, ID_PREFIX)
 
     async def count_tokens(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/messages/count_tokens`: those of the prompt that the chat template makes."""
@@ -56,6 +56,10 @@ class Messages:
         model, shows_reasoning = parsed.inputs[0].model, parsed.shows_reasoning
         writer = MessageWriter(model, scope.call.request_id, reader, exchange.error_event, shows_reasoning)
         await write_answer(exchange, events, writer, parsed.stream, scope.finished)
+
+
+def _read(raw: bytes) -> Cooperative[ParsedCall]:
+    return decoded(raw, _BODY, read_messages)
 
 
 def _read_count(body: MessagesBody) -> Cooperative[tuple[str, Conversation]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -10,7 +11,7 @@ from disagg.gateway.calls.call_scope import CallScope, Events, Origin
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.shell.completions import Completions
-from disagg.gateway.other_apis.responses.answer import ResponseWriter
+from disagg.gateway.other_apis.responses.answer import ID_PREFIX, ResponseWriter
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
 from disagg.gateway.other_apis.responses.to_input import ParsedResponse, read_response
 from disagg.gateway.other_apis.shared.answers import PartReader
@@ -34,11 +35,11 @@ class Responses:
 
     async def create(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /v1/responses`."""
-        await self._completions.run(exchange, request_id, _read, self._write)
+        await self._completions.run(exchange, request_id, _read, self._write, ID_PREFIX)
 
     async def line(self, body: bytes, origin: Origin) -> bytes:
         """The answer to a line of a batch. Raises as a request."""
-        return await self._completions.run_line(body, origin, _read, self._whole)
+        return await self._completions.run_line(body, replace(origin, id_prefix=ID_PREFIX), _read, self._whole)
 
     async def _write(self, exchange: Exchange, scope: CallScope, parsed: ParsedResponse, events: Events) -> None:
         await write_answer(exchange, events, self._writer(scope, parsed), parsed.stream, scope.finished)

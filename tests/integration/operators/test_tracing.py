@@ -19,6 +19,7 @@ from tests.integration.workers.test_processes import FAKE, PROMPT
 from tests.support.waiting import wait_until
 
 TRACE, CALLERS = "a" * 32, "c" * 16
+ROOT = "text_completion fake"
 
 
 class _Collector(ThreadingHTTPServer):
@@ -76,11 +77,11 @@ def test_the_tree_at_the_collector_is_the_timeline() -> None:
             recorded = httpx.post(url, json=body, headers={"traceparent": f"00-{TRACE}-{CALLERS}-01"})
             missed = httpx.post(url, json=body, headers={"x-slo-ttft-ms": "0.01"})
             assert [each.status_code for each in (quiet, recorded, missed)] == [200, 200, 200]
-            assert wait_until(lambda: sum(span.name == "request" for _, span in at.spans) == 2, timeout_s=120)
+            assert wait_until(lambda: [span.name for _, span in at.spans].count(ROOT) == 2, timeout_s=120)
             explained = client.explain(recorded.headers["x-disagg-request-id"])
     of_request = [(process, span) for process, span in at.spans if span.trace_id.hex() == TRACE]
     (_, root), stages = of_request[0], of_request[1:]
-    assert (root.name, root.parent_span_id.hex()) == ("request", CALLERS)
+    assert (root.name, root.parent_span_id.hex()) == (ROOT, CALLERS)
     assert root.span_id.hex() == recorded.headers["traceparent"].split("-")[2]
     assert {span.parent_span_id for _, span in stages} == {root.span_id}
     expected = [

@@ -126,3 +126,20 @@ async def test_names_of_headers_that_are_none_are_not_sent_back() -> None:
         headers = {"origin": SITE, **ASKED, "access-control-request-headers": asked}
         reply = await app.client.options("/v1/completions", headers=headers)
         assert (reply.status_code, "access-control-allow-headers" in reply.headers) == (204, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix", "is_chat"),
+    [
+        ("/v1/chat/completions", "chatcmpl-", True),
+        ("/v1/completions", "cmpl-", False),
+        ("/v1/responses", "resp_", True),
+        ("/v1/messages", "msg_", True),
+    ],
+)
+async def test_a_request_knows_the_id_that_its_client_gets(path: str, prefix: str, is_chat: bool) -> None:
+    app = TestApp(fake_model(MODEL_NAME, MAX_MODEL_LEN))
+    reply = await app.client.post(path, json=body_of(path, "a", **{PROMPT_FIELDS[path]: 1}))
+    (routed, _) = app.router.submitted[0]
+    assert (routed.response_id, routed.is_chat) == (f"{prefix}{routed.request_id}", is_chat)
+    assert reply.json()["id"] == routed.response_id

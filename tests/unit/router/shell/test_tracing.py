@@ -32,7 +32,7 @@ class Collector(Export):
         self._takes = list(takes)
 
     def __call__(self, spans: Sequence[ExportedSpan]) -> bool:
-        self.batches.append([span.attributes["disagg.request_id"] for span in spans if span.name == "request"])
+        self.batches.append([span.attributes["disagg.request_id"] for span in spans if span.is_request])
         self.entered.set()
         assert self.opened.wait(LONG_S)
         answer = self._takes.pop(0) if self._takes else True

@@ -41,7 +41,8 @@ def ended(**changes: object) -> RequestTrace:
 def test_the_tree_is_the_timeline_under_the_callers_span() -> None:
     trace = ended()
     request, *stages = exported_spans(trace, 1000.0, "m")
-    assert (request.name, request.trace_id, request.span_id, request.parent_id) == ("request", TRACE, OURS, CALLERS)
+    assert request.name == "text_completion m"
+    assert (request.trace_id, request.span_id, request.parent_id) == (TRACE, OURS, CALLERS)
     assert (request.start_ns, request.end_ns) == (1010_000_000_000, 1014_000_000_000)
     assert (request.process, request.events, request.error) == ("gateway", (("first_token", 1011_000_000_000),), "")
     assert request.attributes["gen_ai.usage.input_tokens"] == 64
@@ -61,6 +62,34 @@ def test_without_a_callers_trace_the_ids_are_made_of_the_requests() -> None:
     request, first, *_ = exported_spans(ended(trace_parent="", parent_span=""), 0.0, "m")
     assert (request.trace_id, request.span_id, request.parent_id) == (trace_of("r0"), span_of("r0"), "")
     assert (first.trace_id, first.parent_id) == (trace_of("r0"), span_of("r0"))
+
+
+def gen_ai(trace: RequestTrace) -> dict[str, object]:
+    names = ("operation.name", "provider.name", "request.model", "response.model", "response.id")
+    attributes = exported_spans(trace, 0.0, "m")[0].attributes
+    found: dict[str, object] = {name: attributes[f"gen_ai.{name}"] for name in names}
+    return found | {"reasons": attributes.get("gen_ai.response.finish_reasons"), "error": attributes.get("error.type")}
+
+
+def test_names_are_those_of_the_conventions_for_generative_ai() -> None:
+    request, *stages = exported_spans(ended(is_chat=True, response_id="chatcmpl-r0"), 0.0, "m")
+    assert (request.name, request.is_request) == ("chat m", True)
+    assert not any(stage.is_request for stage in stages)
+    same = {"provider.name": "disagg", "request.model": "m", "response.model": "m"}
+    assert gen_ai(ended(is_chat=True, response_id="chatcmpl-r0")) == {
+        **same,
+        "operation.name": "chat",
+        "response.id": "chatcmpl-r0",
+        "reasons": ("stop",),
+        "error": None,
+    }
+    assert gen_ai(ended(outcome="slow_down")) == {
+        **same,
+        "operation.name": "text_completion",
+        "response.id": "r0",
+        "reasons": None,
+        "error": "slow_down",
+    }
 
 
 def test_a_failure_is_an_error_with_its_code() -> None:
