@@ -11,7 +11,7 @@ from rich.console import Console
 
 from disagg.cli.chat.command import HOW_TO_LEAVE, Chat
 from disagg.client import Client, Delta, Finished, Usage
-from disagg.proto.errors import ConfigError, ContextLengthError, OverloadedError, RequestNotFoundError
+from disagg.proto.errors import ConfigError, InvalidRequestError, OverloadedError, RequestNotFoundError
 from disagg.v1 import inference_pb2 as pb
 
 END = Delta("", (), Finished("stop", Usage(1, 0, 1), "r1"))
@@ -99,7 +99,7 @@ def test_ctrl_c_at_the_prompt_drops_what_was_typed_and_says_how_to_leave() -> No
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ContextLengthError("prompt.chat", "is\nlong"), "error: prompt.chat: is long"),
+        (InvalidRequestError("prompt.chat", "is\nlong"), "error: prompt.chat: is long"),
         (OverloadedError("full", 1.5), "error: full; next: try again in 1.5 s, or add workers: disagg scale decode=2"),
         (ValueError("stop: surrogates"), "error: stop: surrogates"),
     ],
