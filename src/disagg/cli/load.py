@@ -180,7 +180,6 @@ def sweep(
     requests: RequestsOption = 300,
     start_rate: Annotated[float, typer.Option("--start-rate", help="The first rate, in requests per second.")] = 1.0,
     max_rate: Annotated[float, typer.Option("--max-rate", help="The largest rate that is tried.")] = 1000.0,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="How closely the rate is bracketed.")] = 0.05,
     attempts: AttemptsOption = 2,
 ) -> None:
     """Find the largest rate at which enough requests meet their limits."""
@@ -188,7 +187,7 @@ def sweep(
 
     where = check_address(address) if shape is None else commands.shape_of(shape, config, model)
     options = shared.common(address if shape is None else None, requests)
-    search = commands.search_of(start_rate, max_rate, tolerance, shared.min_attainment)
+    search = commands.search_of(start_rate, max_rate, shared.min_attainment)
     raise typer.Exit(commands.sweep(options, where, search, out, attempts, console()))
 
 

@@ -228,14 +228,13 @@ def shape_of(name: str, config: Path | None, model: str | None) -> ClusterShape:
     return parse_shape(name, build_config(config, model=model))
 
 
-def search_of(start_rate: float, max_rate: float, tolerance: float, min_attainment: float) -> SearchConfig:
+def search_of(start_rate: float, max_rate: float, min_attainment: float) -> SearchConfig:
     """Options of the search; raises `ConfigError`."""
     try:
         return SearchConfig(
             start_rate_per_s=start_rate,
             min_rate_per_s=min(start_rate, SearchConfig.min_rate_per_s),
             max_rate_per_s=max_rate,
-            tolerance=tolerance,
             min_attainment=min_attainment,
         )
     except ValueError as error:

@@ -429,10 +429,6 @@ def simulate(
         int | None,
         typer.Option("--max-tokens", help="What requests allow; answers end before. Unset: their own length.", min=1),
     ] = None,
-    patience_s: Annotated[
-        float | None, typer.Option("--patience-s", help="Client timeout before the first token.")
-    ] = None,
-    sample_s: Annotated[float, typer.Option("--sample-s", help="Between two samples over time.", min=0.001)] = 1.0,
     records: Annotated[Path | None, typer.Option("--records", help="Write one line of JSON for each request.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report with plots to this file.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write figures and samples to this file.")] = None,
@@ -440,13 +436,8 @@ def simulate(
     """Run a load test in virtual time. Exit status: 0, or 1 if too few requests met their limits."""
     from disagg.cli.planning.simulate import SimulateOptions, run_simulate
     from disagg.loadtests.scenario import Overrides
-    from disagg.proto.errors import ConfigError
     from disagg.simulator.world.users import Habits
 
-    try:
-        habits = Habits(max_tokens=max_tokens, patience_s=patience_s)
-    except ValueError as error:
-        raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
     options = SimulateOptions(
         scenario=scenario,
         cluster=cluster,
@@ -457,8 +448,7 @@ def simulate(
         ttft_ms=slo_ttft_ms,
         tpot_ms=slo_tpot_ms,
         min_attainment=min_attainment,
-        habits=habits,
-        sample_s=sample_s,
+        habits=Habits(max_tokens=max_tokens),
         records=records,
         html=html,
         json=json,

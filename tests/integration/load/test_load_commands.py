@@ -65,7 +65,7 @@ def test_run_prints_a_verdict_and_writes_both_reports(options: commands.Common) 
 
 
 def test_a_sweep_of_a_running_gateway_keeps_what_it_measured(options: commands.Common, tmp_path: Path) -> None:
-    search = commands.search_of(20.0, 40.0, 0.05, 0.9)
+    search = commands.search_of(20.0, 40.0, 0.9)
     output = io.StringIO()
     with fake_server(FakeTiming(ttft_s=0.02, tpot_s=0.002)) as server:
         commands.sweep(options, server.address, search, tmp_path / "out", 1, Console(file=output, width=200))

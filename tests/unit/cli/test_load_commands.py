@@ -127,7 +127,7 @@ def test_a_report_that_could_not_be_drawn_is_refused_before_anything_is_measured
 
 def test_a_search_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="start_rate_per_s"):
-        commands.search_of(8.0, 2.0, 0.05, 0.9)
+        commands.search_of(8.0, 2.0, 0.9)
 
 
 def recorded(rate: float, num_good: int) -> Recording:

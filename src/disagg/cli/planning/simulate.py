@@ -55,7 +55,6 @@ class SimulateOptions:
     tpot_ms: float | None = None
     min_attainment: float = 0.9
     habits: Habits = LOAD_TEST
-    sample_s: float = 1.0
     records: Path | None = None
     html: Path | None = None
     json: Path | None = None
@@ -70,7 +69,7 @@ def run_simulate(options: SimulateOptions, console: Console) -> int:
     if options.policy is not None:
         config = override(config, {"placement.policy": options.policy})
     timing = read_times(options.times)
-    spec = cluster_spec(config, timing, options.engine, options.sample_s)
+    spec = cluster_spec(config, timing, options.engine)
     load, slo = planned_load(options, spec)
     try:
         cluster = SimulatedCluster(spec, load.requests, options.habits)
