@@ -10,7 +10,7 @@ larger, and follows what the worker itself predicts for the step where its proce
 
 Pure. Each gateway (`router/shell/server.py`) and the controller (`cluster/control/supervisor.py`) have one. It is only
 for processes that hang: one that ends breaks its connections, which gateways notice in `router/shell/worker_link.py`
-and the controller in `cluster/control/server.py`; both then call `forget`.
+and the controller in `cluster/control/service.py`; both then call `forget`.
 
 Silence is counted by the clock of the listener's process (`proto/clock/`), which leaves out the time for which that
 stood still. A listener that was busy heard nothing either, but that time counts: what arrived meanwhile waits to be

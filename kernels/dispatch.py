@@ -138,7 +138,7 @@ def _triton() -> TritonOps | None:
         logger.warning("CUDA kernels: torch reference, which is slower, because Triton cannot be used: %s", error)
         return None
     if (changes := triton_shapes.changes(os.environ)) != triton_shapes.Changes():
-        logger.warning("CUDA kernels: launched as %s says: %s", triton_shapes.VARIABLE, changes)
+        logger.warning("CUDA kernels: launch shapes are overridden by %s: %s", triton_shapes.VARIABLE, changes)
     if not chosen.without:
         logger.info("CUDA kernels: triton")
         return TritonOps()

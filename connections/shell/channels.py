@@ -1,6 +1,6 @@
 """How our own processes connect by gRPC: the one place where a channel to, or a port for, another process of the
 cluster is opened. With `ClusterSecret.encrypted` it is TLS 1.2 or newer with certificates at both ends, made from the
-secret (`identity.py`) or given (`given.py`), else plain.
+secret (`identity.py`) or given (`operator_certificates.py`), else plain.
 
 Certificates of a listening process are renewed while it listens. One that calls takes its own when it opens a channel:
 a channel whose certificate was replaced and that then breaks has to be opened anew (`is_stale`).
@@ -18,8 +18,8 @@ from disagg.connections.cluster_secret import CertificateFiles, ClusterSecret
 from disagg.proto.services import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
-    from disagg.connections.given import GivenLeaf
     from disagg.connections.identity import Leaf
+    from disagg.connections.operator_certificates import GivenLeaf
 
 _lock: Final = threading.Lock()
 _leaves: Final[dict[ClusterSecret, Leaf]] = {}
@@ -64,7 +64,7 @@ def is_stale(opened_at: float, secret: ClusterSecret, now: float) -> bool:
 
 def check_given(files: CertificateFiles) -> None:
     """Check before anything is started that given certificates can be used. Raises `ConfigError` if not."""
-    from disagg.connections.given import read_leaf
+    from disagg.connections.operator_certificates import read_leaf
 
     read_leaf(files, time.time())
 
@@ -127,7 +127,7 @@ def _leaf(secret: ClusterSecret) -> Leaf:
 
 
 def _given_leaf(files: CertificateFiles) -> Leaf:
-    from disagg.connections.given import GivenLeaf
+    from disagg.connections.operator_certificates import GivenLeaf
 
     now = time.time()
     with _lock:

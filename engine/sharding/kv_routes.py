@@ -76,8 +76,8 @@ peer announces its own number."""
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One slice, as one of its two ranks sees it. Its bytes of n tokens are [n * offset, n * (offset + num_bytes)) of
-    that rank's part of the staging buffer."""
+    """The KV heads that this rank exchanges with rank `peer` of the other worker. For n tokens they are bytes
+    [n * offset, n * (offset + num_bytes)) of this rank's part of the staging buffer."""
 
     peer: int
     """Rank of the other worker."""

@@ -363,7 +363,7 @@ class Worker:
         try:
             loop.call_soon_threadsafe(stop_event.set)
         except RuntimeError:
-            logger.debug("the asyncio side has ended already")
+            logger.debug("%s: stop ignored, the event loop is closed already", self.config.worker_id)
 
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:

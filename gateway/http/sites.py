@@ -73,7 +73,7 @@ class Sites:
             )
 
     def headers(self, origin: str | None) -> Headers:
-        """Headers of every response to a page of `origin`."""
+        """CORS headers of every response to a request from `origin`."""
         if not self.origins:
             return []
         varies = [(b"vary", b"Origin")]

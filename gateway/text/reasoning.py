@@ -87,7 +87,8 @@ class ReasoningSplitter:
         return [Segment("reasoning" if self._phase is Phase.INSIDE else "content", rest)]
 
     def _decide(self, text: str, found: list[Segment]) -> str:
-        """What is behind the open tag, or is content."""
+        """Decide whether the answer begins with the think tag. Returns the text after the tag, or all of it if it is
+        content; empty while that is undecided."""
         start = text.lstrip(_SPACE)
         self._space.append(text[: len(text) - len(start)])
         if start.startswith(OPEN):
@@ -101,7 +102,7 @@ class ReasoningSplitter:
         return self._spaced(start)
 
     def _inside(self, text: str, found: list[Segment]) -> str:
-        """Find the reasoning that is certain; the text behind its end."""
+        """Append the reasoning that is certain to `found`. Returns the text after the closing tag, or nothing."""
         if not self._begun:
             text = self._without_space(text, found)
         closed = text.find(CLOSE)

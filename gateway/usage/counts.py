@@ -113,10 +113,10 @@ class Pending:
         """Add a call that has ended.
 
         Args:
-            tenant: whose it is.
-            day: of its end.
-            use: what it used; has a model.
-            failed: by an error that is not its client's leaving.
+            tenant: the tenant that made it.
+            day: the day on which it ended.
+            use: its tokens; `use.model` is set.
+            failed: whether it ended by an error other than the client's disconnect.
             is_open: whether it broke off, so that another call may continue it.
         """
         key = Key(tenant, day, use.model)

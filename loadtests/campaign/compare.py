@@ -24,7 +24,7 @@ from disagg.loadtests.scenario import Scenario
 from disagg.loadtests.verdict.comparison import Curve, Ratio, curves, invalid_points, ratio, rows
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.verdict.recordings import Point, Recording
-from disagg.loadtests.verdict.search import Turn, balanced_order
+from disagg.loadtests.verdict.search import Run, balanced_order
 
 STATIC = "best_static"
 """Kind of shapes that stands for all whose workers keep their roles."""
@@ -69,22 +69,22 @@ def plan_points(
     own = dict.fromkeys(rate for shape in shapes for rate in shape.rates_per_s if rate not in rates_per_s)
     turns = balanced_order(list(by_name), [*rates_per_s, *own], repeats)
     return [
-        (shape, _point(shape, scenario, turn))
-        for turn in turns
-        if turn.rate_per_s in ((shape := by_name[turn.shape]).rates_per_s or rates_per_s)
+        (shape, _point(shape, scenario, run))
+        for run in turns
+        if run.rate_per_s in ((shape := by_name[run.shape]).rates_per_s or rates_per_s)
     ]
 
 
-def _point(shape: ClusterShape, scenario: Scenario, turn: Turn) -> Point:
+def _point(shape: ClusterShape, scenario: Scenario, run: Run) -> Point:
     arrivals = msgspec.structs.replace(
-        scenario.arrivals, rate_per_s=turn.rate_per_s, seed=scenario.arrivals.seed + turn.repeat
+        scenario.arrivals, rate_per_s=run.rate_per_s, seed=scenario.arrivals.seed + run.repeat
     )
     return Point(
         shape=shape.name,
         shape_config=shape.raw,
         workload=scenario.workload,
         arrivals=arrivals,
-        repeat=turn.repeat,
+        repeat=run.repeat,
     )
 
 

@@ -166,15 +166,15 @@ def _round(rate_per_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One point of a comparison: the shape of a cluster, the rate, and the number of the repeat."""
+class Run:
+    """One run of a comparison: the shape of a cluster, the rate, and which repeat it is."""
 
     shape: str
     rate_per_s: float
     repeat: int
 
 
-def balanced_order(shapes: Sequence[str], rates_per_s: Sequence[float], repeats: int) -> list[Turn]:
+def balanced_order(shapes: Sequence[str], rates_per_s: Sequence[float], repeats: int) -> list[Run]:
     """Every shape at every rate, `repeats` times: in the order given, then backwards, and so on (A B B A).
 
     All rates of a shape stand together, so that they can share a cluster. After an even number of repeats
@@ -190,7 +190,7 @@ def balanced_order(shapes: Sequence[str], rates_per_s: Sequence[float], repeats:
         raise ValueError(f"repeats: expected at least 1; got {repeats}")
     once = [(shape, rate) for shape in shapes for rate in rates_per_s]
     return [
-        Turn(shape=shape, rate_per_s=rate, repeat=repeat)
+        Run(shape=shape, rate_per_s=rate, repeat=repeat)
         for repeat in range(repeats)
         for shape, rate in (once if repeat % 2 == 0 else reversed(once))
     ]

@@ -466,7 +466,7 @@ class Fleet:
     def emptiest_prefill(self, num_tokens: int, decode: Worker) -> Worker | None:
         """The prefill worker with the least share of its blocks in use that could compute a prompt of `num_tokens` for
         this decode worker."""
-        workers = list(self._group(decode.info).computers(num_tokens, decode))
+        workers = list(self._group(decode.info).prefills_for(num_tokens, decode))
         excluded = self._excluded_now.prefills
         return _emptiest([worker for worker in workers if worker.worker_id not in excluded] or workers)
 

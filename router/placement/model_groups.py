@@ -202,7 +202,7 @@ class ModelGroup:
             for candidate in bucket.candidates(demand, avoided, None)
         ]
 
-    def computers(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
+    def prefills_for(self, num_tokens: int, decode: Worker) -> Iterator[Worker]:
         """The prefill workers that could compute a prompt of that length for this decode worker."""
         if decode.is_split_off:
             return _long_enough(self._elastic, num_tokens)

@@ -92,7 +92,8 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     num_steps: float = 0.0
     """Expected number of decode steps: the first token comes from the prefill."""
     context: float = 0.0
-    """Mean number of tokens that such a step attends to. Computed from the other fields, like `num_steps`."""
+    """Mean number of tokens that a decode step of this request attends to. Computed from the other fields, like
+    `num_steps`."""
 
     def __post_init__(self) -> None:
         self.num_steps = self.output_tokens - 1

@@ -116,7 +116,7 @@ class CircuitBreakers:
                 breaker.begin_trial(key)
                 self.version += 1
                 is_trial = True
-                logger.info("%s: circuit breaker half-open, trying %s with attempt %s", subject, subject.leg, key)
+                logger.info("%s: circuit breaker of %s half-open, attempt %s is its trial", subject, subject.leg, key)
         return is_trial
 
     def failed(

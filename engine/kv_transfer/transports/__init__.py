@@ -1,1 +1,1 @@
-"""How bytes of KV travel between two workers: gloo, NCCL, shared memory, in one process."""
+"""How bytes of KV travel between two workers: gloo, NCCL, NIXL, shared memory, within one process; `auto` chooses."""

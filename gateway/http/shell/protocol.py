@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from disagg.gateway.http.errors import error_json
-from disagg.gateway.http.silent import SilentConnections
+from disagg.gateway.http.idle_connections import SilentConnections
 from disagg.proto.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)

@@ -30,14 +30,14 @@ class Probes:
         await exchange.respond_json({"status": "alive"})
 
     async def health(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /health`: some worker can serve, 200; or none, or the gateway drains, 503."""
+        """`GET /health`: 200 if some worker can serve; 503 if none can or the gateway drains."""
         num_workers = self._readiness.num_decode_workers
         state = self._readiness.state if num_workers else "no decode worker"
         body = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
         await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode(body))
 
     async def ready(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`GET /readyz`: new requests should be sent here, 200, or not, 503."""
+        """`GET /readyz`: 200 if new requests should be sent here, 503 if not."""
         state = self._readiness.state
         await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode({"status": state}))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from disagg.loadtests.verdict.search import (
     Probe,
+    Run,
     SearchConfig,
-    Turn,
     balanced_order,
     fitted,
     next_rate,
@@ -194,7 +194,7 @@ def test_after_an_even_number_of_repeats_all_stand_at_the_same_mean_position(
     num_shapes: int, num_rates: int, pairs: int
 ) -> None:
     order = balanced_order([f"s{i}" for i in range(num_shapes)], [float(i + 1) for i in range(num_rates)], 2 * pairs)
-    sums: dict[Turn, int] = {}
+    sums: dict[Run, int] = {}
     for position, turn in enumerate(order):
         key = replace(turn, repeat=0)
         sums[key] = sums.get(key, 0) + position

@@ -178,7 +178,7 @@ def test_a_half_open_worker_gets_one_request_at_a_time(caplog: pytest.LogCapture
     assert it.submit("r6") == ["dispatch p0 r6/0 -> d0"]
     assert [record.getMessage() for record in caplog.records] == [
         "p0: circuit breaker open, prefill failed (no luck); using other workers, next trial in 0.5 s",
-        "p0: circuit breaker half-open, trying prefill with attempt r4/0",
+        "p0: circuit breaker of prefill half-open, attempt r4/0 is its trial",
         "p0: circuit breaker closed, prefill works again after 0.5 s; it gets requests as before",
     ]
     assert it.core.view(it.now).events["breaker_opened"] == 1

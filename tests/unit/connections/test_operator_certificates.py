@@ -14,8 +14,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from disagg.cluster.config.cluster_config import NetworkConfig, load_config, parse_config
 from disagg.cluster.control.plan import new_secret
 from disagg.connections.cluster_secret import CertificateFiles
-from disagg.connections.given import GivenLeaf, read_leaf
 from disagg.connections.identity import NAME
+from disagg.connections.operator_certificates import GivenLeaf, read_leaf
 from disagg.proto.errors import ConfigError
 from tests.support.certificates import Authority
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.gateway.http.silent import SilentConnections
+from disagg.gateway.http.idle_connections import SilentConnections
 
 
 def test_strangers_go_first_and_in_each_group_the_longest_silent() -> None:
