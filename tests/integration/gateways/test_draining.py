@@ -103,6 +103,11 @@ async def test_the_command_for_probes(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match=r"speaks HTTP; gRPC is at 127\.0\.0\.1:8470, unless gateway.port says"):
             await asyncio.to_thread(run_status, server.http_address, Console(file=io.StringIO()))
         address = server.address
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{tenant: a, key: key-of-tenant-a-0001}]")
+    keys.chmod(0o600)
+    async with running(folder, router, api_keys=str(keys)) as server:
+        assert await ask_at(server.address, READY) == (0, "SERVING (gRPC)\n")  # it has no key, and needs none
     assert await ask_at(address, ALIVE) == (1, f"{address} does not answer: failed to connect to all addresses")
     status, text = await ask(url, ALIVE, {})
     assert (status, text.startswith(f"{url} does not answer")) == (1, True)

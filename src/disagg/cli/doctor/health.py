@@ -18,7 +18,7 @@ from disagg.cli.address import check_address
 from disagg.cli.doctor.gateway import reachable_from_here, speaks_tls
 from disagg.client import Client
 from disagg.client.health import serving_status
-from disagg.proto.errors import AuthenticationError, ConfigError, PermissionDeniedError, UnavailableError
+from disagg.proto.errors import AuthenticationError, ConfigError, DisaggError, PermissionDeniedError
 
 READY, ALIVE = "/readyz", "/livez"
 TIMEOUT_S = 5.0
@@ -56,26 +56,33 @@ def run_health(url: str, path: str, environ: Mapping[str, str], console: Console
 
 def run_health_at(address: str, path: str, environ: Mapping[str, str], console: Console) -> int:
     """Do the same for the gateway whose gRPC is at `address`: it says where its HTTP is. Without the key that this
-    takes, or without HTTP, ask gRPC's own probe, which says less: that the gateway answers and does not drain.
+    takes, or without HTTP, the answer is that of gRPC's own probe, which says less: that the gateway answers and does
+    not drain.
 
     Raises:
         ConfigError: if the address is invalid.
     """
     check_address(address)
     try:
-        with Client(address) as client:
-            http_address = client.cluster_state().http_address
-    except (AuthenticationError, PermissionDeniedError):
-        http_address = ""
-    except UnavailableError as error:
+        status = serving_status(address, TIMEOUT_S)  # first, because it has a time limit
+        http_address = _http_address(address)
+    except DisaggError as error:
         console.print(f"{address} does not answer: {error}", highlight=False, markup=False, soft_wrap=True)
         return 1
     if http_address:
         scheme = "https" if speaks_tls(address) else "http"
         return run_health(f"{scheme}://{reachable_from_here(http_address, address)}", path, environ, console)
-    status = serving_status(address, TIMEOUT_S)
     console.print(f"{status} (gRPC)", highlight=False, markup=False, soft_wrap=True)
     return 0 if status == "SERVING" else 1
+
+
+def _http_address(address: str) -> str:
+    """host:port of the HTTP of a gateway; empty if it has none, or does not tell it to us."""
+    with Client(address) as client:
+        try:
+            return client.cluster_state().http_address
+        except (AuthenticationError, PermissionDeniedError):
+            return ""
 
 
 def _context(environ: Mapping[str, str]) -> ssl.SSLContext:
