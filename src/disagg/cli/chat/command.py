@@ -23,7 +23,7 @@ from disagg.cli.next_steps import with_next_step
 from disagg.client import Client
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.program import command as command_line
-from disagg.proto.errors import ConfigError, DisaggError
+from disagg.proto.errors import ConfigError, ContextLengthError, DisaggError
 
 HOW_TO_LEAVE = "Ctrl-D or /bye leaves"
 
@@ -170,4 +170,6 @@ class Chat:
 
 def _one_line(error: Exception) -> str:
     text = with_next_step(error) if isinstance(error, DisaggError) else str(error)
+    if isinstance(error, ContextLengthError):
+        text += "; next: /clear, which begins anew"
     return f"error: {' '.join(text.split())}"

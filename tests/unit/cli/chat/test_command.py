@@ -11,7 +11,13 @@ from rich.console import Console
 
 from disagg.cli.chat.command import HOW_TO_LEAVE, Chat
 from disagg.client import Client, Delta, Finished, Usage
-from disagg.proto.errors import ConfigError, InvalidRequestError, OverloadedError, RequestNotFoundError
+from disagg.proto.errors import (
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestNotFoundError,
+)
 from disagg.v1 import inference_pb2 as pb
 
 END = Delta("", (), Finished("stop", Usage(1, 0, 1), "r1"))
@@ -108,6 +114,14 @@ def test_an_error_is_one_line_and_the_conversation_goes_on(error: Exception, lin
     client = Played([error], [Delta("B"), END])
     assert talk(client, "one", "two") == f"{line}\nB\n\n"
     assert client.asked[1][0] == messages("two")
+
+
+def test_a_conversation_that_is_too_long_can_begin_anew() -> None:
+    text = talk(Played([ContextLengthError("prompt.chat", "is long")], [Delta("B"), END]), "one", "/clear", "two")
+    error, *rest = text.splitlines()
+    assert error.startswith("error: ")
+    assert error.endswith("; next: /clear, which begins anew")
+    assert rest == ["the conversation begins anew", "B", ""]
 
 
 def test_an_error_within_an_answer_begins_a_line() -> None:
