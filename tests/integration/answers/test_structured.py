@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 KINDS = ["small", "large"]
 DENSE = {"whitespace_flexible": False}
-"""The tiny model draws white space without end where it may."""
+"""For grammars that no gateway made: the tiny model draws white space without end where it may."""
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": KINDS}, "many": {"type": "integer", "minimum": 10, "maximum": 99}},
@@ -126,7 +126,8 @@ def cluster(tmp_path: Path) -> Iterator[ProcessCluster]:
 
 
 def body(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    given = {key: value for key, value in schema.items() if key != "x-guidance"}  # the gateway bounds white space
+    asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": given}}
     message = {"role": "user", "content": "hello"}
     return {"model": "tiny", "messages": [message], "max_tokens": MAX_TOKENS, "response_format": asked, **fields}
 
