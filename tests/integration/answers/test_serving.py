@@ -182,7 +182,7 @@ BAD: list[tuple[list[int] | str | list[dict[str, str]], Options, type[DisaggErro
     ([1], {"temperature": math.nan}, InvalidRequestError, "sampling.temperature"),
     ([1], {"temperature": -1.0}, InvalidRequestError, "sampling.temperature"),
     ([1], {"temperature": 1e30}, InvalidRequestError, "sampling.temperature"),
-    ([1], {"top_p": 0.0}, InvalidRequestError, "sampling.top_p"),
+    ([1], {"top_p": 1.5}, InvalidRequestError, "sampling.top_p"),
     ([1], {"top_p": math.inf}, InvalidRequestError, "sampling.top_p"),
     ([1], {"top_k": -2}, InvalidRequestError, "sampling.top_k"),
     ([1], {"min_p": 1.5}, InvalidRequestError, "sampling.min_p"),

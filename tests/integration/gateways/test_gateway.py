@@ -172,10 +172,9 @@ async def test_the_label_comes_back_with_our_id(folder: Path) -> None:
     ("options", "field"),
     [
         ({"temperature": float("nan")}, "sampling.temperature"),
-        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": 1.5}, "sampling.top_p"),
         ({"max_tokens": 0}, "stopping.max_tokens"),
         ({"stop": ["a", ""]}, "stopping.stop[1]"),
-        ({"prompt": ""}, "prompt.text"),
         ({"prompt": []}, "prompt.token_ids"),
         ({"prompt": [1, 2, 3, VOCAB_SIZE]}, "prompt.token_ids[3]"),
         ({"prompt": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "chat.messages[1].role"),
@@ -219,7 +218,7 @@ async def test_unknown_models_ids_and_requests(folder: Path) -> None:
             await client.detokenize([1, VOCAB_SIZE])
         assert caught.value.field == "token_ids[1]"
         with pytest.raises(InvalidRequestError) as caught:
-            await client.tokenize("")
+            await client.tokenize("x" * ((1 << 20) + 1))
         assert caught.value.field == "text"
         with pytest.raises(RequestNotFoundError):
             await client.explain("nobody")
