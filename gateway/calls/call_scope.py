@@ -109,7 +109,7 @@ class CallScope:
             targets=origin.targets,
             trace_parent=origin.trace_parent,
             parent_span=origin.parent_span,
-            response_id=f"{origin.id_prefix}{origin.request_id}",
+            response_id=origin.id_prefix and f"{origin.id_prefix}{origin.request_id}",
             use=origin.use,
         )
         self._max_priority = origin.max_priority
