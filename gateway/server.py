@@ -50,6 +50,7 @@ from disagg.gateway.operators.shell.admin import AdminService, Control, no_contr
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.rpc.shell.decoding import DecodeRequests
 from disagg.gateway.rpc.shell.health import Health
 from disagg.gateway.rpc.shell.interceptors import Authenticate
@@ -113,7 +114,8 @@ class GatewayServer:
         self._start_phases = start_phases
         self.served = ServedModels(config, routers, _mint_id)
         """Models may come and go once it has started."""
-        self._guardrails = Guardrails(config.guardrails) if config.guardrails else None
+        self._refusals = Refusals(process_clock().now)
+        self._guardrails = Guardrails(config.guardrails, refusals=self._refusals) if config.guardrails else None
         self._all = self.served.all
         self._longest_context = self.served.longest_context
         """At the start: the server's limits of messages stay."""
@@ -136,6 +138,8 @@ class GatewayServer:
         self._audit = Audit(self._metrics.count_refusal, process_clock().now)
         self._admin: AdminService | None = None
         self._page: Page | None = None
+        self._history: asyncio.Task[None] | None = None
+        """Keeps the history of the page."""
         self._port: int | None = None
         self._http_port: int | None = None
         self._calls = RunningCalls()
@@ -204,7 +208,7 @@ class GatewayServer:
         self._usage.start()
         self._metrics.guardrails = self._guardrails
         models = self.served.begin(self._offload, self._guardrails)
-        calls = Calls(models, self._metrics, self._readiness, self._usage, _mint_id)
+        calls = Calls(models, self._metrics, self._readiness, self._usage, _mint_id, self._refusals)
         interceptors = (
             self._calls,
             Authenticate(self._security.authenticator, self._audit),
@@ -247,6 +251,8 @@ class GatewayServer:
         await server.start()
         self._server = server
         self._security.watch.start()
+        if self._page is not None:
+            self._history = asyncio.create_task(self._page.keep_history(), name="page-history")
         if self._batches is not None:
             completions = _make_completions(calls, self._body_limits())
             lines = LineAnswers(completions, self._security.authenticator, _mint_id)
@@ -285,6 +291,9 @@ class GatewayServer:
         if batches is not None:
             batches.close()
         await self._usage.stop()
+        if self._history is not None:
+            self._history.cancel()
+            await asyncio.wait([self._history])
         if self._admin is not None:
             await self._admin.close()
         if self._guardrails is not None:
@@ -391,9 +400,9 @@ class GatewayServer:
             start_phases=self._start_phases,
             name=self.config.name,
             models=lambda: models.names,
-            model_names=lambda: {key: source.name for key, source in self.served.sources.items()},
+            model_names=self.served.names,
             usage=self._usage,
-            guardrails=self._guardrails,
+            refusals=self._refusals,
         )
         if serves_page(self.config):
             self._page = Page(self._admin, lambda: models.names, process_clock().now, time.time, self._usage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from typing_extensions import override
@@ -20,10 +20,12 @@ class AllRouters(RouterViews):
 
     Args:
         routers: by key of the model; may change.
+        names: of the models by key, now.
     """
 
-    def __init__(self, routers: Mapping[str, Router]) -> None:
+    def __init__(self, routers: Mapping[str, Router], names: Callable[[], Mapping[str, str]] = dict) -> None:
         self._by_key = routers
+        self._names = names
 
     @property
     def _routers(self) -> list[Router]:
@@ -35,11 +37,14 @@ class AllRouters(RouterViews):
 
     @override
     def trace(self, request_id: RequestId) -> RequestTrace | None:
-        return next((found for router in self._routers if (found := router.trace(request_id)) is not None), None)
+        for key, router in self._by_key.items():
+            if (found := router.trace(request_id)) is not None:
+                return self._named(key, [found])[0]
+        return None
 
     @override
     def recent(self, limit: int) -> list[RequestTrace]:
-        traces = [router.recent(limit) for router in self._routers]
+        traces = [self._named(key, router.recent(limit)) for key, router in self._by_key.items()]
         if len(traces) == 1:
             return traces[0]
         return list(islice(heapq.merge(*traces, key=lambda trace: -trace.arrival), limit))
@@ -53,6 +58,13 @@ class AllRouters(RouterViews):
         """Set the limits of tenants at every model's router."""
         for router in self._routers:
             router.set_limits(limits)
+
+    def _named(self, key: str, traces: list[RequestTrace]) -> list[RequestTrace]:
+        """The traces of the model with this key, with its name."""
+        name = self._names().get(key, key)
+        for trace in traces:
+            trace.model = name
+        return traces
 
 
 def together(views: Sequence[ClusterView]) -> ClusterView:

@@ -263,6 +263,8 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     detail: str = ""
     """Message of that error, for operators."""
     tenant: str = ""
+    model: str = ""
+    """Name of the model. Filled by the gateway when operators look: a router does not know what its model is called."""
     trace_parent: str = ""
     parent_span: str = ""
     response_id: str = ""

@@ -247,6 +247,10 @@ class Generator:
             return work()
         return await self._offload.run(work, tenant=CALLER.get().tenant, num_bytes=num_bytes, deadline=deadline)
 
+    def has_trace(self, request_id: RequestId) -> bool:
+        """Whether the router knows the request, which runs, has ended or was refused there."""
+        return self._router.trace(request_id) is not None
+
     def remaining_quota(self, caller: Caller) -> Quota:
         """What is left now to the tenant."""
         return Quota() if caller.limits is NO_LIMITS else self._router.remaining_quota(caller.tenant, caller.limits)

@@ -28,10 +28,11 @@ from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.call_use import CallUse
 from disagg.gateway.requests.charge import Charge, least_tokens
 from disagg.gateway.requests.part_counts import Cooperative
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.requests.request import NO_TARGETS, Call, GenerationInput, Targets
 from disagg.gateway.requests.validate import CheckedRequest, check_deadline, check_other_prompt, check_request
 from disagg.gateway.usage.recorder import UsageRecorder
-from disagg.proto.errors import InvalidRequestError
+from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancelledError
 from disagg.proto.ids import RequestId
 
 Events = AsyncGenerator[Delta | Finish, None]
@@ -214,6 +215,12 @@ class CallScope:
         if self._usage is not None:
             await self._usage.finished(self._call)
 
+    def note_refusal(self, refusals: Refusals, error: DisaggError) -> None:
+        """Keep the trace of the call, which ends with `error`, unless the router has it."""
+        generator, call = self._generator, self._call
+        if generator is None or not generator.has_trace(call.request_id):
+            refusals.note(call, "" if generator is None else generator.model.info.name, error)
+
     async def aclose(self) -> None:
         """Cancel the answers, and give back what was charged for those that were not submitted. Idempotent."""
         try:
@@ -245,6 +252,7 @@ class Calls:
         readiness: whether new ones are taken; a drain waits for those that are.
         usage: records what they use.
         mint_id: a request id that was never used.
+        refusals: get the calls that are refused before a router has them, but for lines of batches.
     """
 
     def __init__(
@@ -254,7 +262,9 @@ class Calls:
         readiness: Readiness,
         usage: UsageRecorder,
         mint_id: Callable[[], RequestId],
+        refusals: Refusals,
     ) -> None:
+        self._refusals = refusals
         self.models = models
         self._metrics = metrics
         self._readiness = readiness
@@ -270,9 +280,15 @@ class Calls:
             async with aclosing(scope):
                 yield scope
             return
-        with self._metrics.counted(protocol), self._readiness.answering():
-            async with self._usage.counted(scope.call), aclosing(scope):
-                yield scope
+        try:
+            with self._metrics.counted(protocol), self._readiness.answering():
+                async with self._usage.counted(scope.call), aclosing(scope):
+                    yield scope
+        except RequestCancelledError:
+            raise
+        except DisaggError as error:
+            scope.note_refusal(self._refusals, error)
+            raise
 
 
 def _check(

@@ -77,7 +77,7 @@ class ServedModels:
         """Models by key, as all dictionaries here but `views`; withdrawn models included."""
         self.loaded = {source.key: load_served(source, config) for source in config.models}
         self.routers = {source.key: routers[source.key] for source in config.models}
-        self.all = AllRouters(self.routers)
+        self.all = AllRouters(self.routers, self.names)
         self.views: dict[str, Callable[[], ClusterView]] = {}
         """Views of the routers by model name, for metrics and for the room of batches; always the same dictionary."""
         self.pair_checkers: dict[str, RouterPairChecker] = {}
@@ -89,6 +89,10 @@ class ServedModels:
     def longest_context(self) -> int:
         """Largest context of the loaded models, in tokens."""
         return max(model.info.max_model_len for model in self.loaded.values())
+
+    def names(self) -> dict[str, str]:
+        """Names of the models by key."""
+        return {key: source.name for key, source in self.sources.items()}
 
     def begin(self, offload: Offload, guardrails: Guardrails | None) -> Models:
         """Serve the configured models, with these threads for tokenizing and these guardrails."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 
 from disagg.gateway.operators.load_codec import encode_capacity
+from disagg.gateway.operators.requests_list import outcome_of
 from disagg.gateway.rpc.callers_view import leave_out_load, leave_out_models
 from disagg.gateway.usage.counts import Page, date_of
 from disagg.proto.autoscaling import Decision
@@ -29,7 +30,6 @@ from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, Wo
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.recent_load import capacities_of
 from disagg.router.telemetry.spans import spans_of
-from disagg.router.telemetry.telemetry import ANSWERED
 from disagg.v1 import inference_pb2 as pb
 
 _OF_THE_MACHINE: Final = ("address", "incarnation", "pid", "detail")
@@ -225,7 +225,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         stages=[
             pb.StageTime(stage=stage, at_ms=(ended - trace.arrival) * 1000) for stage, ended in trace.stages.items()
         ],
-        outcome=_outcome(trace),
+        outcome=outcome_of(trace),
         detail=trace.detail,
         prompt_tokens=trace.num_prompt_tokens,
         completion_tokens=trace.num_output_tokens,
@@ -235,6 +235,7 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         arrived_at=trace.arrival + clock_to_epoch_s,
         is_probe=trace.is_probe,
         trial=trace.trial,
+        model=trace.model,
         guardrails=[
             pb.GuardrailDecision(
                 guardrail=guardrail, rule=rule, subject=subject, action=action, reason=reason, count=count
@@ -248,13 +249,6 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
     if trace.placement is not None:
         response.options.extend(_option(option) for option in trace.placement.options())
     return response
-
-
-def _outcome(trace: RequestTrace) -> str:
-    """The outcome for the operator. To the router, an answer that a guardrail stopped was ended by the gateway, as by a
-    stop string."""
-    stopped = any(subject == "answer" and action == "stop" for _, _, subject, action, _ in trace.guardrails)
-    return "content_filter" if stopped and trace.outcome in ANSWERED else trace.outcome
 
 
 def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.answer_events import Delta, Finish
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.requests.request import Call, GenerationInput
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
@@ -21,7 +22,10 @@ NO_CLUSTER = ClusterView((), 0, 0)
 def calls_of(generator: Generator) -> Calls:
     """The calls of a gateway with one model, which records no use."""
     models, usage = Models([generator]), UsageRecorder(None, lambda: 0.0)
-    return Calls(models, GatewayMetrics({}), Readiness(lambda: NO_CLUSTER), usage, lambda: RequestId("another"))
+    refusals = Refusals(lambda: 0.0)
+    return Calls(
+        models, GatewayMetrics({}), Readiness(lambda: NO_CLUSTER), usage, lambda: RequestId("another"), refusals
+    )
 
 
 async def answer(generator: Generator, given: GenerationInput, call: Call) -> AsyncGenerator[Delta | Finish, None]:

@@ -27,6 +27,7 @@ from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.handler import UsageHandler
 from disagg.gateway.usage.recorder import UsageRecorder
@@ -86,7 +87,8 @@ class TestApp:
         self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)
         models = Models([generator])
-        calls = Calls(models, self.metrics, self.readiness, usage, self._mint_id)
+        self.refusals = Refusals(lambda: 1000.0) if guardrails is None else guardrails.refusals
+        calls = Calls(models, self.metrics, self.readiness, usage, self._mint_id, self.refusals)
         self.completions = Completions(calls, limits, lambda: 1000.0, lambda: NOW)
         self.app = HttpApp(
             self.completions,

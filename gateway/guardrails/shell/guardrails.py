@@ -9,11 +9,11 @@ back while it searches.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from disagg.gateway.guardrails.alternatives import Alternatives
 from disagg.gateway.guardrails.answers import AnswerGuard
@@ -24,6 +24,7 @@ from disagg.gateway.guardrails.rules import Rules
 from disagg.gateway.guardrails.shell.judges import Asked, FunctionJudge, Judge, load_function
 from disagg.gateway.guardrails.shell.service import ServiceJudge
 from disagg.gateway.guardrails.stream import Chain, Check, PieceCheck
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.requests.request import BYTES_PER_ID, Call, Prompt
 from disagg.gateway.requests.verdicts import Decision, Decisions, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.text.answer_splitter import AnswerSplitter
@@ -31,13 +32,9 @@ from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ContentFilterError, OverloadedError, UnavailableError
 from disagg.proto.ids import RequestId
-from disagg.router.api import RequestTrace
 
 T = TypeVar("T")
 Offloaded = Callable[[int, Callable[[], T]], Awaitable[T]]
-
-NUM_REFUSED: Final = 256
-"""Refused prompts that are kept for `explain`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,7 @@ class Guardrails:
         options: checked, see `check_guardrails`.
         path: of the options in the configuration.
         clock: monotonic seconds, the clock of the deadlines.
+        refusals: get the prompts that are refused.
 
     Raises:
         ConfigError: if a function cannot be loaded.
@@ -66,8 +64,9 @@ class Guardrails:
         *,
         path: str = "gateway.guardrails",
         clock: Callable[[], float] | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
-        self._clock = clock = process_clock().now if clock is None else clock
+        clock = process_clock().now if clock is None else clock
         self._options = options
         self._rules: dict[str, Rules] = {}
         self._asked: dict[str, Asked] = {}
@@ -80,7 +79,7 @@ class Guardrails:
         self.counts: Counter[tuple[str, Subject, str]] = Counter()
         """By guardrail, subject and action: prompts, answers to which rules did something, and questions of those that
         are asked."""
-        self._refused: deque[RequestTrace] = deque(maxlen=NUM_REFUSED)
+        self.refusals = Refusals(clock) if refusals is None else refusals
         self.looks_at_answers = any(self._is_for(each, "answer") for each in options)
 
     # ---------------------------------------------------------------- prompts
@@ -119,7 +118,7 @@ class Guardrails:
                 else:
                     texts = await self._by_verdict(each.name, texts, call, model.info.name, decisions)
         except (ContentFilterError, OverloadedError, UnavailableError) as error:
-            self._refuse(call, error.code, decisions)
+            self.refusals.note(call, model.info.name, error, decisions.counts)
             raise
         return CheckedPrompt(prompt if texts == before else with_texts(prompt, texts), decisions)
 
@@ -162,21 +161,6 @@ class Guardrails:
             if one != before and not one.may_replace:
                 raise ContentFilterError(one.field, refusal(name, verdict.reason + NO_REPLACEMENT))
         return found
-
-    def _refuse(self, call: Call, outcome: str, decisions: Decisions) -> None:
-        now = self._clock()
-        self._refused.append(
-            RequestTrace(
-                request_id=call.request_id,
-                arrival=now,
-                stages={"end": now},
-                outcome=outcome,
-                tenant=call.caller.tenant,
-                trace_parent=call.trace_parent,
-                parent_span=call.parent_span,
-                guardrails=decisions.counts,
-            )
-        )
 
     # ---------------------------------------------------------------- answers
 
@@ -251,10 +235,6 @@ class Guardrails:
     def open_circuits(self) -> dict[str, bool]:
         """Whether a guardrail fails so often that it is not asked, by guardrail that is asked."""
         return {name: asked.is_open for name, asked in self._asked.items()}
-
-    def refused(self) -> Iterator[RequestTrace]:
-        """Prompts that were refused, the latest first; only the most recent ones are kept."""
-        return reversed(self._refused)
 
     async def close(self) -> None:
         """End what is held. Idempotent."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, get_args
 
@@ -17,7 +17,6 @@ from typing_extensions import override
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.auth.shell.rights import Rights, usage_of
-from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.models.pair_check import PairChecker
 from disagg.gateway.operators.admin_answers import (
     apply_answer,
@@ -28,8 +27,11 @@ from disagg.gateway.operators.admin_answers import (
     usage_answer,
 )
 from disagg.gateway.operators.decode_placement_log import MAX_CHARS, DecodePlacementLog, check, why
+from disagg.gateway.operators.history import Sample, sample_of
 from disagg.gateway.operators.load_codec import encode_arrival
+from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter, request_line
 from disagg.gateway.operators.shell.state_feed import StateFeed
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
 from disagg.proto.clock.process_clock import process_clock
@@ -70,6 +72,8 @@ _AT_ONCE = 50
 MAX_AGE_S = 0.1
 """Maximum age in seconds of a state for callers other than admins: together they cost the controller one call in this
 time."""
+SAMPLE_AGE_S: Final = 0.5
+"""Maximum age in seconds of a state that becomes a sample of the history."""
 _POOL: Final = re.compile(r"([A-Za-z0-9_-]{1,32}/)?[a-z]{1,16}")
 MAX_SHOWN_SIZES = 8
 """Maximum number of pool sizes of a scale request that the audit log shows."""
@@ -98,7 +102,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         models: the names of the served ones, now.
         model_names: by key the names of those that this gateway has, now.
         usage: what keys used; None where it is not known.
-        guardrails: know the prompts that they refused.
+        refusals: the calls that no router had.
     """
 
     def __init__(
@@ -116,10 +120,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         models: Callable[[], Sequence[str]] = tuple,
         model_names: Callable[[], Mapping[str, str]] = dict,
         usage: UsageView | None = None,
-        guardrails: Guardrails | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self._usage = usage
-        self._guardrails = guardrails
+        self._refusals = refusals
         self._router = router
         self._models = models
         self._control = control
@@ -299,8 +303,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
         """A running or recent request. Raises `RequestNotFoundError` if there is none or `caller` may not see it."""
         trace = self._router.trace(request_id)
-        if trace is None:
-            trace = next((each for each in self._refused() if each.request_id == request_id), None)
+        if trace is None and self._refusals is not None:
+            trace = self._refusals.traces.get(request_id)
         if trace is None or not caller.may_see(trace.tenant):
             raise RequestNotFoundError("request_id: no such request runs or is remembered")
         found = explanation(trace, self._clock_to_epoch_s())
@@ -314,16 +318,28 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
         """The latest requests of all tenants, newest first; for admins only."""
         offset_s = self._clock_to_epoch_s()
-        known = self._router.recent(limit)
-        known_ids = {each.request_id for each in known}
-        refused = [trace for trace in self._refused() if trace.request_id not in known_ids]
-        for trace in sorted([*known, *refused], key=lambda trace: -trace.arrival)[:limit]:
+        for trace in self._latest(limit):
             yield explanation(trace, offset_s)
             await asyncio.sleep(0)  # a thousand take a good part of a second, in which streams must not wait
 
-    def _refused(self) -> Iterator[RequestTrace]:
-        """Prompts that guardrails refused, which the router never saw."""
-        return iter(()) if self._guardrails is None else self._guardrails.refused()
+    def find(self, wanted: RequestFilter, limit: int) -> FoundRequests:
+        """The latest requests of all tenants that a filter lets through, newest first; for admins only."""
+        searched, offset_s = self._latest(MAX_LISTED), self._clock_to_epoch_s()
+        found = [trace for trace in searched if wanted.lets_through(trace)]
+        return FoundRequests([request_line(trace, offset_s) for trace in found[:limit]], len(found), len(searched))
+
+    async def sample(self) -> Sample:
+        """The cluster now, for the history."""
+        return sample_of((await self._feed.latest(SAMPLE_AGE_S)).view, self._wall_clock())
+
+    def _latest(self, limit: int) -> list[RequestTrace]:
+        """The latest requests, those that no router had among them."""
+        known = self._router.recent(limit)
+        if self._refusals is None:
+            return known
+        known_ids = {each.request_id for each in known}
+        refused = [trace for trace in self._refusals.traces.latest(limit) if trace.request_id not in known_ids]
+        return sorted([*known, *refused], key=lambda trace: -trace.arrival)[:limit]
 
     async def close(self) -> None:
         """Cancel the state feed's call to the controller."""

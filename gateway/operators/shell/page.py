@@ -1,7 +1,9 @@
 """The page for operators at `/`, and the data that it shows.
 
     /, /ui/*.js, ...     files, which are the same for everybody, and so need no key
-    /ui/state            the cluster and the latest requests; asked for once a second by each open page
+    /ui/state            the cluster, what its charts do not have yet, and the latest requests; asked for once a second
+                         by each open page. Query: `after` (seconds since the epoch: the samples later than that), and
+                         `id`, `model`, `state`, `worker` of the requests (`RequestFilter`)
     /ui/requests/{id}    one request, as `disagg explain --json` has it
     /ui/usage            what the caller's key used by day, an admin's all; asked for twice a minute
 
@@ -14,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import heapq
-from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -25,11 +29,15 @@ from disagg.gateway.auth.shell.rights import may_use, usage_of
 from disagg.gateway.http.errors import Headers
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.operators.admin_answers import explanation_json
+from disagg.gateway.operators.history import History, Sample
+from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter
 from disagg.gateway.usage.counts import DEFAULT_DAYS, NO_USAGE, UsageView
 from disagg.gateway.usage.handler import usage_json
-from disagg.proto.errors import UnavailableError
+from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.v1 import inference_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 FOLDER: Final = Path(__file__).parents[1] / "ui"
 TYPES: Final = {
@@ -57,8 +65,11 @@ rights."""
 MAX_WORKERS: Final = 256
 MAX_PAIRS: Final = 64
 """Maximum number of worker pairs shown; those with the most bytes between them are."""
-MAX_REQUESTS: Final = 20
+MAX_STRIPS: Final = 32
+"""Maximum number of workers with a history of their own; the page draws more of them as the cells of a heat map."""
+MAX_REQUESTS: Final = 50
 MAX_USAGE_ROWS: Final = 100
+MAX_PARAMETERS: Final = 8
 
 
 class Views(Protocol):
@@ -68,8 +79,12 @@ class Views(Protocol):
         """The cluster at most `max_age_s` seconds ago."""
         ...
 
-    def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
-        """The latest requests of all tenants, newest first."""
+    def find(self, wanted: RequestFilter, limit: int) -> FoundRequests:
+        """The latest requests of all tenants that a filter lets through, newest first."""
+        ...
+
+    async def sample(self) -> Sample:
+        """The cluster now, for the history."""
         ...
 
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
@@ -81,6 +96,17 @@ class _File(NamedTuple):
     body: bytes
     content_type: bytes
     etag: bytes
+
+
+class _Made(NamedTuple):
+    """A state without its history."""
+
+    at: float
+    """When it was made, in monotonic seconds."""
+    body: bytes
+    """A JSON object."""
+    workers: frozenset[str]
+    """Those whose history is shown with it."""
 
 
 class Page:
@@ -108,8 +134,9 @@ class Page:
         self._clock = clock
         self._wall_clock = wall_clock
         self._files = _read_files()
-        self._made: dict[tuple[bool, bool, frozenset[str] | None, tuple[str, ...]], tuple[float, bytes]] = {}
-        """States as (time made, JSON), by what the caller may see."""
+        self._history = History()
+        self._made: dict[Hashable, _Made] = {}
+        """By what the caller may see and wants to see."""
         self._making = asyncio.Lock()
 
     @property
@@ -128,7 +155,24 @@ class Page:
 
     async def state(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /ui/state`: the cluster as the caller may see it."""
-        await _send(exchange, await self._latest(CALLER.get()))
+        caller, query = CALLER.get(), _query(exchange)
+        made = await self._latest(caller, RequestFilter(*(query.get(name, "") for name in RequestFilter._fields)))
+        samples = self._history.after(_seconds(query.get("after", "")), made.workers) if caller.sees_counts else []
+        # The history differs between pages, the rest does not, and is the larger part.
+        await _send(exchange, b'%b,"history":%b}' % (made.body[:-1], msgspec.json.encode(samples)))
+
+    async def keep_history(self) -> None:
+        """Take a sample once a second, until it is cancelled."""
+        while True:
+            await self.take_sample()
+            await asyncio.sleep(1.0 - self._wall_clock() % 1.0)  # soon after the next second begins
+
+    async def take_sample(self) -> None:
+        """Add a sample to the history, or none where there is no view."""
+        try:
+            self._history.add(await self._views.sample())
+        except DisaggError as error:
+            logger.debug("no sample for the charts of the page: %s", error)
 
     async def request(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /ui/requests/{request_id}`: one request as JSON."""
@@ -147,25 +191,26 @@ class Page:
                     raise
         await _send(exchange, msgspec.json.encode(shown))
 
-    async def _latest(self, caller: Caller) -> bytes:
+    async def _latest(self, caller: Caller, wanted: RequestFilter) -> _Made:
         models = tuple(name for name in self._model_names() if may_use(caller, name))
         # By all models of the key: it may see workers of one that requests may no longer name.
-        rights = caller.is_admin, caller.sees_counts, caller.models, models
+        rights = caller.is_admin, caller.sees_counts, caller.models, models, wanted if caller.is_admin else None
         async with self._making:  # all that wait get what the first one makes
             now = self._clock()
-            self._made = {key: made for key, made in self._made.items() if now - made[0] <= MAX_AGE_S}
+            self._made = {key: made for key, made in self._made.items() if now - made.at <= MAX_AGE_S}
             if (made := self._made.get(rights)) is not None:
-                return made[1]
-            body = msgspec.json.encode(await self._make(caller, models))
-            self._made[rights] = self._clock(), body
-            return body
+                return made
+            shown = await self._make(caller, models, wanted)
+            workers = [worker["id"] for worker in shown["workers"]]
+            if len(workers) > MAX_STRIPS:
+                workers = []
+            made = self._made[rights] = _Made(self._clock(), msgspec.json.encode(shown), frozenset(workers))
+            return made
 
-    async def _make(self, caller: Caller, models: Sequence[str]) -> dict[str, Any]:
+    async def _make(self, caller: Caller, models: Sequence[str], wanted: RequestFilter) -> dict[str, Any]:
         shown = state_json(await self._views.state(caller, MAX_AGE_S))
-        requests = None
-        if caller.is_admin:
-            requests = [request_json(each) async for each in self._views.recent(MAX_REQUESTS)]
-        return {"now": self._wall_clock(), "models": list(models), **shown, "requests": requests}
+        found = self._views.find(wanted, MAX_REQUESTS)._asdict() if caller.is_admin else {"requests": None}
+        return {"now": self._wall_clock(), "models": list(models), **shown, **found}
 
 
 def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:
@@ -199,24 +244,6 @@ def state_json(state: pb.GetClusterStateResponse) -> dict[str, Any]:
     }
 
 
-def request_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
-    """One line of the page's list of requests."""
-    at_ms = {entry.stage: entry.at_ms for entry in request.stages}
-    return {
-        "id": request.request_id,
-        "arrived_at": request.arrived_at,
-        "outcome": request.outcome,
-        "prefill": request.prefill_worker,
-        "decode": request.decode_worker,
-        "prompt_tokens": request.prompt_tokens,
-        "completion_tokens": request.completion_tokens,
-        "kv_bytes": request.kv_bytes,
-        "ttft_ms": at_ms.get("first_token"),
-        "total_ms": at_ms.get("end"),
-        "is_probe": request.is_probe,
-    }
-
-
 def _worker(worker: pb.WorkerState) -> dict[str, Any]:
     return {
         "id": worker.worker_id,
@@ -240,6 +267,23 @@ def _read_files() -> dict[str, _File]:
             url = "/" if path.name == "index.html" else f"/ui/{path.name}"
             files[url] = _File(body, TYPES[path.suffix], etag)
     return files
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    """The first value of each parameter. What cannot be read is left out."""
+    try:
+        found = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=MAX_PARAMETERS)
+    except ValueError:
+        return {}
+    return {name: values[0] for name, values in found.items()}
+
+
+def _seconds(text: str) -> float:
+    """A time in seconds; 0 for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 async def _send(exchange: Exchange, body: bytes) -> None:

@@ -41,7 +41,7 @@ class Snapshot:
     ) -> None:
         self._models = models
         self._start_phases = start_phases
-        self._view = view
+        self.view = view
         self._known = known
         self._made: dict[tuple[bool, bool, frozenset[str] | None], pb.WatchClusterStateResponse] = {}
 
@@ -50,7 +50,7 @@ class Snapshot:
         rights = caller.is_admin, caller.sees_counts, self._keys(caller)
         if (made := self._made.get(rights)) is None:
             state = cluster_state(
-                self._view,
+                self.view,
                 self._known,
                 with_addresses=rights[0],
                 with_counts=rights[1],

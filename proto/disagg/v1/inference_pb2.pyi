@@ -576,7 +576,7 @@ class ExplainRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +600,7 @@ class ExplainRequestResponse(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     GUARDRAILS_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -623,7 +624,8 @@ class ExplainRequestResponse(_message.Message):
     detail: str
     guardrails: _containers.RepeatedCompositeFieldContainer[GuardrailDecision]
     trial: str
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GuardrailDecision(_message.Message):
     __slots__ = ("guardrail", "rule", "subject", "action", "reason", "count")

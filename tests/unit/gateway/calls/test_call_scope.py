@@ -20,6 +20,7 @@ from disagg.gateway.openai.to_input import FieldNames
 from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.call_use import CallUse
+from disagg.gateway.requests.refusals import MAX_DETAIL_CHARS, Refusals
 from disagg.gateway.requests.request import Call, GenerationInput, IdsPrompt, Targets
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.requests.validate import CheckedRequest
@@ -28,6 +29,7 @@ from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.errors import (
     ContentFilterError,
     DeadlineError,
+    DisaggError,
     InvalidRequestError,
     LimitError,
     ModelNotFoundError,
@@ -35,7 +37,7 @@ from disagg.proto.errors import (
     UnavailableError,
 )
 from disagg.proto.ids import RequestId
-from disagg.router.api import CallDemand, RoutedRequest, TenantLimits
+from disagg.router.api import CallDemand, RequestTrace, RoutedRequest, TenantLimits
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeHandle, FakeRouter, Wait, grammars_here, limits_of
 
 NOW = 100.0
@@ -128,7 +130,10 @@ class Gateway:
         self.generator.log = self.log
         self.readiness = Readiness(self.router.view)
         models = Models([self.generator])
-        self.calls = Calls(models, Metrics(self.log), self.readiness, Recorder(self.log), lambda: next(ids))
+        self.refusals = Refusals(lambda: 5.0)
+        self.calls = Calls(
+            models, Metrics(self.log), self.readiness, Recorder(self.log), lambda: next(ids), self.refusals
+        )
 
     @property
     def num_running(self) -> int:
@@ -381,3 +386,47 @@ async def test_errors_name_the_fields_of_the_protocol(
     with pytest.raises(InvalidRequestError) as caught:
         await answer()
     assert caught.value.field == field
+
+
+async def refused(gateway: Gateway, error: DisaggError | None = None, protocol: ProtocolName | None = "http") -> None:
+    """A call that the gateway refuses, for a wrong field or with `error` once its model is found."""
+
+    async def call() -> None:
+        async with gateway.calls.open(origin(protocol=protocol)) as scope:
+            scope.find(MODEL_NAME)
+            if error is not None:
+                raise error
+            await scope.admit([asked(max_tokens=0)])
+
+    with pytest.raises(DisaggError):
+        await call()
+
+
+async def test_a_refused_call_is_kept_for_operators_with_its_reason(gateway: Gateway) -> None:
+    await refused(gateway)
+    (kept,) = gateway.refusals.traces.latest(9)
+    assert (kept.request_id, kept.arrival, kept.outcome, kept.attempts) == ("r0", 5.0, "invalid_value", 0)
+    assert kept.detail == "stopping.max_tokens: must be at least 1, not 0"
+    assert (kept.tenant, kept.model) == ("a", MODEL_NAME)
+
+
+async def test_a_reason_that_is_kept_is_bounded(gateway: Gateway) -> None:
+    await refused(gateway, InvalidRequestError("stop", "x" * 10_000))
+    (kept,) = gateway.refusals.traces.latest(9)
+    assert len(kept.detail) == MAX_DETAIL_CHARS
+
+
+async def test_a_call_that_begins_while_the_gateway_stops_is_kept_without_a_model(gateway: Gateway) -> None:
+    gateway.readiness.begin_drain()
+    with pytest.raises(UnavailableError):
+        async with gateway.calls.open(origin(protocol="http")):
+            pytest.fail("it is open")
+    assert [(kept.outcome, kept.model) for kept in gateway.refusals.traces.latest(9)] == [("gateway_stopping", "")]
+
+
+async def test_what_the_router_had_a_client_that_left_and_lines_of_batches_are_no_refusals(gateway: Gateway) -> None:
+    await refused(gateway, protocol=None)
+    await refused(gateway, RequestCancelledError("gone"))
+    gateway.router.traces[RequestId("r0")] = RequestTrace(request_id=RequestId("r0"))
+    await refused(gateway)
+    assert gateway.refusals.traces.latest(9) == []

@@ -143,7 +143,7 @@ class TestPrompts:
         assert caught.value.field == "chat.messages[1].content"
         assert caught.value.message == "chat.messages[1].content: the guardrail g refuses it: no cats"
         assert setup.router.submitted == []
-        (refused,) = setup.guardrails.refused()
+        (refused,) = setup.guardrails.refusals.traces.latest(9)
         assert (refused.request_id, refused.outcome) == (ID, "content_filter")
         assert dict(refused.guardrails) == {Decision("g", "cats", "prompt", "stop", "no cats"): 1}
         assert dict(setup.guardrails.counts) == {("g", "prompt", "stop"): 1}
@@ -414,7 +414,7 @@ class TestFunctions:
         with pytest.raises(UnavailableError, match="the guardrail f gives no verdict") as caught:
             await setup.run()
         assert caught.value.code == "guardrail_unavailable"
-        (refused,) = setup.guardrails.refused()
+        (refused,) = setup.guardrails.refusals.traces.latest(9)
         assert dict(refused.guardrails) == {Decision("f", "", "prompt", "failed", "it raised RuntimeError: broken"): 1}
         assert dict(setup.guardrails.counts) == {("f", "prompt", "failed"): 1}
 

@@ -123,7 +123,9 @@ def test_the_latest_requests_of_all_models_are_in_one_order() -> None:
     assert [trace.request_id for trace in routers.recent(4)] == ["at 5", "at 4", "at 3", "at 2"]
     found = routers.trace(RequestId("at 3"))
     assert found is not None
-    assert found.arrival == 3.0
+    assert (found.arrival, found.model) == (3.0, "b")
+    named = AllRouters({"a": Traces(5.0), "b": Traces(4.0, 3.0)}, lambda: {"a": "llama"})
+    assert [(trace.arrival, trace.model) for trace in named.recent(2)] == [(5.0, "llama"), (4.0, "b")]
     assert routers.trace(RequestId("at 9")) is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import AsyncIterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +11,8 @@ import pytest
 
 from disagg.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
 from disagg.gateway.http.sites import Sites
+from disagg.gateway.operators.history import Sample
+from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter
 from disagg.gateway.operators.shell.page import (
     FOLDER,
     MAX_AGE_S,
@@ -39,15 +40,23 @@ class FakeViews:
 
     def __init__(self) -> None:
         self.seen: list[Caller] = []
+        self.wanted: list[RequestFilter] = []
+        self.samples: list[Sample | Exception] = []
         self.now = 1000.0
 
     async def state(self, caller: Caller, max_age_s: float) -> pb.GetClusterStateResponse:
         self.seen.append(caller)
         return pb.GetClusterStateResponse(workers=[pb.WorkerState(worker_id="decode-0")], running_requests=3)
 
-    async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:
-        for number in range(min(limit, 30)):
-            yield pb.ExplainRequestResponse(request_id=f"r{number}")
+    def find(self, wanted: RequestFilter, limit: int) -> FoundRequests:
+        self.wanted.append(wanted)
+        return FoundRequests([{"id": f"r{number}"} for number in range(limit)], 200, 700)
+
+    async def sample(self) -> Sample:
+        sample = self.samples.pop(0)
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
 
     def explain(self, request_id: RequestId, caller: Caller) -> pb.ExplainRequestResponse:
         if not caller.may_see("a"):
@@ -110,6 +119,7 @@ async def test_data_needs_a_key_and_requests_of_all_an_admins(model: ServedModel
     assert (await get(app, "/ui/state", "k-a")).json()["requests"] is None
     found = (await get(app, "/ui/state", "k-admin")).json()
     assert [request["id"] for request in found["requests"]] == [f"r{number}" for number in range(MAX_REQUESTS)]
+    assert (found["num_matching"], found["num_searched"]) == (200, 700)
     assert (found["models"], found["now"], found["running"]) == (["tiny"], NOW, 3)
     assert [caller._replace(credential="") for caller in views.seen] == [TENANT, ADMIN]
 
@@ -188,6 +198,51 @@ async def test_however_many_pages_are_open_a_state_is_made_once(model: ServedMod
     views.now += MAX_AGE_S + 0.01
     await get(app, "/ui/state")
     assert len(views.seen) == 2
+
+
+async def test_requests_are_filtered_for_admins(model: ServedModel, views: FakeViews) -> None:
+    app = app_of(model, views, authenticator=KEYS)
+    for query in (
+        "",
+        "id=r1&model=tiny&state=refused&worker=decode-0",
+        "state=failed&state=refused&%00",
+        "id=" + "&" * 99,
+    ):
+        assert (await get(app, f"/ui/state?{query}", "k-admin")).status_code == 200
+    assert views.wanted == [
+        RequestFilter(),
+        RequestFilter(id="r1", model="tiny", state="refused", worker="decode-0"),
+        RequestFilter(state="failed"),
+    ]
+    assert (await get(app, "/ui/state?id=r1", "k-a")).json()["requests"] is None
+    assert len(views.wanted) == 3
+
+
+def sample(at: int) -> Sample:
+    return Sample(at, 2.0, 50.0, {"ttft": (3, 4), "tpot": (0, 0)}, {"decode-0": 37, "decode-1": 99})
+
+
+async def test_a_page_gets_the_part_of_the_history_that_it_does_not_have(model: ServedModel, views: FakeViews) -> None:
+    views.samples = [sample(100), UnavailableError("no view now", "x"), sample(101)]
+    limited = TENANT._replace(metrics=True)
+    callers = {"k-ops": ADMIN, "k-a": TENANT, "k-m": limited}
+    keys = ApiKeys([ApiKey(digest_of(key), caller) for key, caller in callers.items()])
+    page = Page(views, lambda: ["tiny"], lambda: views.now, lambda: NOW)
+    while views.samples:
+        await page.take_sample()
+    app = TestApp(model, page=page, authenticator=keys)
+
+    async def history(key: str, query: str = "") -> Any:
+        return (await get(app, f"/ui/state{query}", key)).json()["history"]
+
+    # Of the workers only the one that the caller may see.
+    shown = {"requests_per_s": 2.0, "output_tokens_per_s": 50.0, "targets": {"ttft": 0.75}, "kv": {"decode-0": 37}}
+    first, second = ({"at": at, **shown} for at in (100, 101))
+    assert await history("k-ops") == await history("k-m") == [first, second]
+    assert await history("k-ops", "?after=100") == [second]
+    assert await history("k-ops", "?after=nan") == await history("k-ops", "?after=101") == []
+    assert await history("k-ops", "?after=x") == [first, second]
+    assert await history("k-a") == []  # it sees no load
 
 
 async def test_pages_of_other_sites_get_neither_page_nor_data(model: ServedModel, views: FakeViews) -> None:

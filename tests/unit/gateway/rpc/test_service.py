@@ -13,6 +13,7 @@ from disagg.gateway.calls.call_scope import Calls
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness
+from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.rpc.shell.service import InferenceService
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage.recorder import UsageRecorder
@@ -59,7 +60,8 @@ def make(
         grammars=grammars_here(model),
     )
     usage = usage or UsageRecorder(None, lambda: 0.0)
-    calls = Calls(Models([generator]), metrics or CountedCalls(), Readiness(router.view), usage, mint_id)
+    counted, refusals = metrics or CountedCalls(), Refusals(lambda: 0.0)
+    calls = Calls(Models([generator]), counted, Readiness(router.view), usage, mint_id, refusals)
     return InferenceService(calls, mint_id, lambda: 0.0, lambda: 0xABC, write_timeout_s=write_timeout_s)
 
 
