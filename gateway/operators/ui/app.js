@@ -1,51 +1,83 @@
-// Asks for the state once a second while the page is visible, and hands it to the parts of the page.
+// Asks for the state once a second while the page is visible, and hands it to the parts of the page. What is shown is
+// marked as old while there is no answer.
 
-import { call, key } from "./api.js";
+import { call, json, key } from "./api.js";
+import { addSamples, forgetSamples, lastSampleAt, showCharts } from "./charts.js";
 import { setModels, startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
-import { byId, setText } from "./dom.js";
-import { showRequest, showRequests, startRequests } from "./requests.js";
+import { byId, clock, setText } from "./dom.js";
+import { followHash, linkTo, refreshRequest, showRequests, startRequests, wantedRequests } from "./requests.js";
 import { refreshUsage } from "./usage.js";
 
 const INTERVAL_MS = 1000;
 const TIMEOUT_MS = 10000;
+const OLD_MS = 5000;
 let timer = 0;
+let asking = null; // what aborts the call under way; a newer one takes its place
 let askedForKey = false;
 let hadState = false;
+let updatedAt = 0; // of the gateway's clock, in seconds since the epoch; 0 before the first state
+let waitingSince = performance.now();
+let problem = "";
 
 async function poll() {
   clearTimeout(timer);
+  asking?.abort();
+  asking = null;
   if (document.hidden) return;
+  const own = (asking = new AbortController());
   try {
-    const response = await call("/ui/state", { signal: AbortSignal.timeout(TIMEOUT_MS) });
-    show(await response.json());
+    const query = new URLSearchParams({ after: lastSampleAt(), ...wantedRequests() });
+    const signal = AbortSignal.any([own.signal, AbortSignal.timeout(TIMEOUT_MS)]);
+    const state = await json(await call(`/ui/state?${query}`, { signal }));
+    if (own !== asking) return;
+    show(state);
+    refreshRequest();
     if (!hadState) refreshUsage();
     hadState = true;
   } catch (error) {
+    if (own !== asking) return;
     failed(error);
   }
-  clearTimeout(timer);
   timer = setTimeout(poll, INTERVAL_MS);
 }
 
 function show(state) {
+  [updatedAt, waitingSince, problem] = [state.now, performance.now(), ""];
   setText(byId("model"), state.models.join(", "));
   setModels(state.models);
   setText(byId("status"), state.has_controller ? "Connected" : "The controller does not answer; this is what the gateway sees");
   byId("status").className = state.has_controller ? "" : "bad";
-  showRequests(state.requests, state.now);
+  addSamples(state);
+  showRequests(state);
   showCluster(state);
+  showCharts(state);
+  showAge();
 }
 
 function failed(error) {
-  byId("status").className = "bad";
+  problem = error.message;
   if (error.status === 401) {
-    setText(byId("status"), key.get() ? "The key is not valid" : "An API key is needed");
+    problem = key.get() ? "The key is not valid" : "An API key is needed";
     if (!askedForKey) openKey();
     askedForKey = true;
-  } else {
-    setText(byId("status"), error.status ? error.message : "No answer from the gateway; what is shown may be old");
   }
+  byId("status").className = "bad";
+  setText(byId("status"), problem);
+  showAge();
+}
+
+// The values are old after a failure, and also while an answer is awaited for too long.
+function showAge() {
+  const isOld = problem !== "" || performance.now() - waitingSince > OLD_MS;
+  const since = updatedAt ? `Not updated since ${clock(updatedAt)}` : "Nothing is known yet";
+  const text = isOld ? `${since}: ${problem || "the gateway is slow to answer"}` : "";
+  for (const banner of document.querySelectorAll(".banner")) {
+    setText(banner, text);
+    banner.hidden = !isOld;
+  }
+  document.body.classList.toggle("old", isOld);
+  document.title = isOld ? "disagg (not updated)" : "disagg";
 }
 
 function openKey() {
@@ -57,7 +89,9 @@ function useKey(value) {
   key.set(value.trim());
   setText(byId("status"), "Connecting");
   hadState = false;
+  forgetSamples(); // the other key may see less
   poll();
+  followHash();
 }
 
 byId("key-open").addEventListener("click", openKey);
@@ -68,8 +102,10 @@ byId("key-forget").addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", () => {
   hadState = false;
+  waitingSince = performance.now();
   poll();
 });
-startChat(showRequest);
-startRequests();
+setInterval(() => document.hidden || showAge(), INTERVAL_MS);
+startChat(linkTo);
+startRequests(poll);
 poll();

@@ -1,23 +1,24 @@
 // Chat over /v1/chat/completions, as any client of the API has it.
 
-import { call, events } from "./api.js";
-import { byId, el, milliseconds } from "./dom.js";
+import { ApiError, call, events } from "./api.js";
+import { byId, el, milliseconds, setOptions, setText } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
 
 const MAX_MESSAGES = 200;
-let turns = [];
-let running = null;
-let explain = () => {};
+const DRAW_MS = 30;
+let turns = []; // what the model gets, without the system prompt
+let running = null; // what stops the answer that comes
+let linkTo = () => "";
+const retry = el("button", { type: "button", class: "link" }, "Retry");
 
 // Which model answers can be chosen where there are several.
 export function setModels(names) {
-  const choice = byId("chat-model");
-  if (choice.options.length === names.length && names.every((name, i) => choice.options[i].value === name)) return;
-  choice.replaceChildren(...names.map((name) => el("option", {}, name)));
-  choice.parentElement.hidden = names.length < 2;
+  setOptions(byId("chat-model"), names.map((name) => [name, name]));
+  byId("chat-model").parentElement.hidden = names.length < 2;
 }
 
-export function startChat(showRequest) {
-  explain = showRequest;
+export function startChat(linkToRequest) {
+  linkTo = linkToRequest;
   byId("chat-form").addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -28,6 +29,7 @@ export function startChat(showRequest) {
       send();
     }
   });
+  byId("system").addEventListener("input", () => setText(byId("system-state"), byId("system").value.trim() ? "set" : "none"));
   byId("stop").addEventListener("click", () => running?.abort());
   byId("chat-clear").addEventListener("click", () => {
     running?.abort();
@@ -35,6 +37,7 @@ export function startChat(showRequest) {
     greet();
     byId("prompt").focus();
   });
+  retry.addEventListener("click", again);
   greet();
 }
 
@@ -42,37 +45,54 @@ function greet() {
   byId("messages").replaceChildren(el("p", { class: "empty" }, "Enter sends, Shift+Enter begins a new line."));
 }
 
-async function send() {
+function send() {
   const prompt = byId("prompt").value;
   if (!prompt.trim() || running) return;
   byId("prompt").value = "";
   if (!turns.length) byId("messages").replaceChildren();
-  const own = turns;
-  own.push({ role: "user", content: prompt });
+  if (turns.at(-1)?.role === "user") turns.pop(); // it had no answer
+  turns.push({ role: "user", content: prompt });
   add("user", "You").text.append(prompt);
-  const shown = add("assistant", "Model");
-  running = new AbortController();
-  setRunning(shown, true);
-  const answer = { text: "", start: performance.now(), first: null, tokens: 0, reason: "" };
-  try {
-    await stream(own, answer, shown);
-    own.push({ role: "assistant", content: answer.text });
-  } catch (error) {
-    const stopped = error.name === "AbortError";
-    shown.note.textContent = stopped ? "stopped" : error.message;
-    if (!stopped) shown.note.className = "bad";
-    if (answer.text) own.push({ role: "assistant", content: answer.text });
-    else own.pop();
-  } finally {
-    running = null;
-    setRunning(shown, false);
-  }
+  answer();
 }
 
-async function stream(messages, answer, shown) {
+// The last answer is asked for once more, and the new one takes its place.
+function again() {
+  if (running) return;
+  retry.closest(".message").remove();
+  if (turns.at(-1)?.role === "assistant") turns.pop();
+  byId("prompt").focus();
+  answer();
+}
+
+async function answer() {
+  retry.remove();
+  const own = turns; // a new chat has another list
+  const shown = add("assistant", "Model");
+  const stop = (running = new AbortController());
+  setRunning(shown, true);
+  const made = { text: "", start: performance.now(), first: null, tokens: 0, reason: "" };
+  const draw = drawer(shown, made);
+  try {
+    await stream(own, made, shown, draw, stop.signal);
+    setText(shown.note, measured(made));
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    setText(shown.note, isStopped ? "stopped" : error.message);
+    if (!isStopped) shown.note.className = "bad";
+  }
+  draw.now();
+  if (made.text) own.push({ role: "assistant", content: made.text });
+  if (running === stop) running = null;
+  setRunning(shown, false);
+  if (own === turns) shown.who.append(retry);
+}
+
+async function stream(messages, made, shown, draw, signal) {
+  const system = byId("system").value.trim();
   const body = {
     model: byId("chat-model").value,
-    messages,
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     stream: true,
     stream_options: { include_usage: true },
     max_completion_tokens: Number(byId("max-tokens").value) || 256,
@@ -82,61 +102,54 @@ async function stream(messages, answer, shown) {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
-    signal: running.signal,
+    signal,
   });
-  const draw = drawer(shown);
   for await (const data of events(response)) {
-    if (data === "[DONE]") break;
+    if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    if (!answer.id && chunk.id) {
-      answer.id = chunk.id.replace(/^chatcmpl-/, "");
-      offerExplanation(shown, answer.id);
+    if (chunk.error) throw new ApiError(0, chunk.error.message);
+    if (!made.id && chunk.id) {
+      made.id = chunk.id.replace(/^chatcmpl-/, "");
+      shown.who.append(el("a", { href: linkTo(made.id) }, "How it ran"));
     }
     const choice = chunk.choices?.[0];
     if (choice?.delta?.content) {
-      answer.first ??= performance.now();
-      answer.text += choice.delta.content;
-      draw(choice.delta.content);
+      made.first ??= performance.now();
+      made.text += choice.delta.content;
+      draw.soon();
     }
-    if (choice?.finish_reason) answer.reason = choice.finish_reason;
-    if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
+    if (choice?.finish_reason) made.reason = choice.finish_reason;
+    if (chunk.usage) made.tokens = chunk.usage.completion_tokens;
   }
-  shown.note.textContent = measured(answer);
+  throw new ApiError(0, "The answer broke off");
 }
 
-// New text is shown at most once a frame, as one more text node: the cost does not grow with the answer.
-function drawer(shown) {
-  let waiting = "";
-  return (text) => {
-    if (!waiting) {
-      setTimeout(() => {
-        const log = byId("messages");
-        const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-        shown.text.append(waiting);
-        waiting = "";
-        if (atEnd) log.scrollTop = log.scrollHeight;
-      }, 30);
-    }
-    waiting += text;
+// New text is shown at most once a frame, and less often where that takes long.
+function drawer(shown, made) {
+  const view = new MarkdownView(shown.text);
+  let [timer, pause] = [0, DRAW_MS];
+  const now = () => {
+    clearTimeout(timer);
+    timer = 0;
+    const began = performance.now();
+    const log = byId("messages");
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    view.show(made.text);
+    if (atEnd) log.scrollTop = log.scrollHeight;
+    pause = Math.max(DRAW_MS, 5 * (performance.now() - began));
   };
+  return { now, soon: () => (timer ||= setTimeout(now, pause)) };
 }
 
-function measured(answer) {
-  const parts = [`${answer.tokens} tokens`];
-  if (answer.first !== null) {
-    const seconds = (performance.now() - answer.first) / 1000;
-    parts.push(`first after ${milliseconds(answer.first - answer.start)} ms`);
-    if (answer.tokens > 1 && seconds > 0) parts.push(`${((answer.tokens - 1) / seconds).toFixed(0)} tokens/s`);
+function measured(made) {
+  const parts = [`${made.tokens} tokens`];
+  if (made.first !== null) {
+    const seconds = (performance.now() - made.first) / 1000;
+    parts.push(`first after ${milliseconds(made.first - made.start)} ms`);
+    if (made.tokens > 1 && seconds > 0) parts.push(`${((made.tokens - 1) / seconds).toFixed(0)} tokens/s`);
   }
-  if (answer.reason && answer.reason !== "stop") parts.push(`ended by ${answer.reason}`);
+  if (made.reason && made.reason !== "stop") parts.push(`ended by ${made.reason}`);
   return parts.join(", ");
-}
-
-function offerExplanation(shown, id) {
-  const button = el("button", { type: "button", class: "link" }, "How it ran");
-  button.addEventListener("click", () => explain(id));
-  shown.who.append(button);
 }
 
 function add(role, name) {
@@ -152,7 +165,9 @@ function add(role, name) {
 
 function setRunning(shown, isRunning) {
   shown.box.classList.toggle("running", isRunning);
+  if (!isRunning && running) return; // another answer is under way
   byId("messages").setAttribute("aria-busy", String(isRunning));
   byId("send").disabled = isRunning;
+  if (!isRunning && document.activeElement === byId("stop")) byId("prompt").focus();
   byId("stop").hidden = !isRunning;
 }

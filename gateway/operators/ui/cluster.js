@@ -1,24 +1,24 @@
-// The cluster: workers with their KV, hand-overs between them, and what clients get, over time.
+// The cluster: workers with their KV, and hand-overs between them.
 
-import { byId, bytes, el, facts, rate, setText, svg, table } from "./dom.js";
+import { drawStrip, used } from "./charts.js";
+import { byId, bytes, el, facts, percent, rate, setText, svg, table } from "./dom.js";
 
 const MAX_CARDS = 8; // of a column; more workers are drawn as cells of a heat map
 const STRIP = 60;
-const HISTORY = 300;
 const RECENT = 10; // seconds over which hand-overs are counted
 const MAX_ARROWS = 12;
 const MAX_ROWS = 8;
 const LOAD_LEFT_OUT = "Shown to keys with the scope metrics or admin.";
 
 const cards = new Map();
-const strips = new Map();
-const samples = [];
 const past = [];
 let shape = "";
+let drawArrows = () => {};
+
+new ResizeObserver(() => drawArrows()).observe(byId("map"));
 
 export function showCluster(state) {
   const moved = movements(state);
-  remember(state);
   facts(byId("totals"), !state.has_load ? [["load", LOAD_LEFT_OUT]] : [
     ["queued", String(state.queued)],
     ["running", String(state.running)],
@@ -27,10 +27,10 @@ export function showCluster(state) {
   showPools(state.pools);
   const columns = split(state.workers);
   build(columns, state);
-  state.workers.forEach((worker) => showWorker(worker, state.has_load));
-  showArrows(moved, columns);
+  state.workers.forEach((worker) => showWorker(worker, state));
+  drawArrows = () => showArrows(moved, columns);
+  drawArrows();
   showPairs(moved, state.num_pairs);
-  showCharts(state);
 }
 
 function showPools(pools) {
@@ -59,7 +59,6 @@ function build(columns, state) {
   if (now === shape && cards.size) return;
   shape = now;
   cards.clear();
-  for (const id of strips.keys()) if (!state.workers.some((worker) => worker.id === id)) strips.delete(id);
   const made = columns.map(({ title, workers }) => {
     const isDense = workers.length > MAX_CARDS;
     const children = workers.map((worker) => {
@@ -89,13 +88,7 @@ function makeCard(worker) {
   return { root, parts, phase, sequences, nums, canvas };
 }
 
-function used(worker) {
-  return worker.blocks ? (worker.active + worker.reserved) / worker.blocks : 0;
-}
-
-const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-
-function showWorker(worker, hasLoad) {
+function showWorker(worker, { has_load: hasLoad, now }) {
   const card = cards.get(worker.id);
   const phase = worker.phase || "unknown";
   const isReady = phase === "ready";
@@ -121,29 +114,7 @@ function showWorker(worker, hasLoad) {
     card.parts[i].style.width = `${(count / blocks) * 100}%`;
   });
   setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached`);
-  drawStrip(card.canvas, strips.get(worker.id));
-}
-
-function drawStrip(canvas, shares) {
-  const context = canvas.getContext("2d");
-  context.clearRect(0, 0, canvas.width, canvas.height);
-  context.fillStyle = getComputedStyle(canvas).getPropertyValue("--active");
-  shares.forEach((share, i) => {
-    context.globalAlpha = share > 0 ? 0.15 + 0.85 * share : 0;
-    context.fillRect((STRIP - shares.length + i) * 4, 0, 4, canvas.height);
-  });
-}
-
-function remember(state) {
-  for (const worker of state.workers) {
-    const strip = strips.get(worker.id) ?? [];
-    strip.push(used(worker));
-    if (strip.length > STRIP) strip.shift();
-    strips.set(worker.id, strip);
-  }
-  samples.push(state);
-  if (samples.length > HISTORY) samples.shift();
-  samples.at(-2) && Object.assign(samples.at(-2), { workers: null, pairs: null, requests: null });
+  drawStrip(card.canvas, worker.id, now);
 }
 
 // What moved between each pair lately, per second, and the mean size of a hand-over.
@@ -218,53 +189,4 @@ function showPairs(moved, numPairs) {
   const columns = ["Hand-overs", "by", "per s>", "size>", "KV>", "in all>", "KV in all>", "failed>"];
   const more = numPairs > rows.length ? el("p", { class: "legend" }, `the busiest ${rows.length} of ${numPairs} pairs`) : null;
   byId("pairs").replaceChildren(el("div", { class: "scroll" }, table(columns, rows, "Hand-overs between pairs of workers")), more ?? "");
-}
-
-// ---------------------------------------------------------------- over time
-
-function showCharts(state) {
-  if (!state.has_load) {
-    for (const name of ["targets", "rates"]) byId(name).replaceChildren(el("p", { class: "empty" }, LOAD_LEFT_OUT));
-    return;
-  }
-  const names = ["both", "ttft", "tpot"].filter((name) => state.targets[name]?.[1]);
-  const label = { both: "all", ttft: "TTFT", tpot: "TPOT" };
-  const share = ([met, total]) => (total ? met / total : null);
-  facts(byId("targets-now"), names.map((name, i) => [keyed(i, label[name]), percent(share(state.targets[name]))]));
-  if (names.length) {
-    drawChart(byId("targets"), names.map((name) => samples.map((each) => share(each.targets[name] ?? [0, 0]))), 1, "of the last minute, 0 to 100 %");
-  } else {
-    byId("targets").replaceChildren(el("p", { class: "empty" }, "No request of the last minute had a latency target."));
-  }
-  facts(byId("rates-now"), [[keyed(0, "requests/s"), rate(state.requests_per_s)], [keyed(1, "tokens/s"), rate(state.output_tokens_per_s)]]);
-  const series = ["requests_per_s", "output_tokens_per_s"].map((name) => scaled(samples.map((each) => each[name])));
-  drawChart(byId("rates"), series, 1, "each up to its peak");
-}
-
-function keyed(i, text) {
-  return el("span", {}, el("i", { class: `k${i}` }), text);
-}
-
-function scaled(values) {
-  const most = Math.max(...values, 1e-9);
-  return values.map((value) => value / most);
-}
-
-function drawChart(root, series, top, note) {
-  const path = (values, i) => {
-    let isDown = false;
-    const points = values.map((value, x) => {
-      if (value === null) {
-        isDown = false;
-        return "";
-      }
-      const command = isDown ? "L" : "M";
-      isDown = true;
-      return `${command}${HISTORY - values.length + x} ${(100 - (value / top) * 96).toFixed(2)}`;
-    });
-    return svg("path", { d: points.join(""), class: `c${i}` });
-  };
-  const lines = [4, 52, 100].map((y) => svg("line", { x1: 0, x2: HISTORY, y1: y, y2: y }));
-  const drawn = svg("svg", { viewBox: `0 0 ${HISTORY} 104`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...lines, ...series.map(path).reverse());
-  root.replaceChildren(drawn, el("div", { class: "axis" }, el("span", {}, "5 min ago"), el("span", {}, note), el("span", {}, "now")));
 }

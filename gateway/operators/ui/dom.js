@@ -22,16 +22,36 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Rows of [text or element, ...]; a name that ends in ">" is right-aligned.
-export function table(columns, rows, label) {
-  const isNumber = columns.map((name) => name.endsWith(">"));
-  const cell = (name, value, i) => el(name, isNumber[i] ? { class: "num" } : {}, value ?? "");
-  const head = columns.map((name, i) => cell("th", name.replace(/>$/, ""), i));
-  head.forEach((each) => each.setAttribute("scope", "col"));
-  const body = rows.map(({ cells, className }) =>
-    el("tr", className ? { class: className } : {}, ...cells.map((value, i) => cell("td", value, i))));
-  return el("table", label ? { "aria-label": label } : {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
+// Replaces the options of a list of choices where they differ; the choice is kept where it is still one.
+export function setOptions(list, options) {
+  if (list.options.length === options.length && options.every(([value], i) => list.options[i].value === value)) return;
+  const chosen = list.value;
+  list.replaceChildren(...options.map(([value, text]) => el("option", { value }, text)));
+  if (options.some(([value]) => value === chosen)) list.value = chosen;
 }
+
+// Rows of [text or element, ...]; a name that ends in ">" is right-aligned. On a narrow screen each row is a block of
+// named values, see style.css; the roles keep it a table for screen readers.
+export function table(columns, rows, label) {
+  const head = columns.map((name) => {
+    const attributes = { role: "columnheader", scope: "col" };
+    return el("th", isNumber(name) ? { ...attributes, class: "num" } : attributes, nameOf(name));
+  });
+  const body = el("tbody", { role: "rowgroup" }, ...rows.map((each) => row(columns, each)));
+  const thead = el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...head));
+  return el("table", { role: "table", class: "stack", ...(label ? { "aria-label": label } : {}) }, thead, body);
+}
+
+export function row(columns, { cells, className }) {
+  const made = cells.map((value, i) => {
+    const attributes = { role: "cell", "data-label": nameOf(columns[i]) };
+    return el("td", isNumber(columns[i]) ? { ...attributes, class: "num" } : attributes, value ?? "");
+  });
+  return el("tr", className ? { role: "row", class: className } : { role: "row" }, ...made);
+}
+
+const isNumber = (column) => column.endsWith(">");
+const nameOf = (column) => column.replace(/>$/, "");
 
 export function facts(list, entries) {
   list.replaceChildren(...entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
@@ -53,7 +73,24 @@ export function rate(value) {
   return value < 10 ? value.toFixed(1) : value.toFixed(0);
 }
 
+export function percent(share) {
+  return `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+}
+
+// A round number with few digits, as axes have them: 0.5, 20, 1.5 k.
+export function short(value) {
+  const units = [[1e9, " G"], [1e6, " M"], [1e3, " k"]];
+  const [size, unit] = units.find(([least]) => value >= least) ?? [1, ""];
+  return `${Number((value / size).toPrecision(3))}${unit}`;
+}
+
 export function ago(seconds) {
   if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h`;
   return seconds >= 60 ? `${Math.floor(seconds / 60)} min` : `${Math.max(0, Math.round(seconds))} s`;
+}
+
+// HH:MM:SS here of a time in seconds since the epoch.
+export function clock(seconds) {
+  const at = new Date(seconds * 1000);
+  return [at.getHours(), at.getMinutes(), at.getSeconds()].map((each) => String(each).padStart(2, "0")).join(":");
 }

@@ -1,6 +1,6 @@
 // What keys used by day: of all keys for an admin, else of this tab's key. Asked for less often than the state.
 
-import { call } from "./api.js";
+import { call, json } from "./api.js";
 import { byId, el, table } from "./dom.js";
 
 const INTERVAL_MS = 30000;
@@ -11,9 +11,9 @@ export async function refreshUsage() {
   if (document.hidden) return;
   try {
     const response = await call("/ui/usage", { signal: AbortSignal.timeout(10000) });
-    show(await response.json());
-  } catch {
-    byId("usage-section").hidden = true; // the status of the page says why
+    show(await json(response));
+  } catch (error) {
+    if (error.status) byId("usage-section").hidden = true; // without an answer, the page says that nothing is new
   }
   clearTimeout(timer);
   timer = setTimeout(refreshUsage, INTERVAL_MS);
