@@ -6,7 +6,8 @@ from typing import Any
 
 from disagg.gateway.operators.history import LENGTH_S, MAX_WORKERS, WORKERS_LENGTH_S, History, Sample, sample_of
 from disagg.proto.ids import WorkerId
-from disagg.router.api import ClusterView, Load, WorkerView
+from disagg.proto.messages import Load
+from disagg.router.api import ClusterView, WorkerView
 from disagg.router.statistics import Rates
 
 
