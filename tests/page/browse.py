@@ -220,7 +220,8 @@ def charts(driver: Any, given: str) -> dict[str, Any]:
 
 
 def outage(driver: Any, given: str) -> dict[str, Any]:
-    """The gateway goes away while a request is explained, and comes back; the chat is used meanwhile."""
+    """The gateway goes away while a request is explained, and comes back; the chat is used meanwhile. Then it is there
+    and answers late."""
     looks = (
         "return [document.title, document.body.className, document.querySelector('#status').textContent,"
         " ...['.banner', '#detail .banner'].map(each => document.querySelector(each).checkVisibility()),"
@@ -246,6 +247,12 @@ def outage(driver: Any, given: str) -> dict[str, Any]:
     after = driver.execute_script(looks)
     find(driver, ".message.assistant button").click()
     wait(driver, lambda it: "tokens, first" in last_note(it))
+    messages = texts_of(driver, ".message .text")
+    ask("hang")
+    wait(driver, lambda it: text_of(it, ".banner"))
+    slow = text_of(driver, ".banner")
+    ask("go on")
+    wait(driver, lambda it: not text_of(it, ".banner"))
     return {
         "before": before,
         "during": during,
@@ -253,7 +260,8 @@ def outage(driver: Any, given: str) -> dict[str, Any]:
         "banners": banners,
         "detail": detail,
         "failed": failed,
-        "messages": texts_of(driver, ".message .text"),
+        "messages": messages,
+        "slow": slow,
     }
 
 

@@ -195,10 +195,19 @@ async def test_charts_have_axes_with_units_and_their_past_also_when_loaded_again
 
 async def test_what_is_shown_is_marked_as_old_while_the_gateway_is_away(tmp_path: Path) -> None:
     model = model_in(tmp_path)
-    async with served(model, SteadyViews([request_trace(1)]), script_of(model, "here")) as gateway:
-        asked = {"stop": gateway.stop, "start": gateway.start}
+    views = SteadyViews([request_trace(1)])
+
+    async def hang() -> None:
+        views.answers.clear()
+
+    async def go_on() -> None:
+        views.answers.set()
+
+    async with served(model, views, script_of(model, "here")) as gateway:
+        asked = {"stop": gateway.stop, "start": gateway.start, "hang": hang, "go on": go_on}
         found = await browse(gateway.url, "outage", asked=asked)
-    away = f"Not updated since {time.strftime('%H:%M:%S', time.localtime(NOW))}: {NO_ANSWER}"
+    since = f"Not updated since {time.strftime('%H:%M:%S', time.localtime(NOW))}"
+    away = f"{since}: {NO_ANSWER}"
     grey, usual = "grayscale(1)", "none"
     assert found["before"] == ["disagg", "", "Connected", False, False, *[usual] * 6]
     assert found["during"] == ["disagg (not updated)", "old", NO_ANSWER, True, True, *[grey] * 5, usual]
@@ -207,6 +216,7 @@ async def test_what_is_shown_is_marked_as_old_while_the_gateway_is_away(tmp_path
     assert "000000000001" in found["detail"]
     assert found["failed"] == NO_ANSWER
     assert found["messages"] == ["anybody?", "here"]
+    assert found["slow"] == f"{since}: the gateway is slow to answer"
 
 
 async def test_requests_are_filtered_linked_to_and_refused_ones_have_their_reason(tmp_path: Path) -> None:

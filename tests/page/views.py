@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -146,8 +147,12 @@ class SteadyViews:
         self.traces = list(traces)
         self.samples = [self._sample(int(NOW) - LENGTH_S + 1 + second, second) for second in range(LENGTH_S)]
         """Taken one by one."""
+        self.answers = asyncio.Event()
+        """The state is not told while this is not set."""
+        self.answers.set()
 
     async def state(self, caller: Caller, max_age_s: float) -> pb.GetClusterStateResponse:
+        await self.answers.wait()
         names = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
         return pb.GetClusterStateResponse(
             workers=[worker_state(name, 1024, 512, 256, number + 1) for number, name in enumerate(names)],

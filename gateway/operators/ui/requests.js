@@ -113,7 +113,7 @@ export function showRequests(state) {
   const isFiltered = Object.keys(wanted).length > 0;
   setText(byId("found"), counted(requests.length, state.num_matching, state.num_searched, isFiltered));
   if (requests.length) list(requests, now);
-  else empty(isFiltered ? "No request matches." : "There was no request yet.");
+  else empty(isFiltered ? "No request matches." : "This gateway had no request yet.");
 }
 
 function counted(numShown, numMatching, numSearched, isFiltered) {
@@ -155,11 +155,12 @@ function line(request) {
   const name = request.id.length > 14 ? `${request.id.slice(0, 12)}…` : request.id;
   const open = el("a", { href: linkTo(request.id), class: "mono", "data-id": request.id, "aria-label": `Explain request ${request.id}` }, name);
   const reason = ["refused", "failed"].includes(request.state) && request.reason ? el("div", { class: "reason" }, request.reason) : null;
+  const count = (number) => (request.state === "refused" && !number ? "–" : String(number));
   return row(COLUMNS, {
     cells: [
       open, "", el("div", {}, outcome(request.state, request.outcome, request.is_probe), reason), request.model, request.prefill || "–",
-      request.decode || "–", String(request.prompt_tokens), String(request.completion_tokens), request.kv_bytes ? bytes(request.kv_bytes) : "–",
-      milliseconds(request.ttft_ms), milliseconds(request.total_ms),
+      request.decode || "–", count(request.prompt_tokens), count(request.completion_tokens), request.kv_bytes ? bytes(request.kv_bytes) : "–",
+      milliseconds(request.ttft_ms), request.state === "refused" ? "–" : milliseconds(request.total_ms),
     ],
   });
 }
