@@ -249,7 +249,8 @@ async def test_scopes_and_models_of_keys_over_grpc(folder: Path, tmp_path: Path)
                 await client.requests()
         async with AsyncClient(server.address, KEY_ADMIN) as client:
             assert (await client.generate("hello")).reason == "length"
-            assert await client.requests() == []
+            refused = [(each.outcome, each.detail, each.attempts) for each in await client.requests()]
+            assert refused == [("permission_denied", f"model: this key is not for '{MODEL_NAME}', but for other", 0)]
 
 
 async def test_certificates_are_read_again(folder: Path, tmp_path: Path) -> None:
