@@ -403,6 +403,7 @@ class GatewayServer:
             model_names=self.served.names,
             usage=self._usage,
             refusals=self._refusals,
+            has_peers=self.config.shares_ports,
         )
         if serves_page(self.config):
             self._page = Page(self._admin, lambda: models.names, process_clock().now, time.time, self._usage)

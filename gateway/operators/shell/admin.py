@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, get_args
 
 import grpc
@@ -74,6 +74,8 @@ MAX_AGE_S = 0.1
 time."""
 SAMPLE_AGE_S: Final = 0.5
 """Maximum age in seconds of a state that becomes a sample of the history."""
+SAMPLE_TIMEOUT_S: Final = 0.5
+"""Seconds after which a sample is taken without the counts of other gateways."""
 _POOL: Final = re.compile(r"([A-Za-z0-9_-]{1,32}/)?[a-z]{1,16}")
 MAX_SHOWN_SIZES = 8
 """Maximum number of pool sizes of a scale request that the audit log shows."""
@@ -103,6 +105,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         model_names: by key the names of those that this gateway has, now.
         usage: what keys used; None where it is not known.
         refusals: the calls that no router had.
+        has_peers: whether other gateways serve at the same ports, whose requests are counted, too.
     """
 
     def __init__(
@@ -121,7 +124,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
         model_names: Callable[[], Mapping[str, str]] = dict,
         usage: UsageView | None = None,
         refusals: Refusals | None = None,
+        has_peers: bool = False,
     ) -> None:
+        self._has_peers = has_peers
         self._usage = usage
         self._refusals = refusals
         self._router = router
@@ -329,8 +334,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return FoundRequests([request_line(trace, offset_s) for trace in found[:limit]], len(found), len(searched))
 
     async def sample(self) -> Sample:
-        """The cluster now, for the history."""
-        return sample_of((await self._feed.latest(SAMPLE_AGE_S)).view, self._wall_clock())
+        """The cluster now, for the history. The controller is called only for the counts of other gateways, and not
+        waited for where it does not answer."""
+        view = None
+        if self._has_peers:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAMPLE_TIMEOUT_S):
+                    view = (await self._feed.latest(SAMPLE_AGE_S)).view
+        return sample_of(self._router.view() if view is None else view, self._wall_clock())
 
     def _latest(self, limit: int) -> list[RequestTrace]:
         """The latest requests, those that no router had among them."""

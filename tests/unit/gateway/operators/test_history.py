@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
+
 from disagg.gateway.operators.history import LENGTH_S, MAX_WORKERS, WORKERS_LENGTH_S, History, Sample, sample_of
-from disagg.proto.ids import WorkerId
+from disagg.gateway.operators.shell import admin as shell
+from disagg.gateway.operators.shell.admin import AdminService
+from disagg.proto.control import ControlReply, ControlRequest, ControlState, GatewayCounts, GatewayRecord
+from disagg.proto.ids import GatewayId, WorkerId
 from disagg.proto.messages import Load
 from disagg.router.api import ClusterView, WorkerView
 from disagg.router.statistics import Rates
+from tests.support.gateway import FakeRouter
 
 
 def sample(at: int) -> Sample:
@@ -73,3 +80,45 @@ def test_a_sample_is_made_of_a_view() -> None:
     assert (made.at, made.requests_per_s, made.output_tokens_per_s, made.targets) == (1234, 3.0, 90.0, {"both": (4, 5)})
     assert (made.kv["decode-0"], "decode-1" in made.kv) == (38, False)
     assert len(made.kv) == MAX_WORKERS - 1
+
+
+class Controller:
+    """Another gateway counted 5 requests per second."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def call(self, request: ControlRequest) -> ControlReply:
+        self.num_calls += 1
+        nothing: dict[str, Any] = {"num_queued": 0, "num_running": 0, "stages": {}, "slos": {}}
+        counts = GatewayCounts(**nothing, requests_per_s=5.0, output_tokens_per_s=7.0)
+        record = GatewayRecord(gateway_id=GatewayId("g1"), address="", pid=0, name="gateway-1", counts=counts)
+        return ControlState(pools=(), workers=(), gateways=(record,))
+
+
+@pytest.mark.parametrize(("has_peers", "requests_per_s", "num_calls"), [(False, 3.0, 0), (True, 8.0, 1)])
+async def test_the_controller_is_called_for_a_sample_only_where_other_gateways_count(
+    has_peers: bool, requests_per_s: float, num_calls: int
+) -> None:
+    router, controller = FakeRouter(), Controller()
+    router.cluster = ClusterView((), 0, 0, rates=Rates(3.0, 90.0))
+    audit: Any = None
+    admin = AdminService(
+        router, controller.call, audit=audit, name="gateway-0", wall_clock=lambda: 100.0, has_peers=has_peers
+    )
+    made = await admin.sample()
+    assert (made.at, made.requests_per_s, controller.num_calls) == (100, requests_per_s, num_calls)
+
+
+async def test_a_controller_that_does_not_answer_delays_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(request: ControlRequest) -> ControlReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(shell, "SAMPLE_TIMEOUT_S", 0.0)
+    router = FakeRouter()
+    router.cluster = ClusterView((), 0, 0, rates=Rates(3.0, 90.0))
+    audit: Any = None
+    admin = AdminService(router, silent, audit=audit, wall_clock=lambda: 100.0, has_peers=True)
+    assert (await admin.sample()).requests_per_s == 3.0
+    await admin.close()
