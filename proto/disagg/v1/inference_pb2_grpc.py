@@ -376,7 +376,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests returns the same of the latest requests, newest first.
+        """ListRequests returns the same of the latest requests, newest first, those that the gateway refused among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ import itertools
 import logging
 from pathlib import Path
 
+import httpx
 import pytest
 
 from disagg.client import AsyncClient, ShapeComparison
@@ -14,8 +15,10 @@ from disagg.gateway.operators.decode_placement_log import STALE
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 from disagg.router.api import ClusterView, PlacementView, RequestTrace
-from tests.support.gateway import FakeRouter
+from disagg.router.statistics import Rates
+from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.gateway_server import running
+from tests.support.waiting import eventually
 
 
 async def test_the_state_comes_again_and_again(folder: Path) -> None:
@@ -109,3 +112,24 @@ async def test_the_recent_load_has_no_probes_and_a_limit(folder: Path) -> None:
         assert len((await client.load()).requests) == 59
         with pytest.raises(InvalidRequestError, match="limit"):
             await client.load(1001)
+
+
+async def test_the_page_has_a_history_that_began_before_it_was_opened_and_the_refused_calls(folder: Path) -> None:
+    router = FakeRouter()
+    router.cluster = ClusterView((), 0, 0, rates=Rates(7.0, 70.0))
+    async with (
+        running(folder, router, http_port=0) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http_address}", trust_env=False) as client,
+    ):
+        body = {"model": MODEL_NAME, "prompt": "hi", "temperature": -1}
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+
+        async def has_samples() -> bool:
+            history = (await client.get("/ui/state")).json()["history"]
+            return [each["requests_per_s"] for each in history][:2] == [7.0, 7.0]
+
+        await eventually(has_samples, every_s=0.05)
+        (shown,) = (await client.get("/ui/state", params={"state": "refused"})).json()["requests"]
+        assert (shown["id"], shown["model"]) == (refused.headers["x-request-id"], MODEL_NAME)
+        assert (shown["outcome"], shown["reason"]) == ("invalid_value", "temperature: must be in [0, 100], not -1")
