@@ -251,7 +251,7 @@ class GatewayServer:
         await server.start()
         self._server = server
         self._security.watch.start()
-        if self._page is not None:
+        if self._page is not None and self._http is not None:
             self._history = asyncio.create_task(self._page.keep_history(), name="page-history")
         if self._batches is not None:
             completions = _make_completions(calls, self._body_limits())
