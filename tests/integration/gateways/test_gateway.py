@@ -455,6 +455,7 @@ async def test_where_a_request_ran(folder: Path) -> None:
         attempts=2,
         stages=[pb.StageTime(stage="tokenize", at_ms=500.0), pb.StageTime(stage="end", at_ms=2000.0)],
         outcome="running",
+        model=MODEL_NAME,
         spans=[
             pb.StageSpan(stage="tokenize", start_ms=0.0, end_ms=500.0),
             pb.StageSpan(stage="route", start_ms=500.0, end_ms=2000.0),
