@@ -30,12 +30,15 @@ from disagg.gateway.http.shell.exchange import Exchange, Receive, Scope, Send
 from disagg.gateway.http.sites import Sites, preflight_headers
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
+from disagg.gateway.openapi import operations
+from disagg.gateway.openapi.handlers import OpenApi
+from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic
-from disagg.gateway.other_apis.shell.message_models import MODELS, ModelList, is_asked
+from disagg.gateway.other_apis.shell.message_models import ModelList, is_asked
 from disagg.gateway.other_apis.shell.messages import Messages
-from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses
+from disagg.gateway.other_apis.shell.responses import Responses
 from disagg.gateway.readiness import STOPPING, Readiness
 from disagg.gateway.requests.headers import HEADER as TRACE_HEADER
 from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
@@ -45,12 +48,11 @@ from disagg.proto.ids import RequestId
 
 logger = logging.getLogger(__name__)
 
-USAGE_PATH: Final = "/v1/usage"
 _MAX_SHOWN_CHARS: Final = 256
 """Number of characters of an unknown path that an error repeats."""
-_OPEN_PATHS: Final = ("/livez", "/readyz")
-"""Answered without a key, beside the files of the page, which have no data."""
-_PROBED_PATHS: Final = (*_OPEN_PATHS, "/health", "/ping")
+_PROBED_PATHS: Final = tuple(
+    each.path for each in (operations.LIVE, operations.READY, operations.HEALTH, operations.PING)
+)
 """Answered under any name of the host, as probes use them. `/metrics` is not: it shows the use of others, and its
 readers on this machine can use a name of loopback."""
 _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
@@ -59,6 +61,7 @@ _NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
 _API_KEY: Final = "x-api-key"
 
 Handler = Callable[[Exchange, RequestId], Awaitable[None]]
+Served = tuple[Operation, Handler]
 
 
 class HttpApp:
@@ -95,7 +98,6 @@ class HttpApp:
         batches: Batches | None = None,
         usage: UsageHandler | None = None,
     ) -> None:
-        self._open_paths = frozenset((*_OPEN_PATHS, *(page.paths if page is not None else ())))
         self._audit = audit
         self._sites = sites
         self._readiness = readiness
@@ -104,15 +106,18 @@ class HttpApp:
         self._authenticator = authenticator
         self._mint_id = mint_id
         self._mint_trace_bits = mint_trace_bits
-        self._routes = (
-            *_routes(completions, information),
-            *_model_routes(information, ModelList(completions.models, information.created)),
-            *_probe_routes(probes),
-            *_other_routes(Responses(completions), Messages(completions)),
-            *_page_routes(page),
-            *_batch_routes(files, batches),
-            *(() if usage is None else (Route(USAGE_PATH, usage.list, methods=["GET"]),)),
+        self.served = _with_document(
+            (
+                *_served(completions, information, probes),
+                *_of_models(information, ModelList(completions.models, information.created)),
+                *_of_page(page),
+                *_of_batches(files, batches),
+                *(() if usage is None else ((operations.USAGE, usage.list),)),
+            )
         )
+        """Every operation with its handler: routes and document are made of them."""
+        self._routes = [Route(each.path, handler, methods=[each.method]) for each, handler in self.served]
+        self._open_paths = frozenset(operation.path for operation, _ in self.served if operation.is_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request; every error, also one of our own code, is answered as the API of its path does."""
@@ -199,18 +204,27 @@ class HttpApp:
         raise UnknownUrlError(f"there is no {where}")
 
 
-def _routes(completions: Completions, information: Information) -> Sequence[Route]:
-    post = ["POST"]
+def _served(completions: Completions, information: Information, probes: Probes) -> Sequence[Served]:
+    responses, messages = Responses(completions), Messages(completions)
     return (
-        Route("/v1/chat/completions", completions.chat, methods=post),
-        Route("/v1/completions", completions.text, methods=post),
-        Route("/v1/embeddings", information.embeddings, methods=post),
-        Route("/tokenize", information.tokenize, methods=post),
-        Route("/detokenize", information.detokenize, methods=post),
+        (operations.CHAT, completions.chat),
+        (operations.COMPLETION, completions.text),
+        (operations.RESPONSE, responses.create),
+        (operations.MESSAGE, messages.create),
+        (operations.COUNT_TOKENS, messages.count_tokens),
+        (operations.EMBEDDINGS, information.embeddings),
+        (operations.TOKENIZE, information.tokenize),
+        (operations.DETOKENIZE, information.detokenize),
+        (operations.HEALTH, probes.health),
+        (operations.PING, probes.health),
+        (operations.LIVE, probes.alive),
+        (operations.READY, probes.ready),
+        (operations.METRICS, probes.metrics),
+        (operations.VERSION, probes.version),
     )
 
 
-def _model_routes(information: Information, messages: ModelList) -> Sequence[Route]:
+def _of_models(information: Information, messages: ModelList) -> Sequence[Served]:
     async def models(exchange: Exchange, request_id: RequestId) -> None:
         is_theirs = is_asked(exchange.headers, exchange.scope["path"])
         await (messages.list if is_theirs else information.models)(exchange, request_id)
@@ -219,43 +233,21 @@ def _model_routes(information: Information, messages: ModelList) -> Sequence[Rou
         is_theirs = is_asked(exchange.headers, exchange.scope["path"])
         await (messages.one if is_theirs else information.model)(exchange, request_id)
 
-    get = ["GET"]
     return (
-        Route(MODELS, models, methods=get),
-        Route(f"{MODELS}/{{model:path}}", model, methods=get),
-        Route("/tokenizer_info", information.tokenizer, methods=get),
+        (operations.MODELS, models),
+        (operations.MODEL, model),
+        (operations.TOKENIZER, information.tokenizer),
     )
 
 
-def _probe_routes(probes: Probes) -> Sequence[Route]:
-    get = ["GET"]
-    return (
-        Route("/health", probes.health, methods=get),
-        Route("/ping", probes.health, methods=get),
-        Route("/livez", probes.alive, methods=get),
-        Route("/readyz", probes.ready, methods=get),
-        Route("/metrics", probes.metrics, methods=get),
-        Route("/version", probes.version, methods=get),
-    )
-
-
-def _other_routes(responses: Responses, messages: Messages) -> Sequence[Route]:
-    post = ["POST"]
-    return (
-        Route(RESPONSES, responses.create, methods=post),
-        Route(MESSAGES, messages.create, methods=post),
-        Route(f"{MESSAGES}/count_tokens", messages.count_tokens, methods=post),
-    )
-
-
-def _page_routes(page: Page | None) -> Sequence[Route]:
+def _of_page(page: Page | None) -> Sequence[Served]:
     if page is None:
         return ()
     return (
-        *(Route(path, page.file, methods=["GET"]) for path in page.paths),
-        Route("/ui/state", page.state, methods=["GET"]),
-        Route("/ui/requests/{request_id}", page.request, methods=["GET"]),
-        Route("/ui/usage", page.usage, methods=["GET"]),
+        *((operations.page_file(path, page.content_type(path)), page.file) for path in page.paths),
+        (operations.STATE, page.state),
+        (operations.REQUEST, page.request),
+        (operations.PAGE_USAGE, page.usage),
     )
 
 
@@ -270,24 +262,29 @@ def _is_inference(method: str, path: str) -> bool:
     """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
     if method not in ("GET", "HEAD"):
         return True
-    return path.startswith("/v1/") and not path.startswith(MODELS) and path != USAGE_PATH
+    return path.startswith("/v1/") and not path.startswith(operations.MODELS.path) and path != operations.USAGE.path
 
 
-def _batch_routes(files: Files | None, batches: Batches | None) -> Sequence[Route]:
+def _of_batches(files: Files | None, batches: Batches | None) -> Sequence[Served]:
     if files is None or batches is None:
         return ()
-    get, post = ["GET"], ["POST"]
     return (
-        Route("/v1/files", files.list, methods=get),
-        Route("/v1/files", files.upload, methods=post),
-        Route("/v1/files/{file}", files.one, methods=get),
-        Route("/v1/files/{file}", files.delete, methods=["DELETE"]),
-        Route("/v1/files/{file}/content", files.content, methods=get),
-        Route("/v1/batches", batches.list, methods=get),
-        Route("/v1/batches", batches.create, methods=post),
-        Route("/v1/batches/{batch}", batches.one, methods=get),
-        Route("/v1/batches/{batch}/cancel", batches.cancel, methods=post),
+        (operations.FILES, files.list),
+        (operations.UPLOAD, files.upload),
+        (operations.FILE, files.one),
+        (operations.DELETE_FILE, files.delete),
+        (operations.FILE_CONTENT, files.content),
+        (operations.BATCHES, batches.list),
+        (operations.CREATE_BATCH, batches.create),
+        (operations.BATCH, batches.one),
+        (operations.CANCEL_BATCH, batches.cancel),
     )
+
+
+def _with_document(served: Sequence[Served]) -> tuple[Served, ...]:
+    """What is served, and the document of it."""
+    described = OpenApi([*(operation for operation, _ in served), operations.DOCUMENT, operations.DOCS])
+    return (*served, (operations.DOCUMENT, described.json), (operations.DOCS, described.html))
 
 
 async def _fail(exchange: Exchange, error: DisaggError) -> None:

@@ -21,7 +21,7 @@ from disagg.proto.errors import InvalidRequestError
 
 _WINDOW: Final = "24h"
 _WINDOW_S: Final = 86_400.0
-_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
+_DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _MAX_NOTES: Final = 16
 
 
@@ -88,7 +88,7 @@ class Batches:
         """`GET /v1/batches`, the latest first: `limit`, `after`."""
         tenant, most = CALLER.get().tenant, 2 * self._batches.options.max_batches
         found = await self._batches.call(lambda store: store.batches(tenant, most))
-        await exchange.respond_json(page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, _MAX_LIMIT))
+        await exchange.respond_json(page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """Handle `GET /v1/batches/{batch}`: show one batch of the caller's tenant."""

@@ -19,7 +19,7 @@ from disagg.proto.errors import DisaggError, InvalidRequestError
 
 PURPOSE: Final = "batch"
 _SLICE_BYTES: Final = 256 << 10
-_MAX_LIMIT: Final = 10_000
+MAX_LIMIT: Final = 10_000
 _MAX_LENGTH_CHARS: Final = 18
 _DAY_S: Final = 86_400.0
 
@@ -64,7 +64,7 @@ class Files:
         """`GET /v1/files`, the latest first: `limit`, `after`, `purpose`."""
         tenant = CALLER.get().tenant
         found: Sequence[File] = await self._batches.call(lambda store: store.files(tenant))
-        await exchange.respond_json(page_of(exchange, [self._shown(file) for file in found], _MAX_LIMIT, _MAX_LIMIT))
+        await exchange.respond_json(page_of(exchange, [self._shown(file) for file in found], MAX_LIMIT, MAX_LIMIT))
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """Handle `GET /v1/files/{file}`: show one file of the caller's tenant."""

@@ -15,7 +15,7 @@ from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
 
 
-class _NamedSchema(msgspec.Struct, frozen=True):
+class NamedSchema(msgspec.Struct, frozen=True):
     """`response_format.json_schema`."""
 
     name: str | None = None
@@ -25,14 +25,14 @@ class _NamedSchema(msgspec.Struct, frozen=True):
     """Answers follow the schema either way."""
 
 
-class _ResponseFormat(msgspec.Struct, frozen=True):
+class ResponseFormat(msgspec.Struct, frozen=True):
     """OpenAI's way to ask for JSON."""
 
     type: str
-    json_schema: _NamedSchema | None = None
+    json_schema: NamedSchema | None = None
 
 
-class _StructuredOutputs(msgspec.Struct, frozen=True):
+class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's way to constrain an answer; one of them is set."""
 
     json: msgspec.Raw = ABSENT
@@ -43,8 +43,8 @@ class _StructuredOutputs(msgspec.Struct, frozen=True):
     structural_tag: msgspec.Raw = ABSENT
 
 
-_FORMAT: Final = msgspec.json.Decoder(_ResponseFormat | None)
-_OUTPUTS: Final = msgspec.json.Decoder(_StructuredOutputs | None)
+_FORMAT: Final = msgspec.json.Decoder(ResponseFormat | None)
+_OUTPUTS: Final = msgspec.json.Decoder(StructuredOutputs | None)
 _TEXT: Final = msgspec.json.Decoder(str | None)
 _CHOICE: Final = msgspec.json.Decoder(list[str] | None)
 _MAX_BYTES: Final = 2 * MAX_GRAMMAR_BYTES

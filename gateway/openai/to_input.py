@@ -52,7 +52,7 @@ _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 _MAX_SMALL_BYTES: Final = 64
 """Largest size of the JSON of a field that is accepted only with a value that changes nothing."""
 _NEVER: Final[tuple[Any, ...]] = (None,)
-_HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "json_schema": _NEVER,
     "regex": _NEVER,
     "ebnf": _NEVER,
@@ -72,7 +72,7 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt_embeds": _NEVER,
 }
 """Fields that are not supported, with the values that mean nothing."""
-_HARMLESS_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {"echo": (None, False)}
+HARMLESS_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {"echo": (None, False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class ParsedCall:
 
 def read_chat(body: ChatBody) -> Cooperative[ParsedCall]:
     """A conversation. Yields between pieces of work. Raises `InvalidRequestError`."""
-    _refuse_unsupported(body, _HARMLESS)
-    _refuse_unsupported(body, _HARMLESS_IN_CHAT)
+    _refuse_unsupported(body, HARMLESS)
+    _refuse_unsupported(body, HARMLESS_IN_CHAT)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -165,7 +165,7 @@ def read_chat(body: ChatBody) -> Cooperative[ParsedCall]:
 
 def read_completion(body: CompletionBody) -> Cooperative[ParsedCall]:
     """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
-    _refuse_unsupported(body, _HARMLESS)
+    _refuse_unsupported(body, HARMLESS)
     best_of = _read_best_of(body)
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError("echo", "with truncate_prompt_tokens is not supported")

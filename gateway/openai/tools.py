@@ -35,40 +35,52 @@ _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES: Final = ("auto", "none", "required")
 
 
-class _Function(msgspec.Struct, frozen=True):
+class OfferedFunction(msgspec.Struct, frozen=True):
+    """The function of a tool."""
+
     name: str
     description: str | None = None
     parameters: msgspec.Raw = ABSENT
     strict: bool | None = None
 
 
-class _Tool(msgspec.Struct, frozen=True):
+class Tool(msgspec.Struct, frozen=True):
+    """One of `tools`. Only functions are supported."""
+
     type: str
-    function: _Function
+    function: OfferedFunction
 
 
-class _CalledFunction(msgspec.Struct, frozen=True):
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a call, with the JSON of its arguments."""
+
     name: str
     arguments: str
 
 
-class _Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True):
+    """One of the `tool_calls` of an earlier turn."""
+
     id: str
-    function: _CalledFunction
+    function: CalledFunction
     type: str = "function"
 
 
-class _NamedFunction(msgspec.Struct, frozen=True):
+class NamedFunction(msgspec.Struct, frozen=True):
+    """The function of a choice."""
+
     name: str
 
 
-class _NamedChoice(msgspec.Struct, frozen=True):
+class NamedChoice(msgspec.Struct, frozen=True):
+    """The `tool_choice` that names a function."""
+
     type: str
-    function: _NamedFunction
+    function: NamedFunction
 
 
-_CHOICE: Final = msgspec.json.Decoder(str | _NamedChoice | None)
-_TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
+_CHOICE: Final = msgspec.json.Decoder(str | NamedChoice | None)
+_TOOLS: Final = msgspec.json.Decoder(list[Tool] | None)
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _ANY: Final = msgspec.json.Decoder()
 
@@ -108,7 +120,7 @@ def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -
     names = frozenset(tool.function.name for tool in given)
     if len(names) < len(given):
         raise InvalidRequestError("tools", "two functions have the same name")
-    named = chosen.function.name if isinstance(chosen, _NamedChoice) else None
+    named = chosen.function.name if isinstance(chosen, NamedChoice) else None
     if named is not None and named not in names:
         raise InvalidRequestError("tool_choice.function.name", f"no function of tools is called {named[:64]!r}")
     if chosen == "required" and not given:
@@ -129,7 +141,7 @@ def read_tools(tools: msgspec.Raw, choice: msgspec.Raw, parallel: bool | None) -
     )
 
 
-def _read_choice(raw: msgspec.Raw) -> str | _NamedChoice:
+def _read_choice(raw: msgspec.Raw) -> str | NamedChoice:
     num_bytes = memoryview(raw).nbytes
     if num_bytes > MAX_CHOICE_BYTES:
         raise InvalidRequestError("tool_choice", f"at most {MAX_CHOICE_BYTES} bytes of JSON, not {num_bytes}")
@@ -142,7 +154,7 @@ def _read_choice(raw: msgspec.Raw) -> str | _NamedChoice:
     return choice
 
 
-def _forced(function: _Function, place: str) -> Function:
+def _forced(function: OfferedFunction, place: str) -> Function:
     schema = msgspec.json.decode(function.parameters)
     if schema is None:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -182,7 +194,7 @@ def read_extra(message: Message, index: int) -> str:
     return compact(extra) if extra else ""
 
 
-def _checked(tool: _Tool, place: str) -> dict[str, Any]:
+def _checked(tool: Tool, place: str) -> dict[str, Any]:
     function = tool.function
     if tool.type != "function":
         raise InvalidRequestError(f"{place}.type", f"must be function, not {tool.type[:64]!r}")
@@ -222,10 +234,10 @@ def check_parts(arguments: str, field: str) -> None:
 def _calls(given: Sequence[Any], place: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or len(given) > MAX_CALLS:
         raise InvalidRequestError(place, f"must be a list of at most {MAX_CALLS} calls")
-    found: list[_Call] = []
+    found: list[Call] = []
     for i, item in enumerate(given):
         try:
-            found.append(msgspec.convert(item, _Call))
+            found.append(msgspec.convert(item, Call))
         except msgspec.ValidationError as error:
             raise wrong_value(error, f"{place}[{i}]") from None
     check_parts("\n".join([call.function.arguments for call in found]), place)

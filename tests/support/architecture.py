@@ -82,6 +82,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 
 GATEWAY_FLOORS = (
     ("server", "security", "app", "stores"),
+    ("openapi",),
     ("operators", "batches"),
     ("other_apis", "rpc"),
     ("openai",),

@@ -33,6 +33,7 @@ from disagg.gateway.usage.handler import UsageHandler
 from disagg.gateway.usage.recorder import UsageRecorder
 from disagg.proto.ids import RequestId
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter, grammars_here, limits_of, make_turns
+from tests.support.openapi import described
 
 CREATED = 1_700_000_000
 NOW = 1_700_000_100.5
@@ -105,7 +106,10 @@ class TestApp:
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(
-            transport=transport, base_url="http://gateway", headers={"content-type": "application/json"}
+            transport=transport,
+            base_url="http://gateway",
+            headers={"content-type": "application/json"},
+            event_hooks={"response": [self._compare]},
         )
 
     async def chat(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
@@ -115,6 +119,12 @@ class TestApp:
     async def text(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
         """A text completion with some fields changed."""
         return await self.client.post("/v1/completions", json={**TEXT, **changes}, headers=headers)
+
+    async def _compare(self, response: httpx.Response) -> None:
+        """Compare every answer with the document of the API."""
+        request, body = response.request, await response.aread()
+        content_type = response.headers.get("content-type", "")
+        described(self.app).check(request.method, request.url.path, response.status_code, content_type, body)
 
     def outcomes(self) -> dict[str, float]:
         """How many calls over HTTP ended in which way."""

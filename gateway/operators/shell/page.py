@@ -144,6 +144,10 @@ class Page:
         """URL paths of the page's files."""
         return tuple(self._files)
 
+    def content_type(self, path: str) -> str:
+        """The type of a file, without its parameters."""
+        return self._files[path].content_type.decode().split(";", 1)[0]
+
     async def file(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /` and the files that the page names."""
         found = self._files[exchange.scope["path"]]

@@ -54,7 +54,7 @@ _ROLES: Final = ("user", "assistant")
 _TEXT: Final = ("text",)
 _ERROR: Final = "Error: "
 """Prefix of the result of a failed call: templates have no other place for it."""
-_HARMLESS: Final[Mapping[str, Sequence[object]]] = {
+HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "container": (),
     "context_management": ({"edits": []},),
     "mcp_servers": ([],),
@@ -84,7 +84,7 @@ class Conversation(NamedTuple):
 def read_messages(body: MessagesBody) -> Cooperative[ParsedCall]:
     """The call that a body describes. Yields between pieces of work. Raises `InvalidRequestError`."""
     sampling = sampling_of(body)
-    refuse_unsupported(body, _HARMLESS)
+    refuse_unsupported(body, HARMLESS)
     if body.max_tokens is None:
         raise InvalidRequestError("max_tokens", "must be set")
     structured = _read_format(body.output_config)

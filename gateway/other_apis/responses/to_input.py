@@ -51,7 +51,7 @@ _PLAIN: Final = TextFormat("text")
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _THOUGHTS: Final = ("reasoning_text",)
 _CONTENTS: Final = ("input_text", "output_text")
-_HARMLESS: Final[Mapping[str, Sequence[object]]] = {
+HARMLESS: Final[Mapping[str, Sequence[object]]] = {
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -80,7 +80,7 @@ class ParsedResponse(ParsedCall):
 def read_response(body: ResponsesBody) -> Cooperative[ParsedResponse]:
     """The call that a body describes. Yields between pieces of work. Raises `InvalidRequestError`."""
     sampling = sampling_of(body)
-    refuse_unsupported(body, _HARMLESS)
+    refuse_unsupported(body, HARMLESS)
     functions, choice = _read_tools(body.tools), _read_choice(body.tool_choice)
     tools = offer(functions, choice, body.parallel_tool_calls)
     text_format, structured = _read_format(body.text)

@@ -18,7 +18,7 @@ MODELS: Final = "/v1/models"
 _VERSION: Final = "anthropic-version"
 """Header that all clients of this API send, and no others."""
 _DEFAULT_LIMIT: Final = 20
-_MAX_LIMIT: Final = 1000
+MAX_LIMIT: Final = 1000
 
 
 class ModelList:
@@ -56,8 +56,8 @@ def is_asked(headers: Mapping[str, str], path: str) -> bool:
 def _page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """The models after `after_id`, or the last ones before `before_id`. Raises `InvalidRequestError`."""
     limit = query.get("limit", str(_DEFAULT_LIMIT))
-    if not limit.isdecimal() or len(limit) > len(str(_MAX_LIMIT)) or not 1 <= int(limit) <= _MAX_LIMIT:
-        raise InvalidRequestError("limit", f"must be from 1 to {_MAX_LIMIT}")
+    if not limit.isdecimal() or len(limit) > len(str(MAX_LIMIT)) or not 1 <= int(limit) <= MAX_LIMIT:
+        raise InvalidRequestError("limit", f"must be from 1 to {MAX_LIMIT}")
     begin = _place(found, query["after_id"], "after_id") + 1 if "after_id" in query else 0
     end = _place(found, query["before_id"], "before_id") if "before_id" in query else len(found)
     goes_back = "before_id" in query and "after_id" not in query

@@ -1,0 +1,120 @@
+"""The document of the HTTP API, in OpenAPI 3.1, from the table of its operations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from disagg.gateway.openapi.operation import EVENTS, JSON, Operation, Parameter
+from disagg.gateway.openapi.shapes import Shapes
+
+Object = dict[str, Any]
+
+_REFERENCE: Final = "#/components/schemas/{name}"
+_SECURITY: Final[Mapping[str, Object]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_INTRODUCTION: Final = (
+    "Answers of a gateway. Fields of bodies that are not listed are ignored. Where the gateway has no keys, none is "
+    "needed. An event stream is a sequence of `data:` lines, each with the JSON that `x-event` names."
+)
+
+
+def make_document(operations: Sequence[Operation], shapes: Shapes, version: str) -> Object:
+    """The document of these operations.
+
+    Args:
+        operations: that are served.
+        shapes: of the structs of bodies.
+        version: of the gateway.
+    """
+    schema = _Schemas(operations, shapes)
+    paths: dict[str, Object] = {}
+    for operation in operations:
+        paths.setdefault(operation.url, {})[operation.method.lower()] = _described(operation, schema.of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "disagg", "version": version, "description": _INTRODUCTION},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {"schemas": schema.components, "securitySchemes": dict(_SECURITY)},
+    }
+
+
+class _Schemas:
+    """The schemas of all types, which msgspec makes together so that each struct is described once."""
+
+    def __init__(self, operations: Sequence[Operation], shapes: Shapes) -> None:
+        self._kinds: list[Any] = []
+        for operation in operations:
+            for kind in _types(operation):
+                if kind not in self._kinds:
+                    self._kinds.append(kind)
+        shown = [shapes.of(kind) for kind in self._kinds]
+        self._schemas, self.components = msgspec.json.schema_components(shown, ref_template=_REFERENCE)
+
+    def of(self, kind: Any) -> Object:
+        """The schema of a type of one of the operations; of several types, that of any of them."""
+        if isinstance(kind, tuple):
+            return {"anyOf": [self.of(one) for one in kind]}
+        return self._schemas[self._kinds.index(kind)]
+
+
+def _types(operation: Operation) -> Iterable[Any]:
+    for kind in (
+        operation.body,
+        operation.answer,
+        operation.events,
+        operation.errors,
+        *operation.other_answers.values(),
+    ):
+        if kind is not None:
+            yield from kind if isinstance(kind, tuple) else (kind,)
+
+
+def _described(operation: Operation, schema: Callable[[Any], Object]) -> Object:
+    error = {"description": "An error.", "content": {JSON: {"schema": schema(operation.errors)}}}
+    answers: Object = {
+        str(status): {"description": "Not ready.", "content": {JSON: {"schema": schema(kind)}}}
+        for status, kind in operation.other_answers.items()
+    }
+    if operation.content_type:
+        answers["200"] = {"description": "The answer.", "content": _contents(operation, schema)}
+    described: Object = {
+        "operationId": operation.name,
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "parameters": [*map(_path_parameter, operation.path_parameters), *map(_parameter, operation.parameters)],
+        "responses": {**dict(sorted(answers.items())), "4XX": error, "5XX": error},
+        "security": [] if operation.is_open else [{name: []} for name in (*_SECURITY,)] + [{}],
+    }
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema(operation.body)}}}
+    if operation.form is not None:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
+    return described
+
+
+def _contents(operation: Operation, schema: Callable[[Any], Object]) -> Object:
+    shown = {} if operation.answer is None else {"schema": schema(operation.answer)}
+    contents: Object = {operation.content_type: shown}
+    if operation.events is not None:
+        contents[EVENTS] = {"schema": {"type": "string"}, "x-event": schema(operation.events)}
+    return contents
+
+
+def _path_parameter(name: str) -> Object:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _parameter(parameter: Parameter) -> Object:
+    return {
+        "name": parameter.name,
+        "in": parameter.place,
+        "required": False,
+        "schema": dict(parameter.schema),
+        "description": parameter.description,
+    }

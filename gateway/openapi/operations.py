@@ -1,0 +1,297 @@
+"""The operations of the HTTP API."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from disagg.gateway.batches.batch_handlers import MAX_LIMIT as MAX_BATCHES
+from disagg.gateway.batches.batch_handlers import BatchBody
+from disagg.gateway.batches.file_handlers import MAX_LIMIT as MAX_FILES
+from disagg.gateway.batches.file_handlers import PURPOSE
+from disagg.gateway.http.errors import ErrorBody
+from disagg.gateway.openai.resume import HEADER as RESUME_HEADER
+from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from disagg.gateway.openai.shell.completions import TIMEOUT_HEADER
+from disagg.gateway.openapi.answers import cluster, messages, openai, responses
+from disagg.gateway.openapi.fields import CountTokensBody
+from disagg.gateway.openapi.operation import Operation, Parameter
+from disagg.gateway.other_apis.messages.schema import MessagesBody
+from disagg.gateway.other_apis.responses.schema import ResponsesBody
+from disagg.gateway.other_apis.shell.message_models import MAX_LIMIT as MAX_MODELS
+from disagg.gateway.requests.headers import LABEL
+from disagg.gateway.usage.counts import MAX_DAYS, MAX_ROWS
+
+_NUMBER: Final = {"type": "number", "exclusiveMinimum": 0}
+_TIMES: Final = (
+    Parameter(
+        name=TIMEOUT_HEADER,
+        place="header",
+        schema=_NUMBER,
+        description="How long the complete answer may take, in milliseconds.",
+    ),
+    Parameter(name="x-slo-ttft-ms", place="header", schema=_NUMBER, description="Target of the TTFT, in milliseconds."),
+    Parameter(name="x-slo-tpot-ms", place="header", schema=_NUMBER, description="Target of the TPOT, in milliseconds."),
+    Parameter(
+        name=LABEL, place="header", schema={"type": "string"}, description="The client's label, which is sent back."
+    ),
+)
+_RESUMED: Final = Parameter(
+    name=RESUME_HEADER,
+    place="header",
+    schema={"type": "string"},
+    description="`0` for a stream whose events have ids; then the id of the last event, to continue the stream.",
+)
+_NO_ANSWER: Final = ""
+
+
+def _generation(path: str, name: str, summary: str, **more: Any) -> Operation:
+    return Operation(method="POST", path=path, name=name, tag="generation", summary=summary, **more)
+
+
+def _get(path: str, name: str, tag: str, summary: str, answer: Any, **more: Any) -> Operation:
+    return Operation(method="GET", path=path, name=name, tag=tag, summary=summary, answer=answer, **more)
+
+
+def _count(name: str, most: int, default: int, description: str) -> Parameter:
+    schema = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+    return Parameter(name=name, place="query", schema=schema, description=description)
+
+
+def _text(name: str, description: str) -> Parameter:
+    return Parameter(name=name, place="query", schema={"type": "string"}, description=description)
+
+
+CHAT: Final = _generation(
+    "/v1/chat/completions",
+    "createChatCompletion",
+    "Answer a chat.",
+    body=ChatBody,
+    answer=openai.ChatCompletion,
+    events=openai.ChatCompletionChunk,
+    parameters=(*_TIMES, _RESUMED),
+)
+COMPLETION: Final = _generation(
+    "/v1/completions",
+    "createCompletion",
+    "Continue a text, several texts, or token ids.",
+    body=CompletionBody,
+    answer=openai.TextCompletion,
+    events=openai.TextCompletionChunk,
+    parameters=(*_TIMES, _RESUMED),
+)
+RESPONSE: Final = _generation(
+    "/v1/responses",
+    "createResponse",
+    "Answer as OpenAI's responses, without state.",
+    body=ResponsesBody,
+    answer=responses.Response,
+    events=responses.ResponseEvent,
+    parameters=_TIMES,
+)
+MESSAGE: Final = _generation(
+    "/v1/messages",
+    "createMessage",
+    "Answer as Anthropic's messages.",
+    body=MessagesBody,
+    answer=messages.AnthropicMessage,
+    events=messages.MessageEvent,
+    errors=messages.AnthropicError,
+    parameters=_TIMES,
+)
+COUNT_TOKENS: Final = _generation(
+    "/v1/messages/count_tokens",
+    "countMessageTokens",
+    "Count the tokens of a conversation.",
+    body=CountTokensBody,
+    answer=messages.InputTokens,
+    errors=messages.AnthropicError,
+)
+_ANTHROPIC: Final = Parameter(
+    name="anthropic-version",
+    place="header",
+    schema={"type": "string"},
+    description="With it, answers and errors have the form of Anthropic's API.",
+)
+_BOTH_ERRORS: Final = (ErrorBody, messages.AnthropicError)
+MODELS: Final = _get(
+    "/v1/models",
+    "listModels",
+    "models",
+    "List the models of the key.",
+    (openai.ModelList, messages.AnthropicModelPage),
+    errors=_BOTH_ERRORS,
+    parameters=(
+        _ANTHROPIC,
+        _count("limit", MAX_MODELS, 20, "Maximum number of models, in Anthropic's form."),
+        _text("after_id", "Id of a model, in Anthropic's form."),
+        _text("before_id", "Id of a model, in Anthropic's form."),
+    ),
+)
+MODEL: Final = _get(
+    "/v1/models/{model:path}",
+    "getModel",
+    "models",
+    "Show a model.",
+    (openai.Model, messages.AnthropicModel),
+    errors=_BOTH_ERRORS,
+    parameters=(_ANTHROPIC,),
+)
+TOKENIZER: Final = _get(
+    "/tokenizer_info",
+    "getTokenizer",
+    "models",
+    "What a client needs to use the tokenizer from afar.",
+    openai.TokenizerInfo,
+    parameters=(_text("model", "Name of a model; may be left out where one is served."),),
+)
+EMBEDDINGS: Final = Operation(
+    method="POST",
+    path="/v1/embeddings",
+    name="createEmbedding",
+    tag="models",
+    summary="Refused always: these models generate text, and were not trained to make embeddings.",
+    content_type=_NO_ANSWER,
+)
+TOKENIZE: Final = Operation(
+    method="POST",
+    path="/tokenize",
+    name="tokenize",
+    tag="models",
+    summary="The token ids of a text or of a conversation.",
+    body=TokenizeBody,
+    answer=openai.Tokens,
+)
+DETOKENIZE: Final = Operation(
+    method="POST",
+    path="/detokenize",
+    name="detokenize",
+    tag="models",
+    summary="The text of token ids.",
+    body=DetokenizeBody,
+    answer=openai.Text,
+)
+
+HEALTH: Final = _get(
+    "/health",
+    "health",
+    "probes",
+    "Whether some worker can serve.",
+    cluster.Health,
+    other_answers={503: cluster.Health},
+)
+PING: Final = _get(
+    "/ping", "ping", "probes", "The same as /health.", cluster.Health, other_answers={503: cluster.Health}
+)
+LIVE: Final = _get("/livez", "livez", "probes", "Whether the process answers.", cluster.Alive, is_open=True)
+READY: Final = _get(
+    "/readyz",
+    "readyz",
+    "probes",
+    "Whether new requests should be sent here.",
+    cluster.State,
+    other_answers={503: cluster.State},
+    is_open=True,
+)
+METRICS: Final = Operation(
+    method="GET",
+    path="/metrics",
+    name="metrics",
+    tag="probes",
+    summary="Metrics in Prometheus's format, or in that of OpenMetrics.",
+    content_type="text/plain",
+)
+VERSION: Final = _get("/version", "version", "probes", "The version.", cluster.Version)
+USAGE: Final = _get(
+    "/v1/usage",
+    "listUsage",
+    "usage",
+    "What a key used by day and model.",
+    cluster.UsagePage,
+    parameters=(
+        _count("days", MAX_DAYS, 7, "Number of days up to today."),
+        _count("limit", MAX_ROWS, 1000, "Maximum number of rows."),
+        _text("key", "Name of a tenant; an admin may name any."),
+    ),
+)
+
+FILES: Final = _get(
+    "/v1/files",
+    "listFiles",
+    "batches",
+    "List the files of the tenant.",
+    cluster.FilePage,
+    parameters=(_count("limit", MAX_FILES, MAX_FILES, "Maximum number of files."), _text("after", "Id of a file.")),
+)
+UPLOAD: Final = Operation(
+    method="POST",
+    path="/v1/files",
+    name="createFile",
+    tag="batches",
+    summary="Upload the input of a batch.",
+    form={
+        "type": "object",
+        "properties": {
+            "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+            "purpose": {"enum": [PURPOSE]},
+        },
+        "required": ["file", "purpose"],
+    },
+    answer=cluster.StoredFile,
+)
+FILE: Final = _get("/v1/files/{file}", "getFile", "batches", "Show a file.", cluster.StoredFile)
+DELETE_FILE: Final = Operation(
+    method="DELETE",
+    path="/v1/files/{file}",
+    name="deleteFile",
+    tag="batches",
+    summary="Delete a file.",
+    answer=cluster.DeletedFile,
+)
+FILE_CONTENT: Final = _get(
+    "/v1/files/{file}/content",
+    "downloadFile",
+    "batches",
+    "The content of a file.",
+    None,
+    content_type="application/octet-stream",
+)
+BATCHES: Final = _get(
+    "/v1/batches",
+    "listBatches",
+    "batches",
+    "List the batches of the tenant.",
+    cluster.BatchPage,
+    parameters=(_count("limit", MAX_BATCHES, 20, "Maximum number of batches."), _text("after", "Id of a batch.")),
+)
+CREATE_BATCH: Final = Operation(
+    method="POST",
+    path="/v1/batches",
+    name="createBatch",
+    tag="batches",
+    summary="Run the requests of a file.",
+    body=BatchBody,
+    answer=cluster.StoredBatch,
+)
+BATCH: Final = _get("/v1/batches/{batch}", "getBatch", "batches", "Show a batch.", cluster.StoredBatch)
+CANCEL_BATCH: Final = Operation(
+    method="POST",
+    path="/v1/batches/{batch}/cancel",
+    name="cancelBatch",
+    tag="batches",
+    summary="End a batch; answers so far are kept.",
+    answer=cluster.StoredBatch,
+)
+
+STATE: Final = _get("/ui/state", "getState", "page", "The cluster as the page shows it.", cluster.ClusterState)
+REQUEST: Final = _get(
+    "/ui/requests/{request_id}", "explainRequest", "page", "The life of a recent request.", dict[str, Any]
+)
+PAGE_USAGE: Final = _get("/ui/usage", "getPageUsage", "page", "Usage as the page shows it.", cluster.ShownUsage)
+DOCUMENT: Final = _get("/openapi.json", "getDocument", "document", "This document.", dict[str, Any])
+DOCS: Final = _get("/docs", "getDocs", "document", "The operations as a web page.", None, content_type="text/html")
+
+
+def page_file(path: str, content_type: str) -> Operation:
+    """The operation of a file of the page: it is the same for everybody, and so needs no key."""
+    name = "getPage" if path == "/" else f"getPageFile_{path.rsplit('/', 1)[-1].replace('.', '_')}"
+    return _get(path, name, "page", "A file of the page.", None, content_type=content_type, is_open=True)
