@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Any, Final
-from urllib.parse import parse_qs
 
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.auth.shell.rights import usage_of
+from disagg.gateway.http.query import read_count, read_query
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, Page, Row, UsageView, date_of
 from disagg.proto.errors import InvalidRequestError
@@ -29,10 +29,10 @@ class UsageHandler:
     async def list(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /v1/usage` with `days`, `key` (the name of a tenant) and `limit` of rows. Raises
         `InvalidRequestError`, and `PermissionDeniedError` for another tenant's usage."""
-        query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
-        days = _count(query, "days", DEFAULT_DAYS, MAX_DAYS)
-        limit = _count(query, "limit", _DEFAULT_ROWS, MAX_ROWS)
-        key = query.get("key", [""])[0]
+        query = read_query(exchange.scope)
+        days = read_count(query, "days", DEFAULT_DAYS, MAX_DAYS)
+        limit = read_count(query, "limit", _DEFAULT_ROWS, MAX_ROWS)
+        key = query.get("key", "")
         if len(key) > _MAX_KEY_CHARS:
             raise InvalidRequestError("key", f"has at most {_MAX_KEY_CHARS} characters")
         page = await self._usage.read(days, usage_of(CALLER.get(), key), limit)
@@ -48,13 +48,6 @@ def usage_json(page: Page) -> dict[str, Any]:
         "last_date": date_of(page.last_day),
         "has_more": page.has_more,
     }
-
-
-def _count(query: dict[str, list[str]], name: str, default: int, most: int) -> int:
-    given = query.get(name, [str(default)])[0]
-    if not (given.isascii() and given.isdecimal()) or len(given) > len(str(most)) or not 1 <= int(given) <= most:
-        raise InvalidRequestError(name, f"must be from 1 to {most}")
-    return int(given)
 
 
 def _shown(row: Row) -> dict[str, Any]:

@@ -44,7 +44,12 @@ def serving(folder: Path) -> Iterator[Served]:
     grpc_port, http_port = free_port(), free_port()
     config = {
         "model": {"name": DEFAULT_MODEL},
-        "gateway": {"port": grpc_port, "http_port": http_port, "batches": {"folder": str(folder / "batches")}},
+        "gateway": {
+            "port": grpc_port,
+            "http_port": http_port,
+            "batches": {"folder": str(folder / "batches")},
+            "usage": {"folder": str(folder / "usage")},
+        },
         "pools": {name: {"kv_cache_bytes": 256 << 20} for name in ("prefill", "decode")},
     }
     file = folder / "cluster.yaml"

@@ -1,0 +1,51 @@
+"""Schemathesis over all operations of `/openapi.json`, against a real cluster: no answer is 5xx, and none is another
+than the document says."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.clients import conftest
+from tests.clients.serving import Served, client_environment
+from tests.support.architecture import REPOSITORY
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "response_headers_conformance",
+    "unsupported_method",
+)
+NUM_EXAMPLES = 10
+"""Generated requests of an operation, beside those for each value at an edge of the document."""
+
+
+def test_answers_are_what_the_document_says(served: Served, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            conftest.program("schemathesis", "schemathesis"),
+            "run",
+            f"{served.url}/openapi.json",
+            f"--checks={','.join(CHECKS)}",
+            f"--max-examples={NUM_EXAMPLES}",
+            "--seed=1",
+            "--request-timeout=60",
+            "--no-color",
+            "--continue-on-failure",
+            "--generation-database=none",
+            f"--report-json-path={report}",
+        ],
+        env=client_environment(
+            SCHEMATHESIS_HOOKS="tests.clients.schemathesis_hooks", SERVED_MODEL=served.model, PYTHONPATH=str(REPOSITORY)
+        ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(report.read_text())
