@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qs
 
 import msgspec
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
+from disagg.gateway.http.query import read_query
 from disagg.gateway.http.shell.exchange import BodyLimits, Exchange
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.logprobs import token_text
@@ -62,8 +62,7 @@ class Information:
     async def tokenizer(self, exchange: Exchange, request_id: RequestId) -> None:
         """`GET /tokenizer_info?model=`: what a client needs to use the tokenizer from afar, as lm-eval's `remote`
         backend does."""
-        query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
-        found = self._models.find(CALLER.get(), query.get("model", [None])[0]).model
+        found = self._models.find(CALLER.get(), read_query(exchange.scope).get("model")).model
         await exchange.respond_json(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",

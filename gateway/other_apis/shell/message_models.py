@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
-from urllib.parse import parse_qs
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
+from disagg.gateway.http.query import read_count, read_query
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.models.models import Models
 from disagg.proto.errors import InvalidRequestError
@@ -36,8 +36,7 @@ class ModelList:
     async def list(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /v1/models`: `limit`, `after_id`, `before_id`."""
         found = [self._model(generator) for generator in self._models.allowed(CALLER.get())]
-        query = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=8)
-        await exchange.respond_json(_page(found, {name: values[0] for name, values in query.items()}))
+        await exchange.respond_json(_page(found, read_query(exchange.scope)))
 
     async def one(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /v1/models/{model}`."""
@@ -55,13 +54,11 @@ def is_asked(headers: Mapping[str, str], path: str) -> bool:
 
 def _page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """The models after `after_id`, or the last ones before `before_id`. Raises `InvalidRequestError`."""
-    limit = query.get("limit", str(_DEFAULT_LIMIT))
-    if not limit.isdecimal() or len(limit) > len(str(MAX_LIMIT)) or not 1 <= int(limit) <= MAX_LIMIT:
-        raise InvalidRequestError("limit", f"must be from 1 to {MAX_LIMIT}")
+    limit = read_count(query, "limit", _DEFAULT_LIMIT, MAX_LIMIT)
     begin = _place(found, query["after_id"], "after_id") + 1 if "after_id" in query else 0
     end = _place(found, query["before_id"], "before_id") if "before_id" in query else len(found)
     goes_back = "before_id" in query and "after_id" not in query
-    page = found[begin:end][-int(limit) :] if goes_back else found[begin:end][: int(limit)]
+    page = found[begin:end][-limit:] if goes_back else found[begin:end][:limit]
     return {
         "data": page,
         "first_id": page[0]["id"] if page else None,

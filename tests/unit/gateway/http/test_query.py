@@ -31,7 +31,16 @@ def test_a_count_has_a_default() -> None:
     assert (read_count({}, "limit", 5, 10), read_count({"limit": "10"}, "limit", 5, 10)) == (5, 10)
 
 
-async def test_a_list_with_too_many_parameters_is_the_clients_mistake(model: ServedModel) -> None:
+@pytest.mark.parametrize("path", ["/v1/usage", "/tokenizer_info"])
+async def test_too_many_parameters_are_the_clients_mistake(model: ServedModel, path: str) -> None:
     app = TestApp(model)
-    answer = await app.client.get("/v1/usage?" + "&".join(["days=1"] * (MAX_PARAMETERS + 1)))
+    answer = await app.client.get(f"{path}?{'&'.join(['days=1'] * (MAX_PARAMETERS + 1))}")
     assert error_of(answer) == (400, "query", "invalid_value")
+
+
+async def test_also_in_the_form_of_another_api(model: ServedModel) -> None:
+    app = TestApp(model)
+    url = f"/v1/models?{'&'.join(['limit=1'] * (MAX_PARAMETERS + 1))}"
+    answer = await app.client.get(url, headers={"anthropic-version": "2023-06-01"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("query: ")
