@@ -20,7 +20,7 @@ MAX_VARIABLE_DEPTH: Final = 8
 _FIELD: Final = "chat_template_kwargs"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _VARIABLES: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
-_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def read_template_options(
@@ -30,8 +30,8 @@ def read_template_options(
     Raises `InvalidRequestError`."""
     variables = _read_variables(body.chat_template_kwargs)
     if effort is not None:
-        if effort not in _EFFORTS:
-            raise InvalidRequestError("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}, not {effort[:64]!r}")
+        if effort not in EFFORTS:
+            raise InvalidRequestError("reasoning_effort", f"must be one of {', '.join(EFFORTS)}, not {effort[:64]!r}")
         variables.setdefault("reasoning_effort", effort)
     continues = bool(body.continue_final_message)
     if continues:

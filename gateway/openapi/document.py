@@ -92,7 +92,10 @@ def _described(operation: Operation, schema: Callable[[Any], Object]) -> Object:
         "security": [] if operation.is_open else [{name: []} for name in (*_SECURITY,)] + [{}],
     }
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema(operation.body)}}}
+        content: Object = {"schema": schema(operation.body)}
+        if operation.examples:
+            content["examples"] = {name: {"value": body} for name, body in operation.examples.items()}
+        described["requestBody"] = {"required": True, "content": {JSON: content}}
     if operation.form is not None:
         described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     return described

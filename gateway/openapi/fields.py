@@ -9,15 +9,21 @@ import msgspec
 
 from disagg.gateway.batches.batch_handlers import BatchBody
 from disagg.gateway.batches.lines import ENDPOINTS
+from disagg.gateway.openai.order import MAX_PRIORITY, TIERS
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, ContentPart, Message, TokenizeBody
 from disagg.gateway.openai.structured import NamedSchema, ResponseFormat, StructuredOutputs
+from disagg.gateway.openai.template_options import EFFORTS
 from disagg.gateway.openai.to_input import HARMLESS, HARMLESS_IN_CHAT
 from disagg.gateway.openai.tools import Call, CalledFunction, NamedChoice, NamedFunction, OfferedFunction, Tool
 from disagg.gateway.openapi.shapes import Shapes
 from disagg.gateway.other_apis.messages import schema as messages
 from disagg.gateway.other_apis.messages.to_input import HARMLESS as HARMLESS_IN_MESSAGES
+from disagg.gateway.other_apis.messages.to_input import ROLES as ROLES_IN_MESSAGES
 from disagg.gateway.other_apis.responses import schema as responses
 from disagg.gateway.other_apis.responses.to_input import HARMLESS as HARMLESS_IN_RESPONSES
+from disagg.gateway.requests.sampling import FLOAT_RANGES, MAX_LOGPROBS
+from disagg.gateway.requests.validate import MAX_ANSWERS, ROLES
+from disagg.gateway.requests.values import FloatRange
 
 Object = dict[str, Any]
 Schema = Object | str
@@ -39,7 +45,29 @@ def one_of(values: Sequence[str]) -> Any:
     return Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(values)})]
 
 
+def _within(allowed: FloatRange) -> Any:
+    low, high = allowed.low, allowed.high
+    meta = msgspec.Meta(gt=low, le=high) if allowed.low_is_open else msgspec.Meta(ge=low, le=high)
+    return Annotated[float, meta] | None
+
+
+def _from(least: int, most: int = (1 << 63) - 1) -> Any:
+    return Annotated[int, msgspec.Meta(ge=least, le=most)] | None
+
+
+_SAMPLING: Final[Mapping[str, Any]] = {
+    **{name: _within(allowed) for name, allowed in FLOAT_RANGES.items()},
+    "top_k": _from(-1),
+    "min_tokens": _from(0),
+}
 _GENERATION: Final[Mapping[str, Any]] = {
+    **_SAMPLING,
+    "max_tokens": _from(1),
+    "service_tier": one_of(tuple(TIERS)) | None,
+    "priority": _from(-MAX_PRIORITY, MAX_PRIORITY),
+    "n": _from(1, MAX_ANSWERS),
+    "stop_token_ids": list[Annotated[int, msgspec.Meta(ge=0)]] | None,
+    "prompt_logprobs": _from(0, MAX_LOGPROBS),
     "logit_bias": dict[str, float] | None,
     "response_format": ResponseFormat | None,
     "structured_outputs": StructuredOutputs | None,
@@ -52,8 +80,13 @@ _CHAT: Final[Mapping[str, Any]] = {
     "tools": list[Tool] | None,
     "tool_choice": Literal["auto", "none", "required"] | NamedChoice | None,
     "chat_template_kwargs": Object | None,
+    "max_completion_tokens": _from(1),
+    "top_logprobs": _from(0, MAX_LOGPROBS),
+    "reasoning_effort": one_of(EFFORTS) | None,
 }
 _MESSAGES: Final[Mapping[str, Any]] = {
+    **_SAMPLING,
+    "max_tokens": _from(1),
     "tools": list[messages.Tool] | None,
     "tool_choice": messages.ToolChoice | None,
     "output_config": messages.OutputConfig | None,
@@ -61,6 +94,8 @@ _MESSAGES: Final[Mapping[str, Any]] = {
     **{name: _only(values) for name, values in HARMLESS_IN_MESSAGES.items()},
 }
 _RESPONSES: Final[Mapping[str, Any]] = {
+    **_SAMPLING,
+    "max_output_tokens": _from(1),
     "tools": list[responses.FunctionTool] | None,
     "tool_choice": Literal["auto", "none", "required"] | responses.NamedChoice | None,
     "text": responses.TextConfig | None,
@@ -77,10 +112,15 @@ _BY_BODY: Final[Mapping[type[msgspec.Struct], Mapping[str, Any]]] = {
     },
     CompletionBody: {**_GENERATION, **_REFUSED},
     TokenizeBody: _CHAT,
-    Message: {"tool_calls": list[Call] | None, "function_call": _only([[]])},
+    Message: {
+        "role": one_of((*ROLES, "developer", "tool")),
+        "tool_calls": list[Call] | None,
+        "function_call": _only([[]]),
+    },
     messages.MessagesBody: _MESSAGES,
     CountTokensBody: _MESSAGES,
     responses.ResponsesBody: _RESPONSES,
+    messages.Turn: {"role": one_of(ROLES_IN_MESSAGES)},
     messages.Block: {"input": Object | None},
     messages.Tool: {"type": Literal["custom"], "input_schema": Object},
     messages.ToolChoice: {"type": Literal["auto", "any", "tool", "none"]},

@@ -43,6 +43,8 @@ class Operation:
     """Type of the JSON of an event, where the answer can be a stream."""
     body: type | None = None
     """Struct of the JSON body."""
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """Bodies, by what they are examples of."""
     form: Mapping[str, Any] | None = None
     """Schema of a form, where the body is `multipart/form-data`."""
     parameters: tuple[Parameter, ...] = ()

@@ -12,6 +12,7 @@ from disagg.gateway.http.errors import ErrorBody
 from disagg.gateway.openai.resume import HEADER as RESUME_HEADER
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from disagg.gateway.openai.shell.completions import TIMEOUT_HEADER
+from disagg.gateway.openapi import examples
 from disagg.gateway.openapi.answers import cluster, messages, openai, responses
 from disagg.gateway.openapi.fields import CountTokensBody
 from disagg.gateway.openapi.operation import Operation, Parameter
@@ -66,6 +67,7 @@ CHAT: Final = _generation(
     "createChatCompletion",
     "Answer a chat.",
     body=ChatBody,
+    examples=examples.CHAT,
     answer=openai.ChatCompletion,
     events=openai.ChatCompletionChunk,
     parameters=(*_TIMES, _RESUMED),
@@ -75,6 +77,7 @@ COMPLETION: Final = _generation(
     "createCompletion",
     "Continue a text, several texts, or token ids.",
     body=CompletionBody,
+    examples=examples.COMPLETION,
     answer=openai.TextCompletion,
     events=openai.TextCompletionChunk,
     parameters=(*_TIMES, _RESUMED),
@@ -84,6 +87,7 @@ RESPONSE: Final = _generation(
     "createResponse",
     "Answer as OpenAI's responses, without state.",
     body=ResponsesBody,
+    examples=examples.RESPONSE,
     answer=responses.Response,
     events=responses.ResponseEvent,
     parameters=_TIMES,
@@ -93,6 +97,7 @@ MESSAGE: Final = _generation(
     "createMessage",
     "Answer as Anthropic's messages.",
     body=MessagesBody,
+    examples=examples.MESSAGE,
     answer=messages.AnthropicMessage,
     events=messages.MessageEvent,
     errors=messages.AnthropicError,
@@ -103,6 +108,7 @@ COUNT_TOKENS: Final = _generation(
     "countMessageTokens",
     "Count the tokens of a conversation.",
     body=CountTokensBody,
+    examples=examples.COUNT_TOKENS,
     answer=messages.InputTokens,
     errors=messages.AnthropicError,
 )
@@ -159,6 +165,7 @@ TOKENIZE: Final = Operation(
     tag="models",
     summary="The token ids of a text or of a conversation.",
     body=TokenizeBody,
+    examples=examples.TOKENIZE,
     answer=openai.Tokens,
 )
 DETOKENIZE: Final = Operation(
@@ -168,6 +175,7 @@ DETOKENIZE: Final = Operation(
     tag="models",
     summary="The text of token ids.",
     body=DetokenizeBody,
+    examples=examples.DETOKENIZE,
     answer=openai.Text,
 )
 

@@ -39,7 +39,7 @@ MAX_SEED = (1 << 64) - 1
 MIN_REPETITION_PENALTY = as_float32(0.01)
 """Smallest penalty. A logit is divided by it, and a smaller one could make the logit infinite."""
 
-_FLOATS = {
+FLOAT_RANGES = {
     "temperature": FloatRange(0, 100),
     "top_p": FloatRange(0, 1),
     "min_p": FloatRange(0, 1),
@@ -59,7 +59,7 @@ def check_sampling(given: GenerationInput, model: ModelInfo) -> Sampling:
         check_int(given.seed, "sampling.seed", 0, MAX_SEED)
     floats = {
         name: check_float(value, f"sampling.{name}", allowed)
-        for name, allowed in _FLOATS.items()
+        for name, allowed in FLOAT_RANGES.items()
         if (value := getattr(given, name)) is not None
     }
     if "top_p" in floats:

@@ -50,7 +50,7 @@ _CHOICE: Final = msgspec.json.Decoder(ToolChoice | None)
 _THINKING: Final = msgspec.json.Decoder(Thinking | None)
 _OUTPUT: Final = msgspec.json.Decoder(OutputConfig | None)
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_ROLES: Final = ("user", "assistant")
+ROLES: Final = ("user", "assistant")
 _TEXT: Final = ("text",)
 _ERROR: Final = "Error: "
 """Prefix of the result of a failed call: templates have no other place for it."""
@@ -133,8 +133,8 @@ def read_conversation(body: MessagesBody) -> Cooperative[Conversation]:
 
 
 def _read_turn(turn: Turn, place: str, turns: ChatTurns) -> Cooperative[None]:
-    if turn.role not in _ROLES:
-        raise InvalidRequestError(f"{place}.role", f"must be {' or '.join(_ROLES)}, not {shown(turn.role)}")
+    if turn.role not in ROLES:
+        raise InvalidRequestError(f"{place}.role", f"must be {' or '.join(ROLES)}, not {shown(turn.role)}")
     if isinstance(turn.content, str):
         turns.add_text(turn.role, turn.content, joins=True)
         return

@@ -48,7 +48,7 @@ _CHOICE: Final = msgspec.json.Decoder(str | NamedChoice | None)
 _TEXT: Final = msgspec.json.Decoder(TextConfig | None)
 _PLAIN: Final = TextFormat("text")
 
-_ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _THOUGHTS: Final = ("reasoning_text",)
 _CONTENTS: Final = ("input_text", "output_text")
 HARMLESS: Final[Mapping[str, Sequence[object]]] = {
@@ -133,10 +133,10 @@ def _read_turns(body: ResponsesBody) -> Cooperative[tuple[ChatTurn, ...]]:
 def _read_item(item: Item, place: str, turns: ChatTurns, joins: bool) -> Cooperative[None]:
     kind = item.type or "message"
     if kind == "message":
-        role = _ROLES.get(item.role or "")
+        role = ROLES.get(item.role or "")
         if role is None:
             raise InvalidRequestError(
-                f"{place}.role", f"must be one of {', '.join(_ROLES)}, not {shown(item.role or '')}"
+                f"{place}.role", f"must be one of {', '.join(ROLES)}, not {shown(item.role or '')}"
             )
         text = yield from read_text(item.content, _CONTENTS, f"{place}.content")
         turns.add_text(role, text, joins)

@@ -17,6 +17,7 @@ from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.openapi.shapes import Shapes
 from disagg.gateway.openapi.web_page import web_page
 from disagg.gateway.text.tokenizer import ServedModel
+from tests.support.gateway import MODEL_NAME
 from tests.support.http_app import TestApp
 
 OPERATIONS = [each for each in vars(operations).values() if isinstance(each, Operation)]
@@ -108,6 +109,22 @@ def test_values_of_fields(body: str, field: str, right: list[Any], wrong: list[A
     valid = Draft202012Validator(schema).is_valid
     assert [value for value in right if not valid(value)] == []
     assert [value for value in wrong if valid(value)] == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "body"),
+    [(each, body) for each in OPERATIONS for body in each.examples.values()],
+    ids=lambda value: value.name if isinstance(value, Operation) else "",
+)
+async def test_examples_are_allowed_and_answered(model: ServedModel, operation: Operation, body: Any) -> None:
+    assert operation.body is not None
+    schema = {"$ref": f"#/components/schemas/{operation.body.__name__}", "components": DOCUMENT["components"]}
+    Draft202012Validator(schema).validate(body)
+    app = TestApp(model)
+    answer = await app.client.post(operation.url, json={**body, "model": MODEL_NAME})
+    fits = "This model's maximum context length" not in answer.text  # the template of tools is longer than the model's
+    assert answer.status_code == (200 if fits else 400), answer.text
+    assert fits or "tools" in body
 
 
 def test_bodies_name_what_must_be_set() -> None:
