@@ -85,8 +85,8 @@ test-cluster: $(STAMP) ## a real `ray up` of several nodes on this machine, whic
 
 test-clients: export OMP_NUM_THREADS = 1
 test-clients: export TOKENIZERS_PARALLELISM = false
-test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) ## third-party clients against a real cluster
-	@echo "Testing with $(CLIENTS) (about four minutes)"
+test-clients: model $(CLIENTS:%=build/clients/%/.install-stamp) build/clients/ai-sdk/.install-stamp ## third-party clients against a real cluster (Vercel's SDK needs node and npm of the system)
+	@echo "Testing with $(CLIENTS) ai-sdk (about twelve minutes on two cores)"
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # Each in an environment of its own: their requirements may conflict with ours and with each other.
@@ -95,6 +95,13 @@ build/clients/%/.install-stamp: tests/clients/requirements-%.txt
 	@$(QUIET) "Creating build/clients/$*" build/clients/$*-venv.log $(PYTHON) -m venv build/clients/$*
 	@$(QUIET) "Installing $*" build/clients/$*-install.log \
 	  build/clients/$*/bin/python $(INSTALL) -r $<
+	@touch $@
+
+build/clients/ai-sdk/.install-stamp: tests/clients/package-ai-sdk.json
+	@mkdir -p build/clients/ai-sdk
+	@cp $< build/clients/ai-sdk/package.json
+	@$(QUIET) "Installing Vercel's AI SDK" build/clients/ai-sdk-install.log \
+	  npm install --prefix build/clients/ai-sdk --no-package-lock --no-audit --no-fund --silent
 	@touch $@
 
 test-page: $(STAMP) build/page/.install-stamp ## the page in headless Chromium; needs chromium and chromium-driver of the system

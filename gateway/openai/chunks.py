@@ -28,7 +28,8 @@ from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import PackedTokenIds, unpack_token_ids
 
-DONE: Final = b"data: [DONE]\n\n"
+LAST_DATA: Final = "[DONE]"
+DONE: Final = b"data: %b\n\n" % LAST_DATA.encode()
 _JSON: Final = msgspec.json.Encoder()
 _LINE_ENDS: Final = (("\u0085", b"\\u0085"), ("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"))
 """JSON lets these stand, but clients that split lines of text, not of bytes, would take them for ends of lines."""

@@ -19,7 +19,7 @@ _SECURITY: Final[Mapping[str, Object]] = {
 }
 _INTRODUCTION: Final = (
     "Answers of a gateway. Fields of bodies that are not listed are ignored. Where the gateway has no keys, none is "
-    "needed. An event stream is a sequence of `data:` lines, each with the JSON that `x-event` names."
+    "needed. The schema of an event stream is that of each of its events, whose `data` is JSON."
 )
 
 
@@ -105,8 +105,18 @@ def _contents(operation: Operation, schema: Callable[[Any], Object]) -> Object:
     shown = {} if operation.answer is None else {"schema": schema(operation.answer)}
     contents: Object = {operation.content_type: shown}
     if operation.events is not None:
-        contents[EVENTS] = {"schema": {"type": "string"}, "x-event": schema(operation.events)}
+        contents[EVENTS] = {"schema": _event(operation, schema)}
     return contents
+
+
+def _event(operation: Operation, schema: Callable[[Any], Object]) -> Object:
+    """The schema of one event: OpenAPI 3.1 has none for a stream of them."""
+    content = {"anyOf": [schema(operation.events), schema(operation.errors)]}
+    data: Object = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
+    if operation.last_data:
+        data = {"anyOf": [data, {"const": operation.last_data}]}
+    text = {"type": "string"}
+    return {"type": "object", "properties": {"data": data, "event": text, "id": text}, "required": ["data"]}
 
 
 def _path_parameter(name: str) -> Object:

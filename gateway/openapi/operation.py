@@ -41,6 +41,8 @@ class Operation:
     """Type of a successful answer; empty for an operation that always refuses."""
     events: Any = None
     """Type of the JSON of an event, where the answer can be a stream."""
+    last_data: str = ""
+    """Data of the event that ends a stream and is no JSON; empty where there is none."""
     body: type | None = None
     """Struct of the JSON body."""
     examples: Mapping[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from disagg.gateway.batches.batch_handlers import BatchBody
 from disagg.gateway.batches.file_handlers import MAX_LIMIT as MAX_FILES
 from disagg.gateway.batches.file_handlers import PURPOSE
 from disagg.gateway.http.errors import ErrorBody
+from disagg.gateway.openai.chunks import LAST_DATA as DONE
 from disagg.gateway.openai.resume import HEADER as RESUME_HEADER
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from disagg.gateway.openai.shell.completions import TIMEOUT_HEADER
@@ -70,6 +71,7 @@ CHAT: Final = _generation(
     examples=examples.CHAT,
     answer=openai.ChatCompletion,
     events=openai.ChatCompletionChunk,
+    last_data=DONE,
     parameters=(*_TIMES, _RESUMED),
 )
 COMPLETION: Final = _generation(
@@ -80,6 +82,7 @@ COMPLETION: Final = _generation(
     examples=examples.COMPLETION,
     answer=openai.TextCompletion,
     events=openai.TextCompletionChunk,
+    last_data=DONE,
     parameters=(*_TIMES, _RESUMED),
 )
 RESPONSE: Final = _generation(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any, Final
 
-from disagg.gateway.openapi.operation import JSON
+from disagg.gateway.openapi.operation import EVENTS, JSON
 
 Object = Mapping[str, Any]
 _PREFIX: Final = "#/components/schemas/"
@@ -51,7 +51,9 @@ def _operation(url: str, method: str, operation: Object) -> Iterator[str]:
         rows.append((f"body, {media_type}", _type(content["schema"]), ""))
     for status, answer in operation["responses"].items():
         for media_type, content in answer["content"].items():
-            shown = content.get("x-event", content.get("schema", {}))
+            shown = content.get("schema", {})
+            if media_type == EVENTS:
+                shown = shown["properties"]["data"]
             rows.append((status if media_type == JSON else f"{status}, {media_type}", _type(shown), ""))
     yield from _table(rows)
 
@@ -79,6 +81,10 @@ def _type(schema: Object) -> str:
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(_PREFIX))
         return f'<a href="#{name}">{name}</a>'
+    if "contentSchema" in schema:
+        return _type(schema["contentSchema"])
+    if "const" in schema:
+        return escape(str(schema["const"]))
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
     if "enum" in schema:

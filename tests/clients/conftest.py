@@ -21,9 +21,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+def folder(client: str) -> Path:
+    """The environment of a client. Skips the test where there is none."""
+    return _existing(CLIENTS / client)
+
+
 def program(client: str, name: str) -> Path:
     """A program of a client's environment. Skips the test where there is none."""
-    path = CLIENTS / client / "bin" / name
+    return _existing(CLIENTS / client / "bin" / name)
+
+
+def _existing(path: Path) -> Path:
     if not path.exists():
         pytest.skip(f"{path.relative_to(REPOSITORY)} is missing; run `make test-clients`")
     return path

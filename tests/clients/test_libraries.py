@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,20 +17,33 @@ from tests.support.architecture import REPOSITORY
 @pytest.mark.parametrize(
     ("client", "module", "num_checks"),
     [
-        ("openai", "use_openai", 27),
-        ("openai", "use_responses", 17),
-        ("openai", "use_batches", 4),
-        ("anthropic", "use_anthropic", 18),
-        ("langchain", "use_langchain", 12),
+        ("libraries", "use_openai", 27),
+        ("libraries", "use_responses", 17),
+        ("libraries", "use_batches", 4),
+        ("libraries", "use_anthropic", 18),
+        ("libraries", "use_langchain", 12),
+        ("libraries", "use_litellm", 13),
+        ("libraries", "use_agents", 12),
         ("instructor", "use_instructor", 7),
     ],
 )
 def test_everything_that_its_users_do(served: Served, client: str, module: str, num_checks: int) -> None:
     python = conftest.program(client, "python")
+    _run([python, "-m", f"tests.clients.{module}", served.url, served.model], REPOSITORY, num_checks)
+
+
+def test_everything_that_users_of_vercels_sdk_do(served: Served) -> None:
+    """The program runs from a copy: node looks for packages beside it."""
+    folder = conftest.folder("ai-sdk")
+    shutil.copy(REPOSITORY / "tests/clients/use_ai_sdk.mjs", folder)
+    _run(["node", "use_ai_sdk.mjs", served.url, served.model], folder, 18)
+
+
+def _run(command: Sequence[str | Path], folder: Path, num_checks: int) -> None:
     done = subprocess.run(
-        [python, "-m", f"tests.clients.{module}", served.url, served.model],
-        env=client_environment(),
-        cwd=REPOSITORY,
+        command,
+        env=client_environment(LITELLM_LOCAL_MODEL_COST_MAP="True"),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=240,

@@ -24,7 +24,7 @@ NUM_DONE = 1 + 3 * 16 + 9
 
 
 def test_its_retries_wait_for_what_the_headers_say(tmp_path: Path) -> None:
-    python = conftest.program("openai", "python")
+    python = conftest.program("libraries", "python")
     keys = tmp_path / "keys.yaml"
     keys.touch(mode=0o600)
     limits = {"requests_per_minute": PER_MINUTE, "tokens_per_minute": TOKENS_PER_MINUTE}

@@ -39,16 +39,12 @@ class Described:
         assert media_type in answer["content"], f"{method} {path}: no {media_type} is described for {status}"
         content = answer["content"][media_type]
         if media_type == EVENTS:
+            schema = content["schema"]["properties"]["data"]
+            data = schema.get("anyOf", [schema])[0]["contentSchema"]
             for event in _events(body):
-                self._validate(content["x-event"], operation, event)
+                self._validator(data).validate(event)
         elif media_type == JSON:
             self._validator(content["schema"]).validate(json.loads(body))
-
-    def _validate(self, schema: Mapping[str, Any], operation: Mapping[str, Any], event: Any) -> None:
-        """An event of the stream, or the error that ends it."""
-        error = operation["responses"]["5XX"]["content"][JSON]["schema"]
-        shown = error if isinstance(event, dict) and event.keys() == {"error"} else schema
-        self._validator(shown).validate(event)
 
     def _find(self, method: str, path: str) -> Mapping[str, Any] | None:
         for pattern, methods in self._paths:

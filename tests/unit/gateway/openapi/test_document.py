@@ -158,9 +158,10 @@ def test_every_reference_leads_to_an_object() -> None:
 
 def test_a_stream_names_its_events_and_errors_of_messages_are_anthropics() -> None:
     chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]
-    assert chat["200"]["content"]["text/event-stream"]["x-event"] == {
-        "$ref": "#/components/schemas/ChatCompletionChunk"
-    }
+    kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("ChatCompletionChunk", "ErrorBody")]
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+    event = chat["200"]["content"]["text/event-stream"]["schema"]
+    assert event["properties"]["data"] == {"anyOf": [chunk, {"const": "[DONE]"}]}
     error = DOCUMENT["paths"]["/v1/messages"]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
     assert error == {"$ref": "#/components/schemas/AnthropicError"}
 
