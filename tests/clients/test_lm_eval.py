@@ -65,7 +65,7 @@ def tasks(tmp_path: Path) -> Path:
     ],
 )
 def test_tasks(served: Served, tasks: Path, model: str, path: str, names: list[str], more: list[str]) -> None:
-    given = {
+    given: dict[str, object] = {
         "model": served.model,
         "base_url": f"{served.url}/v1/{path}",
         "num_concurrent": 2,
@@ -76,9 +76,9 @@ def test_tasks(served: Served, tasks: Path, model: str, path: str, names: list[s
     done = subprocess.run(
         [
             conftest.program("lm-eval", "lm_eval"),
-            *("--model", model, "--tasks", ",".join(names), "--include_path", tasks),
+            *("--model", model, "--tasks", ",".join(names), "--include_path", str(tasks)),
             *("--model_args", ",".join(f"{key}={value}" for key, value in given.items())),
-            *("--output_path", output, "--log_samples", *more),
+            *("--output_path", str(output), "--log_samples", *more),
         ],
         env=client_environment(HF_DATASETS_OFFLINE="1", HF_HOME=str(tasks.parent / "hub"), OPENAI_API_KEY="any"),
         cwd=tasks.parent,
