@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 
 from disagg.gateway.openapi.operation import EVENTS, JSON, Operation, Parameter
 from disagg.gateway.openapi.shapes import Shapes
+from disagg.gateway.requests.headers import REQUEST_ID
 
 Object = dict[str, Any]
 
@@ -16,6 +18,13 @@ _REFERENCE: Final = "#/components/schemas/{name}"
 _SECURITY: Final[Mapping[str, Object]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_RETRY_HEADERS: Final = ("retry-after-ms", "retry-after", "x-should-retry")
+_HEADERS: Final[Mapping[str, Object]] = {
+    REQUEST_ID: {"description": "Id of the request, which `disagg explain` takes.", "schema": {"type": "string"}},
+    "retry-after-ms": {"description": "When to try again, in milliseconds.", "schema": {"type": "integer"}},
+    "retry-after": {"description": "When to try again, in seconds.", "schema": {"type": "integer"}},
+    "x-should-retry": {"description": "`false` where to try again is pointless.", "schema": {"enum": ["false"]}},
 }
 _INTRODUCTION: Final = (
     "Answers of a gateway. Fields of bodies that are not listed are ignored. Where the gateway has no keys, none is "
@@ -40,7 +49,11 @@ def make_document(operations: Sequence[Operation], shapes: Shapes, version: str)
         "info": {"title": "disagg", "version": version, "description": _INTRODUCTION},
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": schema.components, "securitySchemes": dict(_SECURITY)},
+        "components": {
+            "schemas": schema.components,
+            "headers": dict(_HEADERS),
+            "securitySchemes": dict(_SECURITY),
+        },
     }
 
 
@@ -76,20 +89,20 @@ def _types(operation: Operation) -> Iterable[Any]:
 
 
 def _described(operation: Operation, schema: Callable[[Any], Object]) -> Object:
-    error = {"description": "An error.", "content": {JSON: {"schema": schema(operation.errors)}}}
-    answers: Object = {
-        str(status): {"description": "Not ready.", "content": {JSON: {"schema": schema(kind)}}}
+    error = _answer("An error.", {JSON: {"schema": schema(operation.errors)}}, _RETRY_HEADERS)
+    answers = {
+        str(status): _answer(HTTPStatus(status).phrase, {} if kind is None else {JSON: {"schema": schema(kind)}})
         for status, kind in operation.other_answers.items()
     }
     if operation.content_type:
-        answers["200"] = {"description": "The answer.", "content": _contents(operation, schema)}
+        answers["200"] = _answer("The answer.", _contents(operation, schema))
     described: Object = {
         "operationId": operation.name,
         "tags": [operation.tag],
         "summary": operation.summary,
         "parameters": [*map(_path_parameter, operation.path_parameters), *map(_parameter, operation.parameters)],
         "responses": {**dict(sorted(answers.items())), "4XX": error, "5XX": error},
-        "security": [] if operation.is_open else [{name: []} for name in (*_SECURITY,)] + [{}],
+        "security": [] if operation.is_open else [*({name: []} for name in _SECURITY), {}],
     }
     if operation.body is not None:
         content: Object = {"schema": schema(operation.body)}
@@ -101,9 +114,14 @@ def _described(operation: Operation, schema: Callable[[Any], Object]) -> Object:
     return described
 
 
+def _answer(description: str, content: Object, headers: Sequence[str] = ()) -> Object:
+    shown = {name: {"$ref": f"#/components/headers/{name}"} for name in (REQUEST_ID, *headers)}
+    return {"description": description, "headers": shown, **({"content": content} if content else {})}
+
+
 def _contents(operation: Operation, schema: Callable[[Any], Object]) -> Object:
     shown = {} if operation.answer is None else {"schema": schema(operation.answer)}
-    contents: Object = {operation.content_type: shown}
+    contents: Object = dict.fromkeys((operation.content_type, *operation.other_content_types), shown)
     if operation.events is not None:
         contents[EVENTS] = {"schema": _event(operation, schema)}
     return contents

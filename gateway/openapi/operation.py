@@ -39,6 +39,8 @@ class Operation:
     """Type of the JSON of a successful answer, or a tuple of types; None for an answer that is not JSON."""
     content_type: str = JSON
     """Type of a successful answer; empty for an operation that always refuses."""
+    other_content_types: tuple[str, ...] = ()
+    """Further types of a successful answer, which the header `accept` asks for."""
     events: Any = None
     """Type of the JSON of an event, where the answer can be a stream."""
     last_data: str = ""
@@ -51,7 +53,7 @@ class Operation:
     """Schema of a form, where the body is `multipart/form-data`."""
     parameters: tuple[Parameter, ...] = ()
     other_answers: Mapping[int, Any] = field(default_factory=dict)
-    """Types of answers with another status than 200 that are no errors, by status."""
+    """Types of answers with another status than 200 that are no errors, by status; None for one without a body."""
     errors: Any = ErrorBody
     """Type of the JSON of an error, or a tuple of types."""
     is_open: bool = False

@@ -188,10 +188,10 @@ HEALTH: Final = _get(
     "probes",
     "Whether some worker can serve.",
     cluster.Health,
-    other_answers={503: cluster.Health},
+    other_answers={503: (cluster.Health, ErrorBody)},
 )
 PING: Final = _get(
-    "/ping", "ping", "probes", "The same as /health.", cluster.Health, other_answers={503: cluster.Health}
+    "/ping", "ping", "probes", "The same as /health.", cluster.Health, other_answers={503: (cluster.Health, ErrorBody)}
 )
 LIVE: Final = _get("/livez", "livez", "probes", "Whether the process answers.", cluster.Alive, is_open=True)
 READY: Final = _get(
@@ -200,7 +200,7 @@ READY: Final = _get(
     "probes",
     "Whether new requests should be sent here.",
     cluster.State,
-    other_answers={503: cluster.State},
+    other_answers={503: (cluster.State, ErrorBody)},
     is_open=True,
 )
 METRICS: Final = Operation(
@@ -210,6 +210,7 @@ METRICS: Final = Operation(
     tag="probes",
     summary="Metrics in Prometheus's format, or in that of OpenMetrics.",
     content_type="text/plain",
+    other_content_types=("application/openmetrics-text",),
 )
 VERSION: Final = _get("/version", "version", "probes", "The version.", cluster.Version)
 USAGE: Final = _get(
@@ -305,4 +306,13 @@ DOCS: Final = _get("/docs", "getDocs", "document", "The operations as a web page
 def page_file(path: str, content_type: str) -> Operation:
     """The operation of a file of the page: it is the same for everybody, and so needs no key."""
     name = "getPage" if path == "/" else f"getPageFile_{path.rsplit('/', 1)[-1].replace('.', '_')}"
-    return _get(path, name, "page", "A file of the page.", None, content_type=content_type, is_open=True)
+    return _get(
+        path,
+        name,
+        "page",
+        "A file of the page.",
+        None,
+        content_type=content_type,
+        is_open=True,
+        other_answers={304: None},
+    )

@@ -50,7 +50,7 @@ def _operation(url: str, method: str, operation: Object) -> Iterator[str]:
     for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
         rows.append((f"body, {media_type}", _type(content["schema"]), ""))
     for status, answer in operation["responses"].items():
-        for media_type, content in answer["content"].items():
+        for media_type, content in answer.get("content", {}).items():
             shown = content.get("schema", {})
             if media_type == EVENTS:
                 shown = shown["properties"]["data"]

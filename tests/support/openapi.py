@@ -30,11 +30,14 @@ class Described:
     def check(self, method: str, path: str, status: int, content_type: str, body: bytes) -> None:
         """Fail if the document does not allow this answer. Answers to what is no operation are not described."""
         operation = self._find(method, path)
-        if operation is None or status == 304:
+        if operation is None:
             return
         answers = operation["responses"]
         answer = answers.get(str(status)) or answers.get(f"{status // 100}XX")
         assert answer is not None, f"{method} {path}: no answer {status} is described"
+        if "content" not in answer:
+            assert body == b"", f"{method} {path}: no body is described for {status}"
+            return
         media_type = content_type.split(";", 1)[0]
         assert media_type in answer["content"], f"{method} {path}: no {media_type} is described for {status}"
         content = answer["content"][media_type]
