@@ -24,7 +24,8 @@ class Described:
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
-        self._paths = [(re.compile(_pattern(url)), methods) for url, methods in document["paths"].items()]
+        longest_first = sorted(document["paths"].items(), key=lambda path: -len(path[0]))
+        self._paths = [(re.compile(_pattern(url)), methods) for url, methods in longest_first]
         self._validators: dict[str, Draft202012Validator] = {}
 
     def check(self, method: str, path: str, status: int, content_type: str, body: bytes) -> None:
