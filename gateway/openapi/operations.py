@@ -294,7 +294,20 @@ CANCEL_BATCH: Final = Operation(
     answer=cluster.StoredBatch,
 )
 
-STATE: Final = _get("/ui/state", "getState", "page", "The cluster as the page shows it.", cluster.ClusterState)
+STATE: Final = _get(
+    "/ui/state",
+    "getState",
+    "page",
+    "The cluster as the page shows it.",
+    cluster.ClusterState,
+    parameters=(
+        _text("after", "Seconds since 1970: the history begins after them."),
+        _text("id", "A part of the id of the requests that are listed."),
+        _text("model", "Name of the model of the requests that are listed."),
+        _text("state", "State of the requests that are listed."),
+        _text("worker", "A part of the id of a worker of the requests that are listed."),
+    ),
+)
 REQUEST: Final = _get(
     "/ui/requests/{request_id}", "explainRequest", "page", "The life of a recent request.", dict[str, Any]
 )

@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from disagg.gateway.operators.requests_list import RequestState
+
 
 class StoredFile(Struct, forbid_unknown_fields=True):
     """The input of a batch, or its output."""
@@ -193,7 +195,10 @@ class RequestLine(Struct, forbid_unknown_fields=True):
 
     id: str
     arrived_at: float
+    state: RequestState
     outcome: str
+    reason: str
+    model: str
     prefill: str
     decode: str
     prompt_tokens: int
@@ -202,6 +207,16 @@ class RequestLine(Struct, forbid_unknown_fields=True):
     ttft_ms: float | None
     total_ms: float | None
     is_probe: bool
+
+
+class HistorySample(Struct, forbid_unknown_fields=True):
+    """The cluster in one second, for the charts of the page."""
+
+    at: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    targets: dict[str, float]
+    kv: dict[str, int] | UnsetType = UNSET
 
 
 class ClusterState(Struct, forbid_unknown_fields=True):
@@ -223,3 +238,6 @@ class ClusterState(Struct, forbid_unknown_fields=True):
     requests_per_s: float
     output_tokens_per_s: float
     requests: list[RequestLine] | None
+    history: list[HistorySample]
+    num_matching: int | UnsetType = UNSET
+    num_searched: int | UnsetType = UNSET

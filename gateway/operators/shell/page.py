@@ -20,13 +20,13 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
-from urllib.parse import parse_qs
 
 import msgspec
 
 from disagg.gateway.auth.auth import CALLER, Caller
 from disagg.gateway.auth.shell.rights import may_use, usage_of
 from disagg.gateway.http.errors import Headers
+from disagg.gateway.http.query import read_query
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.operators.admin_answers import explanation_json
 from disagg.gateway.operators.history import History, Sample
@@ -69,7 +69,6 @@ MAX_STRIPS: Final = 32
 """Maximum number of workers with a history of their own; the page draws more of them as the cells of a heat map."""
 MAX_REQUESTS: Final = 50
 MAX_USAGE_ROWS: Final = 100
-MAX_PARAMETERS: Final = 8
 
 
 class Views(Protocol):
@@ -159,7 +158,7 @@ class Page:
 
     async def state(self, exchange: Exchange, request_id: RequestId) -> None:
         """Handle `GET /ui/state`: the cluster as the caller may see it."""
-        caller, query = CALLER.get(), _query(exchange)
+        caller, query = CALLER.get(), read_query(exchange.scope)
         made = await self._latest(caller, RequestFilter(*(query.get(name, "") for name in RequestFilter._fields)))
         samples = self._history.after(_seconds(query.get("after", "")), made.workers) if caller.sees_counts else []
         # The history differs between pages, the rest does not, and is the larger part.
@@ -271,15 +270,6 @@ def _read_files() -> dict[str, _File]:
             url = "/" if path.name == "index.html" else f"/ui/{path.name}"
             files[url] = _File(body, TYPES[path.suffix], etag)
     return files
-
-
-def _query(exchange: Exchange) -> dict[str, str]:
-    """The first value of each parameter. What cannot be read is left out."""
-    try:
-        found = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=MAX_PARAMETERS)
-    except ValueError:
-        return {}
-    return {name: values[0] for name, values in found.items()}
 
 
 def _seconds(text: str) -> float:

@@ -67,7 +67,7 @@ def kinds(model: pb.Model) -> list[Kind]:
     sampling = {
         "temperature_nan": pb.SamplingParams(temperature=float("nan")),
         "temperature_huge": pb.SamplingParams(temperature=1e9),
-        "top_p_zero": pb.SamplingParams(top_p=0.0),
+        "top_p_above_one": pb.SamplingParams(top_p=1.5),
         "top_k_negative": pb.SamplingParams(top_k=-2),
         "min_p_above_one": pb.SamplingParams(min_p=1.5),
         "presence_penalty_huge": pb.SamplingParams(presence_penalty=3.0),
@@ -81,7 +81,6 @@ def kinds(model: pb.Model) -> list[Kind]:
     }
     prompts = {
         "prompt_missing": pb.GenerateRequest(),
-        "text_empty": pb.GenerateRequest(text=""),
         "text_too_large": pb.GenerateRequest(text="x" * (1 << 20) + "x"),
         "ids_empty": pb.GenerateRequest(token_ids=pb.TokenIds()),
         "id_unknown": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0, model.vocab_size])),

@@ -221,7 +221,7 @@ def test_every_kind_of_bad_input_is_refused_before_tokenizing() -> None:
             check_request(common.in_one_go(read_request(kind.request, limits.model)), limits)
         assert raised.value.grpc_code == kind.expected.name, kind.name
         seen[kind.name] = raised.value.grpc_code
-    assert len(seen) == 20
+    assert len(seen) == 19
     assert [name for name, code in seen.items() if code == grpc.StatusCode.NOT_FOUND.name] == ["model_unknown"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from disagg.gateway.auth.auth import ApiKey, ApiKeys, Caller, digest_of
 from disagg.gateway.http.sites import Sites
 from disagg.gateway.operators.history import Sample
-from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter
+from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter, request_line
 from disagg.gateway.operators.shell.page import (
     FOLDER,
     MAX_AGE_S,
@@ -27,6 +27,7 @@ from disagg.gateway.text.tokenizer import ServedModel
 from disagg.gateway.usage import counts as usage
 from disagg.proto.errors import RequestNotFoundError, UnavailableError
 from disagg.proto.ids import RequestId
+from disagg.router.api import RequestTrace
 from disagg.v1 import inference_pb2 as pb
 from tests.support.architecture import REPOSITORY
 from tests.support.http_app import NOW, TestApp, error_of
@@ -50,7 +51,8 @@ class FakeViews:
 
     def find(self, wanted: RequestFilter, limit: int) -> FoundRequests:
         self.wanted.append(wanted)
-        return FoundRequests([{"id": f"r{number}"} for number in range(limit)], 200, 700)
+        traces = [RequestTrace(request_id=RequestId(f"r{number}"), arrival=1.0) for number in range(limit)]
+        return FoundRequests([request_line(trace, 0.0) for trace in traces], 200, 700)
 
     async def sample(self) -> Sample:
         sample = self.samples.pop(0)
