@@ -45,10 +45,13 @@ const found = [...document.body.querySelectorAll('*')].filter(isShown).filter(ea
   const box = each.getBoundingClientRect();
   return box.width && (box.left < -0.5 || box.right > innerWidth + 0.5) && !scrolls(each.parentElement);
 });
+const tables = [...document.querySelectorAll('.overview .scroll, dialog .scroll')];
+found.push(...tables.filter(each => each.scrollWidth > each.clientWidth));
 const names = found.map(each => `${each.localName}#${each.id}.${each.getAttribute('class')}`);
 return [document.scrollingElement.scrollWidth, names];
 """
-"""The width of what is scrolled, and the elements that go beyond the window and cannot be scrolled to."""
+"""The width of what is scrolled; the elements that go beyond the window and cannot be scrolled to, and the tables of
+the page that have to be scrolled."""
 
 RENDER = """
 const [sources, done] = arguments;
