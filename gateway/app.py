@@ -31,8 +31,8 @@ from disagg.gateway.http.sites import Sites, preflight_headers
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
 from disagg.gateway.openapi import operations
-from disagg.gateway.openapi.handlers import OpenApi
 from disagg.gateway.openapi.operation import Operation
+from disagg.gateway.openapi.shell.handlers import OpenApi
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic

@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.batches.file_handlers import NotFoundError
 from disagg.gateway.batches.lines import ENDPOINTS, line_of
-from disagg.gateway.batches.pages import page_of
+from disagg.gateway.batches.schema import DEFAULT_BATCHES, MAX_BATCHES, WINDOW, BatchBody, page_of
 from disagg.gateway.batches.service import BatchService
 from disagg.gateway.batches.store import Batch
+from disagg.gateway.http.query import read_query
 from disagg.gateway.http.shell.exchange import BodyLimits, Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.proto.errors import InvalidRequestError
 
-_WINDOW: Final = "24h"
 _WINDOW_S: Final = 86_400.0
-_DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-_MAX_NOTES: Final = 16
-
-
-class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON body of `POST /v1/batches`."""
-
-    input_file_id: Annotated[str, msgspec.Meta(max_length=256)]
-    endpoint: Annotated[str, msgspec.Meta(max_length=256)]
-    completion_window: Annotated[str, msgspec.Meta(max_length=256)]
-    """Must be `24h`: lines without an answer by then get none."""
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, msgspec.Meta(max_length=64)],
-                Annotated[str, msgspec.Meta(max_length=512)],
-            ],
-            msgspec.Meta(max_length=_MAX_NOTES),
-        ]
-        | None
-    ) = None
-    """The client's own notes."""
 
 
 _BODY: Final = msgspec.json.Decoder(BatchBody)
@@ -65,8 +43,8 @@ class Batches:
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _BODY, _as_it_is))
         if body.endpoint not in ENDPOINTS:
             raise InvalidRequestError("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-        if body.completion_window != _WINDOW:
-            raise InvalidRequestError("completion_window", f"must be {_WINDOW}")
+        if body.completion_window != WINDOW:
+            raise InvalidRequestError("completion_window", f"must be {WINDOW}")
         caller, batch_id = CALLER.get(), f"batch_{uuid.uuid4().hex}"
         notes = None if body.metadata is None else msgspec.json.encode(body.metadata).decode()
         batch = await self._batches.call(
@@ -88,7 +66,9 @@ class Batches:
         """`GET /v1/batches`, the latest first: `limit`, `after`."""
         tenant, most = CALLER.get().tenant, 2 * self._batches.options.max_batches
         found = await self._batches.call(lambda store: store.batches(tenant, most))
-        await exchange.respond_json(page_of(exchange, [shown(batch) for batch in found], _DEFAULT_LIMIT, MAX_LIMIT))
+        await exchange.respond_json(
+            page_of(read_query(exchange.scope), [shown(batch) for batch in found], DEFAULT_BATCHES, MAX_BATCHES)
+        )
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """Handle `GET /v1/batches/{batch}`: show one batch of the caller's tenant."""
@@ -121,7 +101,7 @@ def shown(batch: Batch) -> dict[str, Any]:
         "endpoint": batch.endpoint,
         "errors": errors,
         "input_file_id": batch.input_file,
-        "completion_window": _WINDOW,
+        "completion_window": WINDOW,
         "status": batch.status,
         "output_file_id": batch.output_file,
         "error_file_id": batch.error_file,

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, Final
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.batches.pages import page_of
+from disagg.gateway.batches.schema import MAX_FILES, PURPOSE, page_of
 from disagg.gateway.batches.service import UPLOAD_TIMEOUT_S, BatchService
 from disagg.gateway.batches.store import File
 from disagg.gateway.batches.upload import FormWriter, receive_file
 from disagg.gateway.http.errors import SlowBodyError
+from disagg.gateway.http.query import read_query
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.proto.errors import DisaggError, InvalidRequestError
 
-PURPOSE: Final = "batch"
 _SLICE_BYTES: Final = 256 << 10
-MAX_LIMIT: Final = 10_000
 _MAX_LENGTH_CHARS: Final = 18
 _DAY_S: Final = 86_400.0
 
@@ -64,7 +63,9 @@ class Files:
         """`GET /v1/files`, the latest first: `limit`, `after`, `purpose`."""
         tenant = CALLER.get().tenant
         found: Sequence[File] = await self._batches.call(lambda store: store.files(tenant))
-        await exchange.respond_json(page_of(exchange, [self._shown(file) for file in found], MAX_LIMIT, MAX_LIMIT))
+        await exchange.respond_json(
+            page_of(read_query(exchange.scope), [self._shown(file) for file in found], MAX_FILES, MAX_FILES)
+        )
 
     async def one(self, exchange: Exchange, request_id: str) -> None:
         """Handle `GET /v1/files/{file}`: show one file of the caller's tenant."""

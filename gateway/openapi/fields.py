@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from disagg.gateway.batches.batch_handlers import BatchBody
 from disagg.gateway.batches.lines import ENDPOINTS
+from disagg.gateway.batches.schema import WINDOW, BatchBody
 from disagg.gateway.openai.order import MAX_PRIORITY, TIERS
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, ContentPart, Message, TokenizeBody
 from disagg.gateway.openai.structured import NamedSchema, ResponseFormat, StructuredOutputs
@@ -134,7 +134,7 @@ _BY_BODY: Final[Mapping[type[msgspec.Struct], Mapping[str, Any]]] = {
     ResponseFormat: {"type": Literal["text", "json_object", "json_schema"]},
     NamedSchema: {"schema": Object | bool | None},
     StructuredOutputs: {"json": Schema | None, "structural_tag": _only([])},
-    BatchBody: {"endpoint": one_of(ENDPOINTS), "completion_window": Literal["24h"]},
+    BatchBody: {"endpoint": one_of(ENDPOINTS), "completion_window": one_of([WINDOW])},
 }
 _MODEL: Final = "model"
 _REQUIRED: Final[Mapping[type, Sequence[str]]] = {

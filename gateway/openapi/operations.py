@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from disagg.gateway.batches.batch_handlers import MAX_LIMIT as MAX_BATCHES
-from disagg.gateway.batches.batch_handlers import BatchBody
-from disagg.gateway.batches.file_handlers import MAX_LIMIT as MAX_FILES
-from disagg.gateway.batches.file_handlers import PURPOSE
+from disagg.gateway.batches.schema import DEFAULT_BATCHES, MAX_BATCHES, MAX_FILES, PURPOSE, BatchBody
 from disagg.gateway.http.errors import ErrorBody
 from disagg.gateway.openai.chunks import LAST_DATA as DONE
 from disagg.gateway.openai.resume import HEADER as RESUME_HEADER
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from disagg.gateway.openai.shell.completions import TIMEOUT_HEADER
 from disagg.gateway.openapi import examples
 from disagg.gateway.openapi.answers import cluster, messages, openai, responses
 from disagg.gateway.openapi.fields import CountTokensBody
 from disagg.gateway.openapi.operation import Operation, Parameter
-from disagg.gateway.other_apis.messages.schema import MessagesBody
+from disagg.gateway.other_apis.messages.schema import MAX_MODELS, MessagesBody
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
-from disagg.gateway.other_apis.shell.message_models import MAX_LIMIT as MAX_MODELS
-from disagg.gateway.requests.headers import LABEL
-from disagg.gateway.usage.counts import MAX_DAYS, MAX_ROWS
+from disagg.gateway.requests.headers import LABEL, TIMEOUT
+from disagg.gateway.requests.validate import TPOT_METADATA, TTFT_METADATA
+from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS
 
 _NUMBER: Final = {"type": "number", "exclusiveMinimum": 0}
 _TIMES: Final = (
     Parameter(
-        name=TIMEOUT_HEADER,
+        name=TIMEOUT,
         place="header",
         schema=_NUMBER,
         description="How long the complete answer may take, in milliseconds.",
     ),
-    Parameter(name="x-slo-ttft-ms", place="header", schema=_NUMBER, description="Target of the TTFT, in milliseconds."),
-    Parameter(name="x-slo-tpot-ms", place="header", schema=_NUMBER, description="Target of the TPOT, in milliseconds."),
+    Parameter(name=TTFT_METADATA, place="header", schema=_NUMBER, description="Target of the TTFT, in milliseconds."),
+    Parameter(name=TPOT_METADATA, place="header", schema=_NUMBER, description="Target of the TPOT, in milliseconds."),
     Parameter(
         name=LABEL, place="header", schema={"type": "string"}, description="The client's label, which is sent back."
     ),
@@ -220,7 +216,7 @@ USAGE: Final = _get(
     "What a key used by day and model.",
     cluster.UsagePage,
     parameters=(
-        _count("days", MAX_DAYS, 7, "Number of days up to today."),
+        _count("days", MAX_DAYS, DEFAULT_DAYS, "Number of days up to today."),
         _count("limit", MAX_ROWS, 1000, "Maximum number of rows."),
         _text("key", "Name of a tenant; an admin may name any."),
     ),
@@ -273,7 +269,10 @@ BATCHES: Final = _get(
     "batches",
     "List the batches of the tenant.",
     cluster.BatchPage,
-    parameters=(_count("limit", MAX_BATCHES, 20, "Maximum number of batches."), _text("after", "Id of a batch.")),
+    parameters=(
+        _count("limit", MAX_BATCHES, DEFAULT_BATCHES, "Maximum number of batches."),
+        _text("after", "Id of a batch."),
+    ),
 )
 CREATE_BATCH: Final = Operation(
     method="POST",

@@ -16,6 +16,8 @@ from disagg.router.telemetry.span_ids import span_of
 
 REQUEST_ID: Final = "x-disagg-request-id"
 LABEL: Final = "x-request-id"
+TIMEOUT: Final = "x-request-timeout-ms"
+"""How long the complete answer may take, in milliseconds."""
 MAX_LABEL_CHARS: Final = 256
 _PRINTABLE: Final = re.compile(r"[ -~]+")
 

@@ -34,6 +34,7 @@ from disagg.gateway.openai.schema import ChatBody, CompletionBody, decoded
 from disagg.gateway.openai.to_input import ParsedCall, read_chat, read_completion
 from disagg.gateway.openai.tool_choices import ToolChoices
 from disagg.gateway.requests.answer_events import Finish
+from disagg.gateway.requests.headers import TIMEOUT
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import GenerationInput, IdsPrompt, TextPrompt
 from disagg.gateway.requests.validate import check_millis, check_targets
@@ -41,8 +42,6 @@ from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
 
-TIMEOUT_HEADER: Final = "x-request-timeout-ms"
-"""How long the complete answer may take, in milliseconds."""
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 _TEXT: Final = msgspec.json.Decoder(CompletionBody)
 
@@ -177,9 +176,9 @@ class Completions:
 
     def _times(self, exchange: Exchange) -> Times:
         headers = exchange.headers
-        timeout_ms = headers.get(TIMEOUT_HEADER)
+        timeout_ms = headers.get(TIMEOUT)
         return Times(
-            deadline=None if timeout_ms is None else self._clock() + check_millis(TIMEOUT_HEADER, timeout_ms) / 1000,
+            deadline=None if timeout_ms is None else self._clock() + check_millis(TIMEOUT, timeout_ms) / 1000,
             targets=check_targets(headers.items()),
         )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from disagg.gateway.openai.schema import ABSENT, ContentPart, Integer
 from disagg.gateway.other_apis.shared.bodies import SamplingFields
+
+MAX_MODELS: Final = 1000
+"""Maximum number of models of a page."""
 
 
 class Block(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from disagg.gateway.auth.auth import CALLER
 from disagg.gateway.http.query import read_count, read_query
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.models.models import Models
+from disagg.gateway.other_apis.messages.schema import MAX_MODELS
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId
 
@@ -18,7 +19,6 @@ MODELS: Final = "/v1/models"
 _VERSION: Final = "anthropic-version"
 """Header that all clients of this API send, and no others."""
 _DEFAULT_LIMIT: Final = 20
-MAX_LIMIT: Final = 1000
 
 
 class ModelList:
@@ -54,7 +54,7 @@ def is_asked(headers: Mapping[str, str], path: str) -> bool:
 
 def _page(found: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """The models after `after_id`, or the last ones before `before_id`. Raises `InvalidRequestError`."""
-    limit = read_count(query, "limit", _DEFAULT_LIMIT, MAX_LIMIT)
+    limit = read_count(query, "limit", _DEFAULT_LIMIT, MAX_MODELS)
     begin = _place(found, query["after_id"], "after_id") + 1 if "after_id" in query else 0
     end = _place(found, query["before_id"], "before_id") if "before_id" in query else len(found)
     goes_back = "before_id" in query and "after_id" not in query

@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.gateway.batches.batch_handlers import BatchBody
+from disagg.gateway.batches.schema import BatchBody
 from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from disagg.gateway.other_apis.messages.schema import MessagesBody
 from disagg.gateway.other_apis.responses.schema import ResponsesBody
