@@ -27,8 +27,9 @@ _HEADERS: Final[Mapping[str, Object]] = {
     "x-should-retry": {"description": "`false` where to try again is pointless.", "schema": {"enum": ["false"]}},
 }
 _INTRODUCTION: Final = (
-    "Answers of a gateway. Fields of bodies that are not listed are ignored. Where the gateway has no keys, none is "
-    "needed. The schema of an event stream is that of each of its events, whose `data` is JSON."
+    "The HTTP API of a gateway. Fields of bodies that are not listed are ignored where the object allows them. Where "
+    "the gateway has no keys, none is needed. The schema of an event stream is that of each of its events, whose "
+    "`data` is JSON."
 )
 
 
