@@ -297,7 +297,7 @@ def requests(driver: Any, given: str) -> dict[str, Any]:
     find(driver, "#filter-clear").click()
     wait(driver, lambda it: "match" not in text_of(it, "#found"))
     find(driver, "#filter-id").send_keys("000000000042")
-    wait(driver, seen("1 that match"))
+    wait(driver, lambda it: text_of(it, "#found").startswith("1 that match"))
     look("id")
     found["focus"] = driver.execute_script("return document.activeElement.id")
     find(driver, "#filter-clear").click()
@@ -318,12 +318,11 @@ def requests(driver: Any, given: str) -> dict[str, Any]:
     found["linked"] = texts_of(driver, "#detail-body dd")[0]
     shoot(driver, "detail")
     driver.switch_to.active_element.send_keys(Keys.ESCAPE)
-    wait(driver, lambda it: not is_open(it))
+    wait(driver, lambda it: "request=" not in it.current_url)
     found["closed"] = driver.execute_script("return location.hash")
     driver.back()
     wait(driver, is_open)
-    find(driver, "#detail-close").click()
-    driver.get(f"{given}#request=nobody")
+    driver.execute_script("document.getElementById('detail').close(); location.hash = 'request=nobody'")
     wait(driver, lambda it: "no such request" in text_of(it, "#detail-body"))
     found["unknown"] = text_of(driver, "#detail-body")
     return found

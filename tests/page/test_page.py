@@ -228,7 +228,7 @@ async def test_requests_are_filtered_linked_to_and_refused_ones_have_their_reaso
     ]
     ids = {number: trace.request_id for number, trace in zip(numbers, traces, strict=True)}
     async with served(model_in(tmp_path), SteadyViews(traces), models=(MODEL_NAME, "small")) as gateway:
-        found = await browse(gateway.url, "requests", gateway.url)
+        found = await browse(gateway.url, "requests")
         place = f"{gateway.url}/#model=small&worker=decode-1&request={ids[973]}"
     assert (found["all"]["found"], found["all"]["hash"]) == (f"{MAX_REQUESTS} of 1000", "")
     assert found["all"]["ids"] == [ids[number] for number in range(999, 949, -1)]

@@ -84,6 +84,7 @@ export function startRequests(refresh) {
   });
   byId("detail-close").addEventListener("click", () => byId("detail").close());
   byId("detail").addEventListener("close", () => {
+    if (byId("detail").open) return; // another request was asked for before this event came
     explained = null;
     if (place().has("request")) history.pushState(null, "", placeWith({ request: "" }));
   });
