@@ -20,15 +20,15 @@ CHECKS = (
     "unsupported_method",
 )
 NUM_OPERATIONS = 41
-NEVER_ACCEPTED = {
+NOT_GENERATED = {
     "POST /v1/embeddings",
     "POST /v1/batches",
     "GET /v1/batches/{batch}",
     "POST /v1/batches/{batch}/cancel",
     "GET /ui/requests/{request_id}",
 }
-"""Embeddings are refused; the others need an id that is not generated. Every other operation was answered with what
-the document says of success."""
+"""Operations that may have no success: embeddings are refused always, the others need the id of something that exists,
+and `test_described` has them. Every other operation was answered with what the document says of success."""
 NUM_EXAMPLES = 10
 """Generated requests of an operation, beside those for each value at an edge of the document."""
 
@@ -65,4 +65,4 @@ def test_answers_are_what_the_document_says(served: Served, tmp_path: Path) -> N
     answered = {
         name for name, phases in found["valid_rates"].items() if any(each["accepted"] for each in phases.values())
     }
-    assert found["valid_rates"].keys() - answered == NEVER_ACCEPTED
+    assert found["valid_rates"].keys() - answered <= NOT_GENERATED
