@@ -7,6 +7,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import httpx
+
 from tests.clients import conftest
 from tests.clients.serving import Served, client_environment
 from tests.support.architecture import REPOSITORY
@@ -19,7 +21,6 @@ CHECKS = (
     "response_headers_conformance",
     "unsupported_method",
 )
-NUM_OPERATIONS = 41
 NOT_GENERATED = {
     "POST /v1/embeddings",
     "POST /v1/batches",
@@ -61,7 +62,9 @@ def test_answers_are_what_the_document_says(served: Served, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text(encoding="utf-8"))
     operations = found["operations"]
-    assert operations["total"] == operations["tested"] == NUM_OPERATIONS
+    paths = httpx.get(f"{served.url}/openapi.json", trust_env=False).json()["paths"]
+    del paths["/openapi.json"]  # Schemathesis leaves out what it has read
+    assert operations["total"] == operations["tested"] == sum(map(len, paths.values()))
     answered = {
         name for name, phases in found["valid_rates"].items() if any(each["accepted"] for each in phases.values())
     }
