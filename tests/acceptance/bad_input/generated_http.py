@@ -19,6 +19,8 @@ Dice = random.Random
 Value = Callable[[Dice], object]
 
 _HUGE = 10**30
+_UNKNOWN_CODING = "unknown transfer coding"
+"""The one kind that is answered with 501, as RFC 9112 asks for."""
 _MAX_REPLY_BYTES = 1 << 20
 _PATIENCE_S = 0.1
 MODEL_ROUTES = (
@@ -402,7 +404,7 @@ def _no_http(dice: Dice, bodies: Bodies) -> BadHttp:
         + b"f" * dice.choice((15, 17, 40))
         + b"\r\nhello\r\n",
         "a chunk without its end": start + chunks + b"\r\n5\r\nhelloXX\r\n0\r\n\r\n",
-        "unknown transfer coding": start + b"transfer-encoding: sideways\r\n\r\n" + good,
+        _UNKNOWN_CODING: start + b"transfer-encoding: sideways\r\n\r\n" + good,
         "no version": b"POST /v1/completions\r\n" + host + end,
         "unknown version": b"POST /v1/completions " + no_version + b"\r\n" + host + end,
         "a header without a name": start + b": x\r\n" + end,
@@ -472,7 +474,7 @@ def problem(bad: BadHttp, reply: Reply) -> str | None:
     """What is wrong with a reply to bad input; `None` where nothing is."""
     if reply.status is None:
         return None if bad.may_close else "the connection was closed without a status"
-    if not 400 <= reply.status < 500:
+    if not (400 <= reply.status < 500 or (reply.status == 501 and bad.kind == f"HTTP: {_UNKNOWN_CODING}")):
         return f"status {reply.status}: {reply.body[:200]!r}"
     if bad.may_close:
         return None
