@@ -260,9 +260,8 @@ def test_many_rounds_leave_nothing(bench: Bench) -> None:
         assert answers.next() == (True, "", checksum(content(number, 5000)))
         d.close()
         p.close()
-    assert memory_of_channels() == []  # though both ends are still referred to
-    del p, d
-    until(lambda: num_descriptors() <= before, "a descriptor is left")
+    until(lambda: num_descriptors() <= before, "a descriptor is left")  # though both ends are still referred to
+    assert memory_of_channels() == []
 
 
 # ---------------------------------------------------------------- set-up
