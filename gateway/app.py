@@ -35,9 +35,8 @@ from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.openapi.shell.handlers import OpenApi
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
-from disagg.gateway.other_apis.shell.message_errors import MESSAGES, answer_as_anthropic
 from disagg.gateway.other_apis.shell.message_models import ModelList, is_asked
-from disagg.gateway.other_apis.shell.messages import Messages
+from disagg.gateway.other_apis.shell.messages import MESSAGES, Messages, answer_as_anthropic
 from disagg.gateway.other_apis.shell.responses import Responses
 from disagg.gateway.readiness import STOPPING, Readiness
 from disagg.gateway.requests.headers import HEADER as TRACE_HEADER

@@ -53,8 +53,7 @@ from disagg.gateway.readiness import Readiness
 from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.rpc.shell.decoding import DecodeRequests
 from disagg.gateway.rpc.shell.health import Health
-from disagg.gateway.rpc.shell.interceptors import Authenticate
-from disagg.gateway.rpc.shell.running_calls import RunningCalls
+from disagg.gateway.rpc.shell.interceptors import Authenticate, RunningCalls
 from disagg.gateway.rpc.shell.service import InferenceService
 from disagg.gateway.rpc.watch_places import WatchPlaces
 from disagg.gateway.security import secure

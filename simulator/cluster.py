@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from typing_extensions import override
@@ -28,12 +29,38 @@ from disagg.simulator.world.gateway import Gateway
 from disagg.simulator.world.machine import Machine
 from disagg.simulator.world.network import Network
 from disagg.simulator.world.prompts import run_for
-from disagg.simulator.world.series import Sample
 from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
 from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
 from disagg.simulator.world.surroundings import Answers, Surroundings
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 from disagg.step_times.interface import StepTimes
+
+
+class Sample(NamedTuple):
+    """The state of the cluster at one moment."""
+
+    time_s: float
+    num_queued: int
+    """Requests that wait for a worker."""
+    num_in_flight: int
+    """Requests that were sent and have not ended."""
+    kv_use: float
+    """Share of all KV blocks that sequences hold or are promised."""
+    kv_cached: float
+    """Share of all KV blocks that hold reusable content only."""
+    num_up: int
+    """Number of workers that serve."""
+    num_starting: int
+    num_draining: int
+    num_busy: int
+    """Number of workers in a step, or with sequences that decode."""
+    prompt_tokens: int
+    """Prompt tokens of all requests that were answered since the start."""
+    cached_tokens: int
+    """Prompt tokens of these requests that the worker that computed the prompt had cached."""
+    num_transfers: int
+    """Number of KV transfers under way."""
+
 
 SimulatedWorker = ExactWorker | FastWorker
 

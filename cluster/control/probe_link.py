@@ -19,8 +19,7 @@ import grpc.aio
 
 from disagg.cluster.core.probes import Probe
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.shell.channels import open_channel
-from disagg.connections.shell.first_to_end import first_to_end
+from disagg.connections.shell.channels import first_to_end, open_channel
 from disagg.proto.block_hash import HASH_BYTES
 from disagg.proto.ids import BlockHash, GatewayId, RequestId, probe_gateway_id
 from disagg.proto.messages import (

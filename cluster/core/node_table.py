@@ -5,8 +5,8 @@
     its state changes     tag()
     a node is terminated  remove()  its host is free again
 
-Kept in a file by `cluster/on_ray/nodes/state.py`. The machine that runs `ray up` and the head each have such a table:
-the first one has the head, the second one has all nodes."""
+Kept in a file by `cluster/on_ray/nodes/provider.py`. The machine that runs `ray up` and the head each have such a
+table: the first one has the head, the second one has all nodes."""
 
 from __future__ import annotations
 

@@ -3,13 +3,16 @@ cluster is opened. With `ClusterSecret.encrypted` it is TLS 1.2 or newer with ce
 secret (`identity.py`) or given (`operator_certificates.py`), else plain.
 
 Certificates of a listening process are renewed while it listens. One that calls takes its own when it opens a channel:
-a channel whose certificate was replaced and that then breaks has to be opened anew (`is_stale`).
+a channel whose certificate was replaced and that then breaks has to be opened anew (`is_stale`). `first_to_end` runs
+the tasks of one connection, all of which end with the first one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -136,3 +139,16 @@ def _given_leaf(files: CertificateFiles) -> Leaf:
             given = _given[files] = GivenLeaf(files, now)
             return given.leaf
         return given.refresh(now)
+
+
+async def first_to_end(*coroutines: Coroutine[None, None, None]) -> None:
+    """Run all coroutines until one ends; cancel the others, wait for them, and raise the exception of the first one."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,10 +21,9 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from disagg.gateway.answers.answer import Answer
+from disagg.gateway.answers.answer import Answer, merge
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.answers.guarded import GuardedAnswer, guarded_rest
-from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import CALLER, Caller
 from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.guardrails.answers import AnswerGuard

@@ -15,8 +15,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from disagg.gateway.answers.answer import merge
 from disagg.gateway.answers.generator import Generator
-from disagg.gateway.answers.merge import merge
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.metrics.registry import GatewayMetrics

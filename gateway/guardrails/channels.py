@@ -20,8 +20,8 @@ from typing import Final
 from disagg.gateway.guardrails.stream import Chain, Run, Work
 from disagg.gateway.requests.verdicts import Question, Stop, Verdict
 from disagg.gateway.text.answer_splitter import AnswerSplitter
-from disagg.gateway.text.json_strings import unescaped
 from disagg.gateway.text.segments import Channel, Segment, ToolCall
+from disagg.gateway.text.written_json import unescaped
 
 MakeChain = Callable[[bool], Chain]
 """A chain for a text of its own; the argument is whether the text is a call's, which is stopped where it would be

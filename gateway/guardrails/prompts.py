@@ -11,8 +11,8 @@ from disagg.gateway.guardrails.stream import Chain
 from disagg.gateway.requests.request import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.validate import RESUMED
 from disagg.gateway.requests.verdicts import Decision, Decisions
-from disagg.gateway.text.json_strings import unescaped
 from disagg.gateway.text.tokenizer import Tokenizer
+from disagg.gateway.text.written_json import unescaped
 from disagg.proto.errors import ContentFilterError
 
 NO_REPLACEMENT: Final = "; it cannot be replaced there"

@@ -17,8 +17,7 @@ from disagg.gateway.requests.exact_numbers import check_numbers
 from disagg.gateway.requests.part_counts import MAX_JSON_PARTS, count_json
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.requests.values import is_deeper
-from disagg.gateway.text.tool_calls import ToolFormat
-from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
+from disagg.gateway.text.tool_calls import MAX_CALLS, Function, ToolFormat, call_grammar
 from disagg.gateway.text.written_json import compact, read_json
 from disagg.proto.errors import InvalidRequestError
 

@@ -12,7 +12,7 @@ import re
 from typing import Final
 
 from disagg.proto.ids import RequestId
-from disagg.router.telemetry.span_ids import span_of
+from disagg.router.telemetry.exported_spans import span_of
 
 REQUEST_ID: Final = "x-disagg-request-id"
 LABEL: Final = "x-request-id"

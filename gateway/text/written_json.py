@@ -1,13 +1,14 @@
 """JSON of calls whose numbers keep the digits that they are written with. Pure.
 
 A double has 15 to 17 of them: an argument that went through one would be another number for the function that is
-called, and `1e400` none at all.
+called, and `1e400` none at all. `unescaped` gives the strings of a JSON text without its escapes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import total_ordering
 from numbers import Number
 from typing import Any, Final
@@ -89,3 +90,32 @@ def _text(value: Any) -> str:
 
 
 _DECODER: Final = msgspec.json.Decoder(float_hook=_number)
+
+
+_ESCAPE = "\\"
+
+
+def unescaped(text: str) -> str:
+    """The strings of a JSON text that has escapes, one below the other. Empty where it has none, so that they can be
+    read in the text itself, and for what is no JSON."""
+    if _ESCAPE not in text:
+        return ""
+    try:
+        value = read_json(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ""
+    return "\n".join(_strings(value))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Keys and values, in their order. As deep as msgspec reads."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            waiting.extend(reversed(one))
+        elif isinstance(one, dict):
+            for key, inner in reversed(one.items()):
+                waiting += (inner, key)

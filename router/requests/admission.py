@@ -8,6 +8,15 @@ When the first token of a request can be expected:
 
 The second line is the queueing term: without it a router accepts everything and answers it minutes late. When a decode
 place opens is predicted by `placement/forecast.py`; admission takes the later of the two.
+
+Trials: requests that are admitted although they are predicted to miss their TTFT target even on an idle worker.
+
+    predicted miss ──no prompt was computed recently, no trial runs, the pause is over──> admitted ──> met or missed
+                                                                                           first pause <─┴─> doubled
+
+Such a prediction would never be corrected: refused requests are not computed, so no step shows that a worker is faster
+than predicted, for example because its machine was busy when it calibrated. Compared with a refusal, an admitted
+request loses only the time until its end. Owner of the trials: the router core.
 """
 
 from __future__ import annotations
@@ -27,14 +36,53 @@ from disagg.proto.errors import (
 )
 from disagg.proto.ids import BlockHash
 from disagg.proto.messages import RoleName
-from disagg.router.api import RoutedRequest
+from disagg.router.api import RUNNING, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.queueing.queue import RequestQueue
 from disagg.router.requests.attempts import Attempts
 from disagg.router.requests.record import RequestRecord
-from disagg.router.requests.trials import MOST_WRONG, Trials
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Shortest and longest pause in seconds from one trial to the next."""
+MOST_WRONG = 1000.0
+"""Ratio of prediction to target from which on the target cannot be met, however wrong the prediction is: there is no
+trial."""
+
+
+class Trials:
+    """Decides which requests are trials, one at a time."""
+
+    def __init__(self) -> None:
+        self._trace: RequestTrace | None = None
+        """The trace of the present trial, or of the last one until its result was read."""
+        self._pause_s = FIRST_PAUSE_S
+        self._next_at = 0.0
+
+    def may_begin(self, confirmed_at: float, now: float) -> bool:
+        """Whether a request may be a trial now. `confirmed_at`: when the predicted workers last computed a prompt."""
+        if self._trace is not None:
+            met = _result(self._trace)
+            if met is None:
+                return False
+            self._pause_s = FIRST_PAUSE_S if met else min(LONGEST_PAUSE_S, 2 * self._pause_s)
+            self._next_at = max(self._next_at, now if met else now + self._pause_s)
+            self._trace = None
+        return now >= self._next_at and now >= confirmed_at + FIRST_PAUSE_S
+
+    def begin(self, trace: RequestTrace, now: float) -> None:
+        """Note that this request is a trial."""
+        self._trace, self._next_at = trace, now + FIRST_PAUSE_S
+
+
+def _result(trace: RequestTrace) -> bool | None:
+    """Whether a request met its TTFT target; None while that is not known."""
+    first_at = trace.stages.get("first_token")
+    if first_at is not None and trace.ttft_slo_s is not None:
+        return first_at - trace.arrival <= trace.ttft_slo_s
+    return None if trace.outcome == RUNNING else False
+
 
 _MIN_RETRY_S = 0.05
 _MARGIN = 0.1

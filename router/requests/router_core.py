@@ -48,7 +48,7 @@ from disagg.router.placement.placement import Draw, draw_of, uniform_draw, versi
 from disagg.router.placement.policies import create
 from disagg.router.queueing.tenants import Tenants
 from disagg.router.requests import events
-from disagg.router.requests.admission import predicted_miss, queue_refusal, refusal
+from disagg.router.requests.admission import Trials, predicted_miss, queue_refusal, refusal
 from disagg.router.requests.attempts import Attempts, note_answer, note_prefilled
 from disagg.router.requests.core_state import CoreState
 from disagg.router.requests.endings import Endings
@@ -58,7 +58,6 @@ from disagg.router.requests.migrations import Migrations
 from disagg.router.requests.record import EndOfAnswer, HashBlocks, RequestRecord, new_record, new_trace
 from disagg.router.requests.retries import MOVED
 from disagg.router.requests.suspects import Suspects, has_passed
-from disagg.router.requests.trials import Trials
 from disagg.router.requests.waiting import Waiting
 from disagg.router.states import AttemptState, RequestEvent
 from disagg.router.telemetry.telemetry import Telemetry

@@ -18,8 +18,7 @@ import grpc.aio
 import msgspec
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.shell.channels import is_stale, open_channel
-from disagg.connections.shell.first_to_end import first_to_end
+from disagg.connections.shell.channels import first_to_end, is_stale, open_channel
 from disagg.proto.errors import DisaggError, UnavailableError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import AuditReport, AuditRequest, WatchRequest, WorkerInfo, encode

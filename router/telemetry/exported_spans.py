@@ -5,19 +5,36 @@
       tokenize, route, ... one for each span of the timeline (`spans.py`), of the gateway or of a worker
 
 The tree has exactly the spans that `disagg explain` shows: both are made of the same trace.
+
+Where no ids of the trace and its spans (W3C Trace Context) came with the request, they are hashes of what they name, so
+that all processes find the same without telling each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from disagg.proto.errors import RequestCancelledError
 from disagg.router.api import RequestTrace
 from disagg.router.config import TracingOptions
-from disagg.router.telemetry.span_ids import span_of, trace_of
 from disagg.router.telemetry.spans import spans_of
 from disagg.router.telemetry.telemetry import ANSWERED, met_targets
+
+_TRACE_BYTES = 16
+_SPAN_BYTES = 8
+
+
+def trace_of(name: str) -> str:
+    """The id of a trace: 32 hex digits."""
+    return blake2b(name.encode(), digest_size=_TRACE_BYTES, person=b"trace").hexdigest()
+
+
+def span_of(name: str) -> str:
+    """The id of a span: 16 hex digits."""
+    return blake2b(name.encode(), digest_size=_SPAN_BYTES, person=b"span").hexdigest()
+
 
 GATEWAY: Final = "gateway"
 _RECORDED: Final = 1

@@ -6,7 +6,9 @@
 
 Ray's own provider for existing machines refuses node types, and so labels and pools. These two are named in a cluster
 file as `provider: {type: external, module: disagg.cluster.on_ray.nodes.provider.StaticSshProvider}`. Ray calls their
-methods from several threads and from both machines; their state is in a file (`state.py`).
+methods from several threads and from both machines. Their state is a `NodeTable` in a file (`TableFile`), which
+`ray up`, the head's autoscaler and `ray down` change: every change holds a lock on a file beside it and replaces the
+table in one step, so that readers see all of it or nothing.
 
 `StaticSshProvider` (hosts by node type in `provider.hosts`): a node is a host with a running Ray. The launching machine
 has the head only; so `ray down` ends Ray on every host of the pools, used or not: the hosts belong to the cluster.
@@ -17,6 +19,7 @@ their environment. It never runs `ray stop`, which ends every Ray of this machin
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -26,12 +29,13 @@ import subprocess
 import tempfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
@@ -39,10 +43,47 @@ from typing_extensions import override
 
 from disagg.cluster.core.node_table import Node, NodeTable, host_of, make_node_id
 from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK, LocalCommandRunner, LocalNode
-from disagg.cluster.on_ray.nodes.state import TableFile
 from disagg.cluster.on_ray.private import MAX_RAY_DIR_CHARS
 from disagg.cluster.system.process_tools import ProcessRef, end_processes
 from disagg.proto.errors import ConfigError
+
+
+class TableFile:
+    """Owner of `nodes.json` and `lock` in one folder, which only this user may read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "nodes.json"
+
+    def read(self) -> NodeTable:
+        """The table; an empty one where there is no file."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=NodeTable)
+        except FileNotFoundError:
+            return NodeTable()
+
+    def change(self, edit: Callable[[NodeTable], NodeTable]) -> NodeTable:
+        """Replace the table by what `edit` makes of it, and return that. What `edit` raises changes nothing.
+
+        Raises:
+            ConfigError: if the folder is another user's, who could then read and change what is below it.
+        """
+        with self._locked():
+            table = edit(self.read())
+            new = self._file.with_suffix(".new")
+            new.write_bytes(msgspec.json.encode(table))
+            new.replace(self._file)
+            return table
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._folder.stat().st_uid != os.geteuid():
+            raise ConfigError(f"{self._folder}: belongs to another user; choose another folder")
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
 
 logger = logging.getLogger(__name__)
 

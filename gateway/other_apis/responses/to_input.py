@@ -21,6 +21,7 @@ from disagg.gateway.other_apis.responses.schema import (
 )
 from disagg.gateway.other_apis.shared.bodies import (
     MAX_FORMAT_BYTES,
+    OtherNames,
     read_bounded,
     read_list,
     read_schema,
@@ -28,7 +29,6 @@ from disagg.gateway.other_apis.shared.bodies import (
     sampling_of,
 )
 from disagg.gateway.other_apis.shared.chat_turns import ChatTurns
-from disagg.gateway.other_apis.shared.names import OtherNames
 from disagg.gateway.other_apis.shared.offered import Choice, GivenTool, offer
 from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput

@@ -1,18 +1,39 @@
-"""Fields that the bodies of all APIs here have, and how what is not supported is refused. Pure."""
+"""Fields that the bodies of all APIs here have, what errors of the generator call them, and how what is not supported
+is refused. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from typing_extensions import override
 
 from disagg.gateway.openai.schema import ABSENT, Integer, T, decode_field
-from disagg.gateway.openai.to_input import small_value
+from disagg.gateway.openai.to_input import FieldNames, small_value
 from disagg.gateway.requests.structured import MAX_SCHEMA_DEPTH, StructuredOutput
 from disagg.gateway.requests.values import check_length, is_deeper
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.grammars import MAX_GRAMMAR_BYTES
+
+_STOP: Final = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames(FieldNames):
+    """Field names for conversations whose turns consist of items or blocks: an error of any turn names the whole
+    prompt."""
+
+    stop_field: str = _STOP
+
+    @override
+    def name(self, field: str) -> str:
+        if field.startswith("chat"):
+            return self.prompt
+        name = FieldNames.name(self, field)
+        return self.stop_field + name.removeprefix(_STOP) if name == _STOP or name.startswith("stop[") else name
+
 
 MAX_FORMAT_BYTES: Final = 2 * MAX_GRAMMAR_BYTES
 """Maximum bytes of the JSON around a schema: with escapes and other fields it is longer than the schema."""

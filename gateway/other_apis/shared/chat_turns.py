@@ -11,7 +11,7 @@ from disagg.gateway.openai.tools import MAX_SCHEMA_DEPTH, check_parts
 from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.values import is_deeper
 from disagg.gateway.text.chat_template import ChatTurn
-from disagg.gateway.text.tool_grammar import MAX_CALLS
+from disagg.gateway.text.tool_calls import MAX_CALLS
 from disagg.gateway.text.written_json import compact, read_json
 from disagg.proto.errors import InvalidRequestError
 

@@ -3,22 +3,30 @@
     gateway ──WatchClusterState──> states ──picture(state, earlier)──> rich
                 └── it goes away: the last picture stays, with a line about that, until it is back
 
-`picture` is pure: a state and an earlier one make what is shown.
+`picture` is pure: a state and an earlier one make what is shown. `quits_on_q` reads the keys that are pressed
+meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
+import termios
+import threading
 import time
+import tty
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cli.keyboard import quits_on_q
 from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
@@ -209,3 +217,42 @@ def _pair(entry: TransferState) -> tuple[str, str, str]:
 
 def _is_unwell(worker: WorkerState) -> bool:
     return bool(worker.detail) and worker.phase != "ready"
+
+
+_QUIT = b"qQ"
+
+
+@contextmanager
+def quits_on_q(source: TextIO) -> Iterator[None]:
+    """Let the key q do what Ctrl-C does, as in `top` and `less`, if `source` is a terminal. Called on the main thread;
+    on leaving, the terminal is as it was."""
+    if not source.isatty():
+        yield
+        return
+    keys = source.fileno()
+    before = termios.tcgetattr(keys)
+    ended, end = os.pipe()
+    watching = threading.Thread(target=_watch, args=(keys, ended), daemon=True)
+    tty.setcbreak(keys)  # Ctrl-C stays a signal
+    watching.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        watching.join()
+        os.close(ended)
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _watch(keys: int, ended: int) -> None:
+    """Wait for the key, or for the other end of the pipe to be closed."""
+    main = threading.main_thread().ident
+    while True:
+        ready, _, _ = select.select([keys, ended], [], [])
+        if ended in ready:
+            return
+        pressed = os.read(keys, 1)
+        if pressed and pressed in _QUIT and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+        if not pressed or pressed in _QUIT:
+            return

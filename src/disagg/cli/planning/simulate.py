@@ -25,9 +25,8 @@ from disagg.loadtests.verdict.report import is_met
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
-from disagg.simulator.cluster import Result, SimulatedCluster
+from disagg.simulator.cluster import Result, Sample, SimulatedCluster
 from disagg.simulator.world.phases import PlannedLoad, load_of_phases, load_of_scenario, make_phases
-from disagg.simulator.world.series import Sample
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.timing import Timing, read_timing
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest

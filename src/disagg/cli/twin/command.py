@@ -1,7 +1,8 @@
 """`disagg twin`: look at a cluster every few seconds, compare settings when that is due, set the better one.
 
 It runs with niceness 19, behind every other process, and has limits on memory and on the processor time of each look.
-Beyond them it is killed by the kernel, which harms nothing: the cluster keeps its present setting.
+Beyond them it is killed by the kernel, which harms nothing: the cluster keeps its present setting. `message_of` is the
+protobuf in which it tells the gateway of a comparison.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from disagg.cli.address import UNREACHABLE, check_address
-from disagg.cli.twin.wire import message_of
-from disagg.client import Client, RecentLoad
+from disagg.client import Client, RecentLoad, ShapeComparison
+from disagg.client.types import RatePrediction, ShapeOption
 from disagg.cluster.system.process_tools import StopFlag
 from disagg.gateway.operators.decode_placement_log import STALE
 from disagg.gateway.operators.load_codec import decode
@@ -145,3 +146,26 @@ def _bound_look() -> None:
     limit = int(used.ru_utime + used.ru_stime) + 1 + LOOK_CPU_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def message_of(comparison: Comparison) -> ShapeComparison:
+    """The protobuf of a comparison."""
+    return ShapeComparison(
+        cause=comparison.cause,
+        requests=comparison.num_requests,
+        present=comparison.present,
+        chosen=comparison.chosen,
+        options=[
+            ShapeOption(
+                decodes=each.decodes,
+                predictions=[RatePrediction(rate_factor=rate, attainment=share) for rate, share in each.by_rate],
+            )
+            for each in comparison.attained
+        ],
+        difference=comparison.difference,
+        error=comparison.error,
+        needed=comparison.needed,
+        reason=comparison.reason,
+        measured=comparison.measured,
+        measured_requests=comparison.num_measured,
+    )

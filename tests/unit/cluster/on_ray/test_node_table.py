@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cluster.core.node_table import Node, NodeTable, host_of, make_node_id
-from disagg.cluster.on_ray.nodes.state import TableFile
+from disagg.cluster.on_ray.nodes.provider import TableFile
 from disagg.proto.errors import ConfigError
 
 HEAD = {"kind": "head"}

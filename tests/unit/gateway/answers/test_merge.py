@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from disagg.gateway.answers.merge import merge
+from disagg.gateway.answers.answer import merge
 
 
 class Source:

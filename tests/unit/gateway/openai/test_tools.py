@@ -19,7 +19,7 @@ from disagg.gateway.requests.part_counts import MAX_JSON_PARTS
 from disagg.gateway.text.chat_template import ChatTemplate, ChatTurn
 from disagg.gateway.text.segments import ToolCall
 from disagg.gateway.text.tokenizer import ServedModel, fake_model
-from disagg.gateway.text.tool_grammar import call_grammar
+from disagg.gateway.text.tool_calls import call_grammar
 from disagg.gateway.text.written_json import read_json, write_json
 from disagg.proto.errors import InvalidRequestError
 from disagg.proto.ids import RequestId

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from disagg.gateway.text.tool_calls import ToolFormat, tool_parser
-from disagg.gateway.text.tool_grammar import MAX_CALLS, Function, call_grammar
+from disagg.gateway.text.tool_calls import MAX_CALLS, Function, ToolFormat, call_grammar, tool_parser
 from disagg.proto.grammars import new_matcher
 
 SCHEMA: dict[str, Any] = {

@@ -9,8 +9,7 @@ import pytest
 from disagg.proto.ids import RequestId
 from disagg.router.api import AttemptMarks, RequestTrace
 from disagg.router.config import TracingOptions
-from disagg.router.telemetry.exported_spans import exported_spans, is_sent
-from disagg.router.telemetry.span_ids import span_of, trace_of
+from disagg.router.telemetry.exported_spans import exported_spans, is_sent, span_of, trace_of
 from disagg.router.telemetry.spans import spans_of
 
 TRACE, OURS, CALLERS = "a" * 32, "b" * 16, "c" * 16
