@@ -28,7 +28,7 @@ from disagg.gateway.batches.batch_handlers import Batches
 from disagg.gateway.batches.file_handlers import Files
 from disagg.gateway.batches.line_answers import LineAnswers
 from disagg.gateway.batches.service import BatchService
-from disagg.gateway.calls.call_scope import Calls
+from disagg.gateway.calls import Calls
 from disagg.gateway.config import GatewayConfig, GatewayOptions, serves_page
 from disagg.gateway.event_loop.fair_order import FairOrder
 from disagg.gateway.event_loop.loop_times import LoopTimes

@@ -13,7 +13,7 @@ from disagg.gateway.batches.lines import Line
 from disagg.gateway.batches.runner import MAX_WAIT_S, Later, LineResult
 from disagg.gateway.batches.store import Batch
 from disagg.gateway.batches.tries import Tries
-from disagg.gateway.calls.call_scope import Origin
+from disagg.gateway.calls import Origin
 from disagg.gateway.http.errors import error_json
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.other_apis.shell.responses import RESPONSES, Responses

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from disagg.gateway.guardrails.patterns.scanner import Scanner
+from disagg.gateway.guardrails.scanner import Scanner
 from disagg.proto.messages import TokenLogprobs
 
 _BEFORE: Final = (b"", b" ", b"a")

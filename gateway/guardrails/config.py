@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from disagg.gateway.guardrails.patterns.scanner import check_pattern
-from disagg.gateway.guardrails.patterns.syntax import PatternError
+from disagg.gateway.guardrails.pattern_syntax import PatternError
+from disagg.gateway.guardrails.scanner import check_pattern
 from disagg.proto.config import Count, Name, NonNegativeInt, Seconds, check_bounds
 from disagg.proto.errors import ConfigError
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from disagg.gateway.guardrails.config import RuleOptions
-from disagg.gateway.guardrails.patterns.scanner import Scanner
+from disagg.gateway.guardrails.scanner import Scanner
 from disagg.gateway.guardrails.stream import Check, LengthCheck, Note, PatternCheck, Rule
 from disagg.gateway.requests.verdicts import Subject
 

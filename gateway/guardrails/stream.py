@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from typing_extensions import override
 
-from disagg.gateway.guardrails.patterns.scanner import Scanner
+from disagg.gateway.guardrails.scanner import Scanner
 from disagg.gateway.requests.verdicts import Allow, Decision, Question, Replace, Stop, Subject, Verdict
 from disagg.gateway.text.segments import Channel, ToolCall
 

@@ -112,7 +112,7 @@ PARTS_OF_A_CALL = (
     "disagg.gateway.metrics",
     "disagg.gateway.readiness",
 )
-"""What a call takes and gives back, which front ends leave to `gateway/calls/`."""
+"""What a call takes and gives back, which front ends leave to `gateway/calls.py`."""
 
 DOORS: Mapping[str, tuple[str, ...]] = {
     "ray": ("cluster/on_ray/*",),
@@ -120,7 +120,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "starlette": ("gateway/app.py", "gateway/http/*"),
     "uvicorn": ("gateway/http/*",),
     "httptools": ("gateway/http/*", "gateway/guardrails/shell/service.py"),
-    "re2": ("gateway/guardrails/patterns/scanner.py",),
+    "re2": ("gateway/guardrails/scanner.py",),
     "python_multipart": ("gateway/batches/upload.py",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
@@ -322,11 +322,11 @@ def floor_findings(path: str, source: str) -> list[str]:
 
 
 def front_end_findings(path: str, source: str) -> list[str]:
-    """Front ends of the gateway that import what a call takes and gives back: `gateway/calls/` does that for them."""
+    """Front ends of the gateway that import what a call takes and gives back: `gateway/calls.py` does that for them."""
     if not matches(path, [f"gateway/{room}/*" for room in FRONT_ENDS]):
         return []
     found = [
-        f"{path}:{i.line}: a front end may not import {part}, but gateway/calls/"
+        f"{path}:{i.line}: a front end may not import {part}, but gateway/calls.py"
         for i in imports(path, source)
         for part in PARTS_OF_A_CALL
         if i.name == part or i.name.startswith(f"{part}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from disagg.gateway.answers.generator import Generator
-from disagg.gateway.calls.call_scope import Calls, Origin, Times
+from disagg.gateway.calls import Calls, Origin, Times
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness

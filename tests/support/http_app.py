@@ -14,7 +14,7 @@ from disagg.gateway.answers.generator import Generator
 from disagg.gateway.app import HttpApp
 from disagg.gateway.auth.audit import Audit
 from disagg.gateway.auth.auth import AnonymousAccess, Authenticator
-from disagg.gateway.calls.call_scope import Calls
+from disagg.gateway.calls import Calls
 from disagg.gateway.guardrails.shell.guardrails import Guardrails
 from disagg.gateway.http.body_budget import BodyBudget
 from disagg.gateway.http.shell.exchange import BodyLimits

@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.calls.call_scope import Calls, CallScope, Events, Origin, Times
+from disagg.gateway.calls import Calls, CallScope, Events, Origin, Times
 from disagg.gateway.http.quota_headers import quota_headers
 from disagg.gateway.http.shell.exchange import BodyLimits, Exchange
 from disagg.gateway.openai.chunks import (

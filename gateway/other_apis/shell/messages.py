@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.calls.call_scope import CallScope, Events
+from disagg.gateway.calls import CallScope, Events
 from disagg.gateway.http.errors import short_message
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded

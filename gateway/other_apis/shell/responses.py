@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from disagg.gateway.calls.call_scope import CallScope, Events, Origin
+from disagg.gateway.calls import CallScope, Events, Origin
 from disagg.gateway.http.shell.exchange import Exchange
 from disagg.gateway.openai.schema import decoded
 from disagg.gateway.openai.shell.completions import Completions

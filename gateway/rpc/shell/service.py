@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER
-from disagg.gateway.calls.call_scope import Calls, Origin, Times
+from disagg.gateway.calls import Calls, Origin, Times
 from disagg.gateway.event_loop.shell.loop_watch import name_task
 from disagg.gateway.event_loop.shell.stall import StalledError, StallWatch
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
@@ -23,8 +23,7 @@ from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_
 from disagg.gateway.requests.request import GenerationInput, Prompt
 from disagg.gateway.requests.validate import check_chat, check_targets, check_text
 from disagg.gateway.requests.values import check_ids, check_length
-from disagg.gateway.rpc.from_protobuf import read_request, read_turns
-from disagg.gateway.rpc.to_protobuf import write_delta, write_finish, write_logprobs
+from disagg.gateway.rpc.protobuf import read_request, read_turns, write_delta, write_finish, write_logprobs
 from disagg.gateway.status import abort_on_error
 from disagg.proto.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import RequestId

@@ -19,11 +19,11 @@ import typer
 from disagg import __version__
 from disagg.cli import completion
 from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
-from disagg.cli.batch import batch_app
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
-from disagg.cli.operations.usage_command import register as register_usage
+from disagg.cli.operations.commands import batch_app
+from disagg.cli.operations.commands import register as register_usage
 from disagg.cli.planning import commands as planning
 from disagg.cluster.system.terminal import AddressOption, console, examples
 

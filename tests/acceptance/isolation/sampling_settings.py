@@ -19,7 +19,7 @@ from disagg.gateway.openai.schema import CompletionBody, decode
 from disagg.gateway.openai.to_input import read_completion
 from disagg.gateway.requests.request import GenerationInput
 from disagg.gateway.requests.validate import Limits, check_request, fit_prompt
-from disagg.gateway.rpc.from_protobuf import read_request
+from disagg.gateway.rpc.protobuf import read_request
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.messages import Sampling
 from disagg.v1 import inference_pb2 as pb

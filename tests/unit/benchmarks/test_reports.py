@@ -18,7 +18,7 @@ from benchmarks.serving.side_by_side import num_requests
 from benchmarks.serving.throughput import parse_arguments
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.gateway.requests.validate import Limits, check_request
-from disagg.gateway.rpc.from_protobuf import read_request
+from disagg.gateway.rpc.protobuf import read_request
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import DisaggError
 from disagg.v1 import inference_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.gateway.guardrails.alternatives import Alternatives
-from disagg.gateway.guardrails.patterns.scanner import Scanner
+from disagg.gateway.guardrails.scanner import Scanner
 from disagg.proto.messages import TokenLogprobs
 
 TEXTS = [" the", " cat", "cat", "con", "s", " se", "cret", "secret", "c", "ecret", "\xe9"]

@@ -9,7 +9,7 @@ import re2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.gateway.guardrails.patterns.syntax import PatternError, read_pattern
+from disagg.gateway.guardrails.pattern_syntax import PatternError, read_pattern
 
 ALPHABET = "ab-"
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disagg.gateway.auth.auth import ANONYMOUS, Caller
-from disagg.gateway.calls.call_scope import Origin
+from disagg.gateway.calls import Origin
 from disagg.gateway.openai.order import read_priority, tier_of
 from disagg.gateway.text.tokenizer import ServedModel
 from disagg.proto.errors import InvalidRequestError

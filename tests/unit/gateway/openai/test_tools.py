@@ -8,7 +8,7 @@ import pytest
 
 from disagg.gateway.answers.grammars.grammars import Grammars
 from disagg.gateway.auth.auth import ANONYMOUS
-from disagg.gateway.calls.call_scope import Origin
+from disagg.gateway.calls import Origin
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.openai.schema import ABSENT, ChatBody, Message
 from disagg.gateway.openai.to_input import read_chat

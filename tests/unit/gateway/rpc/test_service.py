@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import CALLER, Caller
-from disagg.gateway.calls.call_scope import Calls
+from disagg.gateway.calls import Calls
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.readiness import Readiness

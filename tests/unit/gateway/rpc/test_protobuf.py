@@ -4,7 +4,7 @@ import pytest
 
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.structured import StructuredOutput
-from disagg.gateway.rpc.from_protobuf import read_request, read_turns
+from disagg.gateway.rpc.protobuf import read_request, read_turns
 from disagg.gateway.text.chat_template import ChatTurn
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import InvalidRequestError

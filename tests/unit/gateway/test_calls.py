@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from disagg.gateway.answers.generator import Generator
 from disagg.gateway.auth.auth import Caller
-from disagg.gateway.calls.call_scope import Calls, CallScope, Origin, Times
+from disagg.gateway.calls import Calls, CallScope, Origin, Times
 from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.metrics.registry import Protocol as ProtocolName
 from disagg.gateway.models.models import Models

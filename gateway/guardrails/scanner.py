@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from disagg.gateway.guardrails.patterns.syntax import PatternError, read_pattern
+from disagg.gateway.guardrails.pattern_syntax import PatternError, read_pattern
 
 if TYPE_CHECKING:
     from re2 import _Regexp as Regexp

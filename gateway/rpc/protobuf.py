@@ -1,15 +1,18 @@
-"""A client's protobuf as the gateway's own types. Only lengths are checked here, before anything is copied.
+"""A client's protobuf as the gateway's own types, and answers as the protobuf that clients get. Of a request only
+lengths are checked here, before anything is copied.
 
 A long conversation is read in pieces, see `pieces`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
 
+from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.part_counts import TURNS_A_PIECE, Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS
@@ -19,6 +22,7 @@ from disagg.gateway.requests.values import check_length
 from disagg.gateway.text.chat_template import ChatTurn
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.errors import InvalidRequestError
+from disagg.proto.messages import TokenLogprobs
 from disagg.v1 import inference_pb2 as pb
 
 _SAMPLING = (
@@ -113,3 +117,50 @@ def _read_structured(request: pb.GenerateRequest) -> StructuredOutput | None:
 def _optional(message: Message, name: str) -> Any:
     """`None` where the field is unset."""
     return getattr(message, name) if message.HasField(name) else None
+
+
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "content_filter": pb.FINISH_REASON_CONTENT_FILTER,
+}
+
+
+def write_delta(delta: Delta) -> pb.TokenDelta:
+    """The message with the new tokens of an answer."""
+    return pb.TokenDelta(
+        first_index=delta.first_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=write_logprobs(delta.logprobs),
+        answer_index=delta.answer_index,
+        model_version=delta.model_version,
+        reasoning=delta.reasoning,
+    )
+
+
+def write_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprob]:
+    """One message for each token."""
+    return [
+        pb.TokenLogprob(
+            logprob=one.logprob,
+            top=[
+                pb.TopLogprob(token_id=token_id, logprob=logprob)
+                for token_id, logprob in zip(one.top_ids, one.top_logprobs, strict=True)
+            ],
+        )
+        for one in logprobs
+    ]
+
+
+def write_finish(finish: Finish) -> pb.Finished:
+    """The end of an answer."""
+    usage = pb.Usage(
+        prompt_tokens=finish.num_prompt_tokens,
+        cached_tokens=finish.num_cached_tokens,
+        completion_tokens=finish.num_output_tokens,
+        reasoning_tokens=finish.num_reasoning_tokens,
+    )
+    return pb.Finished(
+        reason=_REASONS[finish.reason], usage=usage, request_id=finish.request_id, answer_index=finish.answer_index
+    )

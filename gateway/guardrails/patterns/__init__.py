@@ -1,1 +1,0 @@
-"""Patterns that have a longest match, and how they are found."""

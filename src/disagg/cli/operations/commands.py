@@ -1,0 +1,45 @@
+"""The options of `disagg batch run` and `disagg usage`, which batch.py and usage.py implement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS, check_http_address
+from disagg.cluster.system.terminal import AddressOption, console, examples
+
+batch_app = typer.Typer(help="Batches: many requests in a file, answered as there is room.", no_args_is_help=True)
+
+
+@batch_app.command("run", epilog=examples("disagg batch run requests.jsonl --output answers.jsonl"))
+def batch_run(
+    file: Annotated[Path, typer.Argument(help="One request a line, as OpenAI's batches.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where answers go; FILE.out.jsonl.")] = None,
+    address: Annotated[str, typer.Option(help="host:port of the gateway's HTTP.")] = DEFAULT_HTTP_ADDRESS,
+) -> None:
+    """Run the requests of a file and write their answers; errors go to a file beside them. Ctrl-C cancels the batch."""
+    from disagg.cli.operations.batch import run_batch
+
+    target = output or file.with_name(f"{file.name}.out.jsonl")
+    raise typer.Exit(run_batch(check_http_address(address), file, target, console(stderr=True)))
+
+
+def register(app: typer.Typer, panel: str) -> None:
+    """Add the command to `app`, in this panel of its help."""
+    app.command(
+        "usage", rich_help_panel=panel, epilog=examples("disagg usage", "disagg usage --days 30 --key team-a --json")
+    )(_usage)
+
+
+def _usage(
+    address: AddressOption = DEFAULT_ADDRESS,
+    days: Annotated[int, typer.Option("--days", help="Days in UTC, today included.", min=1, max=3660)] = 7,
+    key: Annotated[str, typer.Option("--key", help="Of one key, by its tenant's name.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show what keys used by day and model: an admin sees all keys, another key itself. Needs gateway.usage."""
+    from disagg.cli.operations.usage import run_usage
+
+    run_usage(address, days, key, console(), as_json=as_json)
