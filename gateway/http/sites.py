@@ -68,9 +68,7 @@ class Sites:
                 "gateway.allowed_hosts"
             )
         if self.checks_origin and origin is not None and origin.lower() not in self._allowed_origins(host):
-            raise ForeignSiteError(
-                f"Origin: pages of {origin[:64]!r} may not call this gateway; set gateway.allowed_origins"
-            )
+            raise _foreign_origin(origin)
 
     def headers(self, origin: str | None) -> Headers:
         """CORS headers of every response to a request from `origin`."""
@@ -84,6 +82,14 @@ class Sites:
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", _EXPOSED.encode()),
         ]
+
+    def check_preflight(self, method: str, headers: Mapping[str, str]) -> None:
+        """Raises `ForeignSiteError` for a browser's question from a site that is not allowed, which has no key yet."""
+        origin = headers.get("origin")
+        if method != "OPTIONS" or origin is None or "access-control-request-method" not in headers:
+            return
+        if origin.lower() not in self._allowed_origins(headers.get("host")):
+            raise _foreign_origin(origin)
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Whether a browser asks for an allowed site, before it sends what a page wants, whether it may."""
@@ -114,8 +120,19 @@ def preflight_headers(methods: str, asked: str | None) -> Headers:
     return headers
 
 
-def check_content_type(given: str | None) -> None:
-    """Raises `ContentTypeError` for the header of a body that is not JSON's."""
+def _foreign_origin(origin: str) -> ForeignSiteError:
+    return ForeignSiteError(f"Origin: pages of {origin[:64]!r} may not call this gateway; set gateway.allowed_origins")
+
+
+def check_content_type(given: str | None, coding: str | None = None) -> None:
+    """Raises `ContentTypeError` for the headers of a body that is not JSON's, or is compressed.
+
+    Args:
+        given: `Content-Type`.
+        coding: `Content-Encoding`.
+    """
+    if coding is not None and coding.strip().lower() not in ("", "identity"):
+        raise ContentTypeError(f"content-encoding: bodies are taken as they are, not in {coding[:64]!r}")
     kind = (given or "").partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = "nothing" if given is None else repr(given[:64])

@@ -273,12 +273,12 @@ class BodyLimits:
         decoded in pieces, so that many that arrive together are not decoded in one turn of the event loop.
 
         Raises:
-            ContentTypeError: if it is not announced as JSON.
+            ContentTypeError: if it is not announced as JSON, or is compressed.
             InvalidRequestError: for too many parts.
             OverloadedError: if too many bytes wait, or unfinished bodies hold too many.
             DisaggError: whatever `Exchange.read_body` and `decode` raise.
         """
-        check_content_type(exchange.headers.get("content-type"))
+        check_content_type(exchange.headers.get("content-type"), exchange.headers.get("content-encoding"))
         return await self.decode(await exchange.read_body(self.max_bytes, self.timeout_s, self.unfinished), decode)
 
     async def decode(self, body: bytes, decode: Callable[[bytes], Cooperative[T]]) -> T:

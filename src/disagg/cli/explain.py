@@ -16,14 +16,14 @@ from rich.text import Text
 
 from disagg.cli.address import reaching
 from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client
-from disagg.cli.request_ids import find, shortened
+from disagg.cli.request_ids import find, request_id_of, shortened
 from disagg.client import Client, Explanation
 from disagg.client.types import GuardrailDecision, PlacementOption, StageSpan
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.program import command
 from disagg.cluster.system.terminal import format_bytes, table
 from disagg.gateway.operators.admin_answers import explanation_json
-from disagg.proto.errors import RequestNotFoundError
+from disagg.proto.errors import PermissionDeniedError, RequestNotFoundError
 
 WATERFALL_CELLS = 40
 PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
@@ -37,7 +37,8 @@ LOOKED_AT = 100
 
 
 def run_explain(address: str, request_id: str | None, console: Console, *, as_json: bool) -> None:
-    """Explain a request, or the latest one. The beginning of an id is enough if no other recent one begins with it.
+    """Explain a request, or the latest one. The id of an answer over HTTP is one of its request. For
+    an administrator the beginning of an id is enough if no other recent one begins with it.
 
     Raises:
         ConfigError: if several ids begin with `request_id`.
@@ -54,11 +55,15 @@ def run_explain(address: str, request_id: str | None, console: Console, *, as_js
         console.print(report(found, ascii_only=console.options.ascii_only))
 
 
-def _explain(client: Client, request_id: str) -> Explanation:
+def _explain(client: Client, text: str) -> Explanation:
+    request_id = request_id_of(text)
     try:
         return client.explain(request_id)
-    except RequestNotFoundError:
-        recent = {request.request_id: request for request in client.requests(MAX_LISTED)}
+    except RequestNotFoundError as missing:
+        try:
+            recent = {request.request_id: request for request in client.requests(MAX_LISTED)}
+        except PermissionDeniedError:  # only administrators search; others name their own request whole
+            raise missing from None
         whole = find(request_id, recent)
         if whole is None:
             raise

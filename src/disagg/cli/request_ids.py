@@ -8,6 +8,14 @@ from disagg.proto.errors import ConfigError
 
 MIN_SHORT = 8
 """Smallest length of a shortened id."""
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What the ids of answers of the HTTP APIs have before the request's id."""
+
+
+def request_id_of(text: str) -> str:
+    """The id of a request, or its beginning, as typed or copied from an answer over HTTP."""
+    prefix = next((each for each in ANSWER_PREFIXES if text.startswith(each)), "")
+    return text.removeprefix(prefix)
 
 
 def shortened(ids: Sequence[str]) -> list[str]:

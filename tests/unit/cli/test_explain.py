@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from disagg.cli import explain
 from disagg.cli.request_ids import shortened
 from disagg.cluster.system.children import LaunchError
-from disagg.proto.errors import ConfigError, RequestNotFoundError, UnavailableError
+from disagg.proto.errors import ConfigError, PermissionDeniedError, RequestNotFoundError, UnavailableError
 from disagg.v1 import inference_pb2 as pb
 
 
@@ -293,3 +293,15 @@ def test_without_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_gateway_refuses_is_not_taken_for_its_absence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError, match="the controller"):
         run(monkeypatch, Requests(error=UnavailableError("the controller is away", "controller_away")))
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_"])
+def test_the_id_of_an_answer_names_its_request(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    older = pb.ExplainRequestResponse(request_id="r0")
+    assert "request   r0 " in run(monkeypatch, Requests(whole(), older), f"{prefix}r0")
+
+
+def test_a_tenant_is_told_that_the_request_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = PermissionDeniedError("this needs a key with the scope admin")
+    with pytest.raises(RequestNotFoundError, match="no such request"):
+        run(monkeypatch, Requests(error=denied), "r9")

@@ -109,7 +109,7 @@ async def test_a_browser_may_ask_before_it_sends_what_a_page_wants(path: str, me
 @pytest.mark.parametrize(
     ("path", "headers", "status"),
     [
-        ("/v1/completions", {"origin": "https://evil.example", **ASKED}, 401),
+        ("/v1/completions", {"origin": "https://evil.example", **ASKED}, 403),
         ("/v1/completions", {"origin": SITE}, 401),
         ("/v1/nothing", {"origin": SITE, **ASKED}, 404),
     ],

@@ -97,6 +97,17 @@ def test_json_is_accepted(given: str) -> None:
     check_content_type(given)
 
 
+@pytest.mark.parametrize("coding", [None, "", "identity", " Identity"])
+def test_bodies_as_they_are_are_accepted(coding: str | None) -> None:
+    check_content_type("application/json", coding)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "identity, gzip"])
+def test_compressed_bodies_are_refused(coding: str) -> None:
+    with pytest.raises(ContentTypeError, match=f"content-encoding: bodies are taken as they are, not in '{coding}'"):
+        check_content_type("application/json", coding)
+
+
 @pytest.mark.parametrize("given", [None, "", "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
 def test_what_a_page_can_send_without_asking_is_refused(given: str | None) -> None:
     with pytest.raises(ContentTypeError, match=r"content-type: must be application/json, not"):
