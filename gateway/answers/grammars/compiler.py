@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,9 +184,7 @@ class _Compiler:
             ready = {descriptor for descriptor, _ in watch.poll(_YIELDS_AFTER_S * 1e3 if new else None)}
             if not ready:
                 _give_way(new)
-            for descriptor in ready & self._children.keys():
-                if descriptor in self._children:
-                    self._heard(descriptor, self._children[descriptor])
+            self._hear(ready)
             if self._control.fileno() in ready and not self._receive():
                 return
 
@@ -204,13 +203,24 @@ class _Compiler:
             socket.send_fds(child.jobs, [grammar], descriptors)
         return True
 
+    def _hear(self, ready: Set[int]) -> None:
+        """Handle what the children of these descriptors say. When a child has ended, its descriptors may already be
+        those of the one that took its place, which says nothing yet."""
+        saying = [(descriptor, self._children[descriptor]) for descriptor in ready & self._children.keys()]
+        for descriptor, child in saying:
+            if self._children.get(descriptor) is child:
+                self._heard(descriptor, child)
+
     def _heard(self, descriptor: int, child: _Child) -> None:
         """A child is done with a grammar, or ended."""
         if descriptor == child.pidfd:
             self._ended(child)
             return
-        if not child.jobs.recv(16):
-            return  # its end is heard, too
+        try:
+            if not child.jobs.recv(16):
+                return  # its end is heard, too
+        except ConnectionResetError:
+            return  # it ended before it read its grammar
         self._close_verdict(child)
         child.num_done += 1
         if child.is_slow or child.num_done >= _MAX_DONE:

@@ -8,6 +8,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,7 @@ from tests.acceptance.fuzz.grammar_cases import make_case
 from tests.support.gateway import EOS, MODEL_NAME, VOCAB_SIZE, FakeRouter, tokenizer_json, write_checkpoint
 from tests.support.gateway_server import running
 from tests.support.processes import children_of
-from tests.support.waiting import until
+from tests.support.waiting import LONG_WAIT_S, until
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -192,3 +194,33 @@ def walk(matcher: LLMatcher, dice: random.Random) -> None:
         if matcher.is_error() or not allowed or not matcher.consume_tokens([dice.choice(allowed)]):
             return
         matcher.compute_ff_tokens()
+
+
+SUCCESSOR = """
+import os, select, signal, socket
+from disagg.gateway.answers.grammars.compiler import _Compiler
+
+control, ours = socket.socketpair()
+compiler = _Compiler(control, "no vocabulary")
+while os.dup(0) % 8 != 6:  # a set then has the descriptor of the process before that of its jobs
+    pass
+compiler._fork()
+(child,) = set(compiler._children.values())
+child.num_done = 1
+os.kill(child.pid, signal.SIGKILL)
+watch = select.poll()
+watch.register(child.pidfd, select.POLLIN)
+watch.poll()
+before = set(compiler._children)
+compiler._hear(before)
+(successor,) = set(compiler._children.values())
+print(set(compiler._children) == before, successor is not child, compiler._idle == [successor])
+"""
+
+
+def test_a_compiler_with_the_descriptors_of_an_ended_one_is_not_taken_for_it() -> None:
+    """One that is idle says nothing, and the process would wait for it for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", SUCCESSOR], capture_output=True, text=True, timeout=LONG_WAIT_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
