@@ -8,10 +8,11 @@ input ──line──> Conversation.read ──Ask──> Client.stream ──d
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import closing, suppress
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -45,13 +46,43 @@ def run_chat(address: str, model: str | None, console: Console) -> None:
             with suppress(ImportError):
                 importlib.import_module("readline")  # gives `input` a history and keys to edit a line
             chat.say(f"{served} at {address}; /help lists the commands, {HOW_TO_LEAVE}")
-            chat.run(input)
+            with chat.interrupts:
+                chat.run(input)
         else:
             chat.answer_once(sys.stdin.buffer.read())
 
 
+class Interrupts:
+    """Ctrl-C of a conversation: a `KeyboardInterrupt` where there is something to stop, and nothing anywhere else, or
+    one that comes as an answer ends would end the program."""
+
+    def __init__(self) -> None:
+        self._can_stop = False
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Where Ctrl-C raises `KeyboardInterrupt`, once."""
+        self._can_stop = True
+        try:
+            yield
+        finally:
+            self._can_stop = False
+
+    def _on_signal(self, *_: object) -> None:
+        if self._can_stop:
+            self._can_stop = False
+            raise KeyboardInterrupt
+
+
 class Chat:
-    """A conversation with its terminal.
+    """A conversation with its terminal. `interrupts` is for the time of `run`.
 
     Args:
         client: client of the gateway.
@@ -68,6 +99,7 @@ class Chat:
         self._console = console
         self._out = out
         self._conversation = Conversation(model)
+        self.interrupts = Interrupts()
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Handle lines until the user leaves. Ctrl-C ends an answer or drops a message, and not the conversation.
@@ -77,7 +109,8 @@ class Chat:
         """
         while True:
             try:
-                line = read_line(self._conversation.prompt)
+                with self.interrupts.stoppable():
+                    line = read_line(self._conversation.prompt)
             except EOFError:
                 self._write("\n")
                 return
@@ -85,11 +118,8 @@ class Chat:
                 self._conversation.drop()
                 self.say(f"\n{HOW_TO_LEAVE}")
                 continue
-            try:
-                if not self._do(self._conversation.read(line)):
-                    return
-            except KeyboardInterrupt:
-                self._write("\n")
+            if not self._do(self._conversation.read(line)):
+                return
 
     def answer_once(self, message: bytes) -> None:
         """Answer one message. Raises as `run_chat` does."""
@@ -124,7 +154,8 @@ class Chat:
         parts: list[str] = []
         request_id = problem = ""
         try:
-            request_id = self._stream(ask, parts)
+            with self.interrupts.stoppable():
+                request_id = self._stream(ask, parts)
         except KeyboardInterrupt:
             pass  # what came so far is the answer
         except (DisaggError, LaunchError, TypeError, ValueError) as error:
@@ -156,8 +187,11 @@ class Chat:
             self.say(f"there is no whole answer to explain; latest requests: {command_line('explain --list')}")
             return
         try:
-            with reaching(self._address):
+            with self.interrupts.stoppable(), reaching(self._address):
                 found = self._client.explain(request_id)
+        except KeyboardInterrupt:
+            self._write("\n")
+            return
         except (DisaggError, LaunchError) as error:
             self.say(_one_line(error))
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from disagg.cli.chat.command import HOW_TO_LEAVE, Chat
+from disagg.cli.chat.command import HOW_TO_LEAVE, Chat, Interrupts
 from disagg.client import Client, Delta, Finished, Usage
 from disagg.proto.errors import (
     ConfigError,
@@ -178,3 +179,18 @@ def test_a_pipe_without_a_message(message: bytes, error: str) -> None:
 def test_an_error_of_a_pipe_is_raised() -> None:
     with pytest.raises(OverloadedError):
         once(Played([OverloadedError("full", None)]), b"x")
+
+
+def test_ctrl_c_is_an_interrupt_only_where_it_stops_something() -> None:
+    before, interrupts = signal.getsignal(signal.SIGINT), Interrupts()
+    with interrupts:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), interrupts.stoppable():
+            signal.raise_signal(signal.SIGINT)
+        with interrupts.stoppable():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)  # the second one, while the first is handled
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
