@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from disagg.client import Client
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.cluster.system.program import typed
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from tests.support.architecture import REPOSITORY
 from tests.support.secret import SECRET
@@ -155,7 +157,8 @@ def test_an_unknown_request_names_the_next_command(cluster: ProcessCluster) -> N
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.endswith(f"; next: {sys.executable} -m disagg.cli explain --list\n")
+    interpreter = typed(sys.executable, shutil.which("python"), Path.cwd(), "python")
+    assert done.stderr.endswith(f"; next: {interpreter} -m disagg.cli explain --list\n")
 
 
 def test_trace_export(cluster: ProcessCluster, client: Client, tmp_path: Path) -> None:
