@@ -184,7 +184,8 @@ class Chat:
 
     def _explain(self, request_id: str) -> None:
         if not request_id:
-            self.say(f"there is no whole answer to explain; latest requests: {command_line('explain --list')}")
+            listing = command_line(f"explain --list --address {self._address}")
+            self.say(f"there is no whole answer to explain; latest requests: {listing}")
             return
         try:
             with self.interrupts.stoppable(), reaching(self._address):

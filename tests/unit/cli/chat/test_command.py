@@ -142,7 +142,7 @@ def test_explain_shows_where_the_last_answer_ran() -> None:
     assert "request   r1 " in text
     assert "ran on    decode-0, prompt and answer" in text
     assert talk(Played(), "/explain") == (
-        "there is no whole answer to explain; latest requests: disagg explain --list\n\n"
+        "there is no whole answer to explain; latest requests: disagg explain --list --address x:1\n\n"
     )
     forgotten = Delta("", (), Finished("stop", Usage(1, 0, 1), "r2"))
     assert "\nerror: no such request; next: disagg explain --list\n" in talk(
