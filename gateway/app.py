@@ -136,7 +136,6 @@ class HttpApp:
                 exchange.add_header(name, value)
             if scope["path"] not in _PROBED_PATHS:
                 self._sites.check(exchange.headers.get("host"), origin)
-            self._sites.check_preflight(scope["method"], exchange.headers)
             if self._sites.is_preflight(scope["method"], exchange.headers):
                 await self._answer_preflight(exchange)
                 return
