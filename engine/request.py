@@ -76,6 +76,8 @@ class Sequence:
     """Counts of its token ids, if they are penalized and a token was sampled here."""
     grammar_state: Any = None
     """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
+    draft_index: Any = None
+    """What the proposer of drafts keeps of its text. Owner: the proposer."""
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
     key: AttemptKey = field(init=False)
