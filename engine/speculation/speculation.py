@@ -1,0 +1,148 @@
+"""Speculation of one worker: which drafts its steps compute, and what became of them.
+
+plan(sequences, ...)            before a step: drafts for each of them
+walked(sequence, accepted)      behind it, for each sequence that had drafts and went on
+observe(rows, context, ms)      a step without prompts was measured
+forget(sequence)                it ended or left
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from disagg.engine.request import Sequence
+from disagg.engine.speculation.draft_counts import Acceptance, RowTimes, choose, may_gain
+from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
+from disagg.proto.messages import StepSample
+
+
+@dataclass
+class Totals:
+    """Counts since the start of the worker."""
+
+    steps_with_drafts: int = 0
+    drafted: int = 0
+    """Drafts of runs that were walked."""
+    accepted: int = 0
+    by_length: Counter[int] = field(default_factory=Counter)
+    """How many runs had so many accepted drafts."""
+
+
+@dataclass(slots=True)
+class _Proposed:
+    """The latest proposal for one sequence."""
+
+    proposal: Proposal
+    num_tokens: int
+    """Length of the text that it continues."""
+    num_drafted: int = 0
+    """How many of it are computed, until the walk of these told."""
+
+
+class Speculation:
+    """The drafts of one worker. Owner: the scheduler.
+
+    Args:
+        proposer: the method.
+        calibration: steps that were measured at the start.
+        max_draft: the most drafts of a sequence in one step.
+    """
+
+    def __init__(self, proposer: Proposer, calibration: Seq[StepSample], *, max_draft: int) -> None:
+        self.totals = Totals()
+        self._proposer = proposer
+        self._max_draft = max_draft
+        self._times = RowTimes(calibration)
+        self._acceptance = Acceptance()
+        self._proposed: dict[Sequence, _Proposed] = {}
+
+    def plan(
+        self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int, most_ms: float
+    ) -> list[tuple[int, ...]]:
+        """The drafts of the next step for each sequence.
+
+        Args:
+            sequences: each with the most drafts that it may have; 0 for those that may not have any.
+            num_rows: rows without drafts, of these sequences and of others.
+            context: tokens that they attend to, each sequence counted once.
+            most_rows: rows of the largest step.
+            most_ms: longest step that the tightest sequence allows.
+        """
+        most_rows = self._fitting(num_rows, context, most_rows, most_ms)
+        mosts = [min(most, self._max_draft) for _, most in sequences]
+        if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
+            return [()] * len(sequences)
+        proposed = [self._propose(sequence, most) for (sequence, _), most in zip(sequences, mosts, strict=True)]
+        chances = [
+            self._acceptance.chances(sequence, proposal) if proposal.token_ids else ()
+            for (sequence, _), proposal in zip(sequences, proposed, strict=True)
+        ]
+        numbers = choose(self._times, num_rows, context, chances, most_rows)
+        if not any(numbers):
+            return [()] * len(sequences)
+        self.totals.steps_with_drafts += 1
+        drafts: list[tuple[int, ...]] = []
+        for (sequence, _), proposal, number in zip(sequences, proposed, numbers, strict=True):
+            if number:
+                self._proposed[sequence].num_drafted = number
+            drafts.append(proposal.token_ids[:number])
+        return drafts
+
+    def walked(self, sequence: Sequence, num_accepted: int) -> None:
+        """So many of the drafts that were planned for it last are accepted."""
+        proposed = self._proposed.get(sequence)
+        if proposed is None or proposed.num_drafted == 0:
+            return
+        self.totals.drafted += proposed.num_drafted
+        self.totals.accepted += num_accepted
+        self.totals.by_length[num_accepted] += 1
+        proposed.num_drafted = 0
+
+    def observe(self, rows: int, context: int, ms: float) -> None:
+        """A step without prompts was measured; `context` is that of its plan."""
+        self._times.observe(rows, context, ms)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence ended or left."""
+        self._proposed.pop(sequence, None)
+        self._acceptance.forget(sequence)
+        self._proposer.forget(sequence)
+
+    def _fitting(self, num_rows: int, context: int, most_rows: int, most_ms: float) -> int:
+        """The most rows that take at most `most_ms`, and at least those without drafts."""
+        if most_rows <= num_rows or self._times.ms(most_rows, context) <= most_ms:
+            return most_rows
+        fits, too_many = num_rows, most_rows
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._times.ms(middle, context) <= most_ms:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _propose(self, sequence: Sequence, most: int) -> Proposal:
+        self._learn(sequence)
+        if most <= 0:
+            return NOTHING
+        proposal = self._proposer.propose(sequence, most)
+        if proposal.token_ids:
+            self._proposed[sequence] = _Proposed(proposal, sequence.num_tokens)
+        return proposal
+
+    def _learn(self, sequence: Sequence) -> None:
+        """Compare its latest proposal with what its text went on with."""
+        proposed = self._proposed.get(sequence)
+        if proposed is None:
+            return
+        drafts, text, start = proposed.proposal.token_ids, sequence.token_ids, proposed.num_tokens
+        num_known = min(len(drafts), len(text) - start)
+        if num_known <= 0:
+            return
+        num_accepted = 0
+        while num_accepted < num_known and drafts[num_accepted] == text[start + num_accepted]:
+            num_accepted += 1
+        self._acceptance.observe(sequence, proposed.proposal, num_known, num_accepted)
+        del self._proposed[sequence]
