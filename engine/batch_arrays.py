@@ -143,12 +143,14 @@ def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
 
 
 def _decoded_id(entry: ScheduledSequence) -> int:
+    if entry.drafts:
+        return entry.drafts[-1]
     token_ids = entry.sequence.token_ids
     return token_ids[entry.start] if entry.start < len(token_ids) else 0
 
 
 def _token_ids(plan: StepPlan) -> list[int]:
-    ids = [entry.sequence.token_ids[entry.start] for entry in plan.decodes]
+    ids = [_decoded_id(entry) for entry in plan.decodes]
     for entry in plan.prefills:
         ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
     return ids

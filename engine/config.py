@@ -107,6 +107,21 @@ class KernelOptions(msgspec.Struct, frozen=True, kw_only=True):
     measured. `disagg doctor` names what can be used."""
 
 
+class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculative decoding: tokens that may come next are computed beside the last known one, and kept as far as they
+    are what is sampled. They change no token, whatever the sampling parameters."""
+
+    method: Literal["lookup", "off"] = "off"
+    """What proposes drafts: `lookup` takes what followed the end of the text where it occurred before, in the prompt or
+    in the answer (prompt lookup, n-gram speculation)."""
+    max_draft: Annotated[int, msgspec.Meta(ge=1, le=15)] = 8
+    """Most drafts of a sequence in a step. How many there are is decided in each step, by measured step times and by
+    how many were accepted before."""
+
+
+SPECULATION_DEFAULTS = SpeculationOptions()
+
+
 class EngineLimits(KvReserve, frozen=True, kw_only=True):
     """How much a worker computes and holds at a time."""
 
@@ -132,8 +147,10 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     skip_forced: bool = True
     """Whether tokens between which a grammar leaves no choice are computed in one step, as far as the batch has places
     free, or each in its own."""
+    speculation: SpeculationOptions = SPECULATION_DEFAULTS
+    """Speculative decoding, on workers that decode."""
     max_num_seqs: Count = 256
-    """Sequences in a batch."""
+    """Sequences in a batch, and rows of a step without prompts."""
     cached_share: Fraction = 0.0
     """Share of a worker's blocks that the cached prefixes of each tenant keep from those of others; 0 is an equal part
     of what is cached. Without API keys there is one tenant. See `cached_blocks.py`."""

@@ -113,7 +113,8 @@ class FakeModelRunner(ModelRunner):
         for entry in plan.entries:
             end = entry.start + entry.num_tokens
             blocks, offsets = self._slots(entry.sequence.block_table, entry.start, end)
-            token_ids = np.array(entry.sequence.token_ids[entry.start : end], dtype=np.uint32)
+            known = entry.drafts[-1:] or entry.sequence.token_ids[entry.start : end]
+            token_ids = np.array(known, dtype=np.uint32)
             self._write(blocks, offsets, token_ids, np.arange(entry.start, end, dtype=np.uint32))
         if self._step_time_s is not None and self._sleep is not None:
             self._sleep(self._step_time_s(plan))

@@ -33,7 +33,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last of these tokens is the last known one, so that its logits give the next token."""
+    """Whether the last of these tokens is the last known one, or a draft: its logits give the next token."""
+    drafts: tuple[int, ...] = ()
+    """Draft tokens that stand behind `sequence.token_ids` in this step, up to the one that this entry computes; empty
+    for an entry of known tokens."""
 
     @property
     def end(self) -> int:
@@ -45,8 +48,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step of the engine. The block table of every entry covers `start + num_tokens` tokens."""
 
     decodes: tuple[ScheduledSequence, ...] = ()
-    """Entries of exactly one token, those of a sequence one after the other: the last known token, which samples, and
-    before it what was forced (`Sequence.num_forced`). Where not all of that is computed, none of them samples."""
+    """Entries of exactly one token, those of a sequence one after the other: what was forced (`Sequence.num_forced`);
+    the last known token, which samples; drafts, each of which samples. Where not all forced tokens are computed, none
+    of the entries samples."""
     prefills: tuple[ScheduledSequence, ...] = ()
     """Prompt chunks (also of one token)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disagg.engine.draft_row import SampledRow
 from disagg.engine.request import Sequence
 from disagg.proto.messages import Sampling
 
@@ -24,13 +25,13 @@ def penalizes(sampling: Sampling) -> bool:
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def masks_stops(sequence: Sequence) -> bool:
+def masks_stops(sequence: SampledRow) -> bool:
     """Whether the next token must not be a stop id."""
     sampling = sequence.spec.sampling
     return bool(sampling.stop_token_ids) and sequence.num_output_tokens < sampling.min_tokens
 
 
-def edits_logits(sequence: Sequence) -> bool:
+def edits_logits(sequence: SampledRow) -> bool:
     """Whether the next token is chosen from other logits than the model's."""
     sampling = sequence.spec.sampling
     return bool(sampling.logit_bias or sampling.grammar) or penalizes(sampling) or masks_stops(sequence)
@@ -46,7 +47,7 @@ def takes_forced(sequence: Sequence) -> bool:
     return not (sequence.hold_after_prefill or sequence.is_leaving)
 
 
-def is_only_masked(sequence: Sequence) -> bool:
+def is_only_masked(sequence: SampledRow) -> bool:
     """Whether a grammar is all that changes the model's logits."""
     sampling = sequence.spec.sampling
     return bool(sampling.grammar) and not (sampling.logit_bias or penalizes(sampling) or masks_stops(sequence))

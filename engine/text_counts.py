@@ -40,6 +40,17 @@ class TextCounts:
         """How often the output has each of them, as whole numbers; 0 for one that only the prompt has."""
         return self._outputs[: self._size]
 
+    def copied(self) -> TextCounts:
+        """The same counts, which go on by themselves."""
+        other = TextCounts.__new__(TextCounts)
+        other._num_prompt_tokens, other._num_counted, other._size = (
+            self._num_prompt_tokens,
+            self._num_counted,
+            self._size,
+        )
+        other._ids, other._outputs = self._ids.copy(), self._outputs.copy()
+        return other
+
     def extend(self, token_ids: Seq[int]) -> None:
         """Count what the text has behind what was counted before, all of it output."""
         num_new = len(token_ids) - self._num_counted

@@ -112,6 +112,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Time that was left until the request's deadline when this was sent, in seconds."""
     targets: Targets | None = None
     """Latency targets; None where neither the request nor the configuration has any."""
+    speculation: bool = True
+    """Whether drafts may be computed for it, where the worker makes some. They change no token."""
 
     def __post_init__(self) -> None:
         check_packed("prompt_token_ids", self.prompt_token_ids)

@@ -62,6 +62,7 @@ from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
 from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
+from disagg.engine.core.runs import runs
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
@@ -69,6 +70,8 @@ from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import Steps, failed, num_alike
 from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.speculation.lookup import Lookup
+from disagg.engine.speculation.speculation import Speculation
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample
@@ -122,6 +125,7 @@ class EngineCore:
             recomputes="prefill" in config.roles,
             slack=self._slack,
             limit=self._limit,
+            speculation=_speculation_of(config, calibration),
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
@@ -417,6 +421,9 @@ class EngineCore:
         """The step that `run_step` finished was measured. Without slack those with prompts count, which are few."""
         if self._slack is not None or step.prefill_tokens:
             self._model.observe(step)
+        if self._scheduler.speculation is not None and not step.prefill_tokens:
+            context = sum(run.last_known.end for run in runs(self.last_plan))
+            self._scheduler.speculation.observe(step.num_decodes, context, step.ms)
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to
@@ -549,3 +556,10 @@ class EngineCore:
         self._deadlines.discard(key)
         self._landing.forget(key)
         self._moves.forget(key)
+
+
+def _speculation_of(config: WorkerConfig, calibration: Seq[StepSample]) -> Speculation | None:
+    """What proposes drafts on this worker; None where nothing does."""
+    if config.speculation.method == "off" or "decode" not in config.roles:
+        return None
+    return Speculation(Lookup(), calibration, max_draft=config.speculation.max_draft)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
-from disagg.engine.plan import ScheduledSequence, StepPlan
+from disagg.engine.plan import ScheduledSequence
 from disagg.engine.request import Sequence
 
 
@@ -38,8 +38,3 @@ def as_rows(decodes: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ..
             entry if entry.num_tokens == 1 else ScheduledSequence(entry.sequence, entry.end - 1, 1, entry.samples)
         )
     return tuple(rows)
-
-
-def last_entries(plan: StepPlan) -> Iterable[ScheduledSequence]:
-    """Last entry of each sequence, in the order of the plan."""
-    return {entry.sequence: entry for entry in plan.entries}.values()

@@ -51,7 +51,7 @@ from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
-from disagg.engine.core.forced import as_rows, last_entries, num_to_decode
+from disagg.engine.core.forced import as_rows, num_to_decode
 from disagg.engine.core.policy import (
     LazyHeap,
     SortKey,
@@ -63,10 +63,13 @@ from disagg.engine.core.policy import (
     queue_order,
 )
 from disagg.engine.core.prompt_logprobs import chunk_budget, note_prompt, with_prompt
+from disagg.engine.core.runs import runs
 from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Slack, StepBudget, is_overdue, may_be_in_time
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.speculation.drafts import most_drafts, with_drafts
+from disagg.engine.speculation.speculation import Speculation
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import EndReason, TokenLogprobs
 
@@ -87,6 +90,7 @@ class Scheduler:
         recomputes: whether what is not kept may be computed again on this worker.
         slack: for scheduling `slack`, and only for that.
         limit: of how long a step takes; none by default.
+        speculation: proposes drafts; none by default.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Scheduler:
         recomputes: bool = True,
         slack: Slack[Sequence] | None = None,
         limit: StepLimit | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
@@ -111,6 +116,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
         self.swap = swap or SwapPool()
         self.recomputes = recomputes
+        self.speculation = speculation
         self.sequences: dict[AttemptKey, Sequence] = {}
         self.running: dict[AttemptKey, Sequence] = {}
         self.waiting: LazyHeap[Sequence] = LazyHeap()
@@ -186,6 +192,8 @@ class Scheduler:
         elif sequence.state is SequenceState.HELD:
             self.num_leaving -= sequence.is_leaving
         self.resuming.pop(sequence.key, None)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         self.swap.free_slots(sequence.key)
         self.kv_cache.free(sequence)
         del self.sequences[sequence.key]
@@ -257,6 +265,7 @@ class Scheduler:
                     step_budget = self._slack.step_budget(counted, self._now)
                 plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, step_budget))
                 self._num_without = 0 if plan.prefills else self._num_without + 1
+                plan = self._with_drafts(plan)
             case "prefill_first":
                 plan = self._plan_one_kind(may_admit=True)
             case "static":
@@ -267,7 +276,7 @@ class Scheduler:
     def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
         """Prompts alone while there are any to compute, else decodes."""
         prefills = self._plan_prefills((), may_admit)
-        return StepPlan((), prefills) if prefills else StepPlan(self._plan_decodes(), ())
+        return StepPlan((), prefills) if prefills else self._with_drafts(StepPlan(self._plan_decodes(), ()))
 
     def _form_batch(self) -> None:
         if self.running:
@@ -298,6 +307,38 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 planned[sequence] = ScheduledSequence(sequence, start, num_tokens, end == len(sequence.token_ids))
         return as_rows(planned.values())
+
+    def _with_drafts(self, plan: StepPlan) -> StepPlan:
+        """A step of decodes alone, with drafts where rows of the batch and blocks are free for them."""
+        if self.speculation is None or plan.prefills or not plan.decodes:
+            return plan
+        most_rows = min(self.max_num_seqs, self.token_budget)
+        if len(plan.decodes) >= most_rows:
+            return plan
+        last = [entry for entry in plan.decodes if entry.samples]
+        mosts = [(entry.sequence, most_drafts(entry.sequence, self.max_model_len)) for entry in last]
+        context, most_ms = sum([entry.end for entry in last]), self._longest_ms(plan)
+        drafts = self.speculation.plan(
+            mosts, num_rows=len(plan.decodes), context=context, most_rows=most_rows, most_ms=most_ms
+        )
+        if not any(drafts):
+            return plan
+        num_others = len(self.running)
+        found: dict[Sequence, tuple[int, ...]] = {}
+        for entry, token_ids in zip(last, drafts, strict=True):
+            sequence = entry.sequence
+            if token_ids and self.kv_cache.has_room(sequence, entry.end + len(token_ids), num_left=num_others):
+                self.kv_cache.extend(sequence, entry.end + len(token_ids))
+                found[sequence] = token_ids
+        return StepPlan(with_drafts(plan.decodes, found))
+
+    def _longest_ms(self, plan: StepPlan) -> float:
+        """How long a step may take whose drafts may all be wrong, by the targets of its sequences."""
+        if self._slack is None:
+            return math.inf
+        counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in plan.decodes]
+        step_budget = self._slack.step_budget(counted, self._now)
+        return step_budget.step_ms + max(0.0, step_budget.ms)
 
     def _victims(self) -> Iterator[Sequence]:
         """Running sequences in the order in which they are preempted; sorted only when the first one is needed."""
@@ -403,17 +444,19 @@ class Scheduler:
     # ------------------------------------------------------------ apply
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
-        """Take in the result of a step: one token per sampling entry, and those that it forces. For each sequence its
-        tokens come first. Sequences that ended while it was computed get nothing; one whose row gave no token ends, and
-        nothing that the step wrote for it is published."""
+        """Take in the result of a step: one token per sampling entry of known tokens, one for each draft that is what
+        was sampled before it, and those that the last of them forces. For each sequence its tokens come first.
+        Sequences that ended while it was computed get nothing; one whose row gave no token ends, and nothing that the
+        step wrote for it is published."""
         events: list[Event] = []
-        tokens = enumerate(result.token_ids)
-        for entry in last_entries(plan):
-            sequence = entry.sequence
-            place, token_id = next(tokens) if entry.samples else (-1, -1)
+        place = -1
+        for run in runs(plan):
+            entry, sequence = run.last_known, run.last_known.sequence
+            first_place = place + 1
+            place += entry.samples + len(run.drafts)
             if sequence.state is SequenceState.ENDED:
                 continue
-            if result.faults and (fault := result.faults.get(place)) is not None:
+            if result.faults and entry.samples and (fault := result.faults.get(first_place)) is not None:
                 events.append(self.end(sequence, *faulty_end(sequence, fault)))
                 continue
             start, sequence.num_computed_tokens = sequence.num_computed_tokens, entry.end
@@ -421,12 +464,39 @@ class Scheduler:
                 note_prompt(entry, result)
             self.kv_cache.publish(sequence, start)
             if entry.samples:
-                sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(place)))
+                token_id = result.token_ids[first_place]
+                sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(first_place)))
                 events += [sampled, *self._end_if_finished(sequence)]
-                events += self._append_forced(sequence, result.forced.get(place, ()))
+                if run.drafts:
+                    events += self._apply_drafts(sequence, run.drafts, first_place, result)
+                else:
+                    events += self._append_forced(sequence, result.forced.get(first_place, ()))
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
                 events.append(self._hold(sequence, sampled))
         return events
+
+    def _apply_drafts(
+        self, sequence: Sequence, drafts: tuple[int, ...], first_place: int, result: StepResult
+    ) -> Iterator[Event]:
+        """What a sequence's drafts are worth, whose first token was just appended: a draft that is the token before it
+        was computed like any known one, and its row gives the next token. What its row wrote of others is overwritten
+        by the next step."""
+        num_accepted = 0
+        while num_accepted < len(drafts) and sequence.state is not SequenceState.ENDED:
+            if drafts[num_accepted] != sequence.token_ids[-1]:
+                break
+            num_accepted += 1
+            place = first_place + num_accepted
+            if result.faults and (fault := result.faults.get(place)) is not None:
+                yield self.end(sequence, *faulty_end(sequence, fault))
+                break
+            start, sequence.num_computed_tokens = sequence.num_computed_tokens, sequence.num_tokens
+            self.kv_cache.publish(sequence, start)
+            yield self._append(sequence, result.token_ids[place], result.logprobs.get(place))
+            yield from self._end_if_finished(sequence)
+        if self.speculation is not None:
+            self.speculation.walked(sequence, num_accepted)
+        yield from self._append_forced(sequence, result.forced.get(first_place + num_accepted, ()))
 
     def _append_forced(self, sequence: Sequence, token_ids: Seq[int]) -> Iterator[Event]:
         """Those behind a sampled token, up to the one that ends the answer."""

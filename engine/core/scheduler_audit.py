@@ -31,7 +31,12 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         else:
             assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
         ends[sequence], before = end, sequence
-        assert entry.samples == (end == len(sequence.token_ids) + num_pending), f"{key} samples at the wrong token"
+        num_known = len(sequence.token_ids) + num_pending
+        if entry.drafts:
+            assert end == num_known + len(entry.drafts), f"{key} has a draft at the wrong place"
+            assert entry.samples, f"{key} does not sample behind a draft"
+        else:
+            assert entry.samples == (end == num_known), f"{key} samples at the wrong token"
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
         for block in table[start // size : -(-end // size)]:
             assert is_writable(block), f"{key} would write a shared block"

@@ -53,7 +53,7 @@ def can_enqueue(plan: StepPlan, max_decodes: int) -> bool:
     """Whether a step needs nothing but its decodes' own last tokens."""
     if plan.prefills or not 0 < len(plan.decodes) <= max_decodes:
         return False
-    return all(_needs_ids_only(entry.sequence) for entry in plan.decodes)
+    return all(not entry.drafts and _needs_ids_only(entry.sequence) for entry in plan.decodes)
 
 
 def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> StepPlan:
@@ -85,6 +85,8 @@ def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
     steps may be launched without a look between them."""
     decodes = plan.decodes
     if plan.prefills or not decodes or len(decodes) < len(scheduler.running) or len(scheduler.waiting):
+        return 0
+    if scheduler.speculation is not None:
         return 0
     most, block_size = sys.maxsize, scheduler.blocks.block_size
     for entry in decodes:
@@ -210,7 +212,8 @@ def _check_logits(plan: StepPlan, result: StepResult) -> None:
     """Raise BadLogitsError if the model gave nothing good in any row of several: then the device is at fault, or
     something that the rows share. Sequences that ended before do not count."""
     live = [entry for entry in plan.entries if entry.samples and entry.sequence.state is not SequenceState.ENDED]
-    if len(live) > 1 and sum(fault == "model" for fault in result.faults.values()) == len(live):
+    num_sequences = len({entry.sequence for entry in live})
+    if num_sequences > 1 and sum(fault == "model" for fault in result.faults.values()) == len(live):
         raise BadLogitsError(f"the model's logits are not finite in any of {len(live)} rows")
 
 

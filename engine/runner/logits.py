@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.engine.draft_row import SampledRow
 from disagg.engine.plan import NO_TOKEN
-from disagg.engine.request import Sequence
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sampling_rules import edits_logits, masks_stops, penalizes
 from disagg.engine.text_counts import TextCounts
@@ -39,7 +39,7 @@ from disagg.proto.messages import Sampling, TokenLogprobs
 # ---------------------------------------------------------------- edits
 
 
-def edited_logits(logits_SV: Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None) -> Tensor:
+def edited_logits(logits_SV: Tensor, sequences: Seq[SampledRow], masks: TokenMasks | None = None) -> Tensor:
     """fp32 logits with bias, masks and penalties applied; a copy wherever something changes. Without `masks` a row with
     a grammar gets no finite logit."""
     edited = logits_SV.float()
@@ -74,7 +74,7 @@ def _mask_stops(logits_V: Tensor, sampling: Sampling) -> None:
     logits_V[[token for token in sampling.stop_token_ids if 0 <= token < len(logits_V)]] = float("-inf")
 
 
-def of_grammars(logits_RV: Tensor, sequences: Seq[Sequence], masks: TokenMasks | None) -> Tensor:
+def of_grammars(logits_RV: Tensor, sequences: Seq[SampledRow], masks: TokenMasks | None) -> Tensor:
     """A copy with -inf, in their own dtype, for the tokens that the grammars of `sequences` do not allow. A forbidden
     +inf becomes NaN, which like +inf is found where a token is chosen.
 
@@ -105,7 +105,7 @@ def _what_bytes_add(dtype: torch.dtype) -> NDArray[np.complex128]:
 # ---------------------------------------------------------------- penalties
 
 
-def counts_of(sequence: Sequence) -> TextCounts:
+def counts_of(sequence: SampledRow) -> TextCounts:
     """The counts of its ids, brought up to date."""
     if sequence.text_counts is None:
         sequence.text_counts = TextCounts(sequence.token_ids, sequence.num_prompt_tokens)
@@ -113,7 +113,7 @@ def counts_of(sequence: Sequence) -> TextCounts:
     return sequence.text_counts
 
 
-def penalize_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> None:
+def penalize_rows(logits_RV: Tensor, sequences: Seq[SampledRow]) -> None:
     """Change the fp32 rows of those with penalties, in place. Row i belongs to `sequences[i]`."""
     rows = [row for row, sequence in enumerate(sequences) if penalizes(sequence.spec.sampling)]
     if not rows:
@@ -126,14 +126,14 @@ def penalize_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> None:
             _penalize_on_device(logits_RV, sequences, rows)
 
 
-def _penalize_on_host(logits_RV: NDArray[np.float32], sequences: Seq[Sequence], rows: Seq[int]) -> None:
+def _penalize_on_host(logits_RV: NDArray[np.float32], sequences: Seq[SampledRow], rows: Seq[int]) -> None:
     for row in rows:
         ids_U, amounts_U = _what_to_take(sequences[row])
         logits_V = logits_RV[row]
         logits_V[ids_U] = _penalized(logits_V[ids_U], sequences[row], amounts_U)
 
 
-def _what_to_take(sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
+def _what_to_take(sequence: SampledRow) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
     """The ids whose logits change, and what is subtracted from each; None for nothing."""
     counts, sampling = counts_of(sequence), sequence.spec.sampling
     ids_U, outputs_U = counts.ids, counts.outputs
@@ -149,7 +149,7 @@ def _what_to_take(sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.flo
 
 
 def _penalized(
-    values_U: NDArray[np.float32], sequence: Sequence, amounts_U: NDArray[np.float32] | None
+    values_U: NDArray[np.float32], sequence: SampledRow, amounts_U: NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
     penalty = np.float32(sequence.spec.sampling.repetition_penalty)
     if penalty != 1.0:
@@ -163,7 +163,7 @@ def _penalized(
     return values_U
 
 
-def _penalize_on_device(logits_RV: Tensor, sequences: Seq[Sequence], rows: Seq[int]) -> None:
+def _penalize_on_device(logits_RV: Tensor, sequences: Seq[SampledRow], rows: Seq[int]) -> None:
     """All rows at once: the ids cross to the device as one copy."""
     vocab_size, device = logits_RV.shape[1], logits_RV.device
     places, penalties, amounts = [], [], []
@@ -186,7 +186,7 @@ _NONE: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
 
 def sampled_logprobs(
-    logits_SV: Tensor, vocab_size: int, sequences: Seq[Sequence], token_ids: Seq[int]
+    logits_SV: Tensor, vocab_size: int, sequences: Seq[SampledRow], token_ids: Seq[int]
 ) -> Mapping[int, TokenLogprobs]:
     """By row, of the rows that request it (`Sampling.logprobs` is not negative) and have a token: the logarithm of the
     probability of the row's token in `token_ids`, and the likeliest tokens.

@@ -27,6 +27,7 @@ from disagg.engine.config import (
     check_share_weights,
     device_defaults,
 )
+from disagg.engine.draft_row import DraftRow, sampled_row
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer, Copying, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
@@ -252,23 +253,24 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
-        sequences = [entry.sequence for entry in plan.entries if entry.samples]
+        sampled = [sampled_row(entry) for entry in plan.entries if entry.samples]
         if self._masks is not None:
             # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
-            self._masks.start(list(dict.fromkeys(entry.sequence for entry in plan.entries)))
+            drafts = [row for row in sampled if isinstance(row, DraftRow)]
+            self._masks.start([*dict.fromkeys(entry.sequence for entry in plan.entries), *drafts])
         logits_SV, largest_S = self._score(arrays)
         rows = rows_of(plan)
         prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts) if rows.prompts else {}
         if rows.sampled is not None:
             logits_SV = logits_SV[rows.sampled]
             largest_S = None if largest_S is None else largest_S[rows.sampled]
-        if not sequences:
+        if not sampled:
             self._wait_computed()
             return StepResult([], prompt_logprobs=prompts)
-        token_ids = self._sampler.sample(logits_SV, sequences, largest_S)
-        logprobs = sampled_logprobs(logits_SV, self.vocab_size, sequences, token_ids)
+        token_ids = self._sampler.sample(logits_SV, sampled, largest_S)
+        logprobs = sampled_logprobs(logits_SV, self.vocab_size, sampled, token_ids)
         faults = row_faults(logits_SV, self.vocab_size, token_ids)
-        forced = {} if self._masks is None else self._masks.take_forced(sequences, token_ids)
+        forced = {} if self._masks is None else self._masks.take_forced(sampled, token_ids)
         return StepResult(token_ids, logprobs, faults, forced, prompts)
 
     def _wait_computed(self) -> None:

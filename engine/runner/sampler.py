@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.engine.draft_row import SampledRow
 from disagg.engine.plan import NO_TOKEN, RowFault
 from disagg.engine.randomness import uniform
-from disagg.engine.request import Sequence
 from disagg.engine.runner.logits import edited_logits, of_grammars
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.token_masks import TokenMasks
@@ -52,8 +52,9 @@ class Sampler:
         self._draws = draws
         self._masks = masks
 
-    def sample(self, logits_SV: Tensor, sequences: list[Sequence], largest_S: Tensor | None = None) -> list[int]:
-        """One token id per row; row i belongs to `sequences[i]`. The logits (any float dtype) are not changed.
+    def sample(self, logits_SV: Tensor, sequences: Seq[SampledRow], largest_S: Tensor | None = None) -> list[int]:
+        """One token id per row; row i belongs to `sequences[i]`, which may be a sequence with drafts behind it. The
+        logits (any float dtype) are not changed.
         `largest_S` is `argmax_rows` of them, where that is known.
 
         Columns past the vocabulary (padding) are ignored. `NO_TOKEN` for a row that holds NaN, +inf or nothing finite,
@@ -80,7 +81,7 @@ class Sampler:
                     tokens[row] = token
         return tokens
 
-    def _still_to_mask(self, edited: list[int], sequences: Seq[Sequence], largest: Seq[int]) -> list[int]:
+    def _still_to_mask(self, edited: list[int], sequences: Seq[SampledRow], largest: Seq[int]) -> list[int]:
         """Without the rows whose grammar allows what is the largest logit anyhow."""
         masks, only_masked = self._masks, [row for row in edited if is_only_masked(sequences[row])]
         if masks is None or not only_masked:
@@ -90,7 +91,7 @@ class Sampler:
         return [row for row in edited if row not in chosen]
 
     @torch.inference_mode()
-    def _choose_edited(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    def _choose_edited(self, logits_RV: Tensor, sequences: Seq[SampledRow]) -> list[int]:
         logits_RV = logits_RV[:, : self._vocab_size]
         if all(is_only_masked(sequence) for sequence in sequences):  # no other edit: the logits' own dtype will do
             edited_RV = of_grammars(logits_RV, sequences, self._masks)
@@ -100,7 +101,7 @@ class Sampler:
         return chosen
 
     @torch.inference_mode()
-    def _draw(self, logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    def _draw(self, logits_RV: Tensor, sequences: Seq[SampledRow]) -> list[int]:
         edited_RV = edited_logits(logits_RV[:, : self._vocab_size], sequences, self._masks)
         if self._draws is None:
             return _draw_rows(edited_RV, sequences)
@@ -112,7 +113,7 @@ class Sampler:
         return chosen
 
 
-def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]:
+def _by_kind(sequences: Seq[SampledRow]) -> tuple[list[int], list[int], list[int]]:
     """Rows that take the largest logit as it is, those that take it of edited logits, and those that are drawn."""
     plain: list[int] = []
     edited: list[int] = []
@@ -130,7 +131,7 @@ def _by_kind(sequences: Seq[Sequence]) -> tuple[list[int], list[int], list[int]]
 # ---------------------------------------------------------------- the choice
 
 
-def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+def _draw_rows(logits_RV: Tensor, sequences: Seq[SampledRow]) -> list[int]:
     vocab_size = logits_RV.shape[1]
     tokens = [NO_TOKEN] * len(sequences)
     kinds: tuple[list[int], list[int]] = ([], [])
@@ -144,11 +145,11 @@ def _draw_rows(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
     return tokens
 
 
-def _temperatures(sequences: Seq[Sequence], device: torch.device) -> Tensor:
+def _temperatures(sequences: Seq[SampledRow], device: torch.device) -> Tensor:
     return torch.tensor([s.spec.sampling.temperature for s in sequences], dtype=torch.float32, device=device)
 
 
-def _draw_unfiltered(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+def _draw_unfiltered(logits_RV: Tensor, sequences: Seq[SampledRow]) -> list[int]:
     device = logits_RV.device
     uniform_R = [uniform(sequence.spec.sampling.seed, sequence.num_output_tokens) for sequence in sequences]
     drawn_R = draw_unfiltered(
@@ -161,7 +162,7 @@ def _draw_unfiltered(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
     return tokens
 
 
-def _draw_filtered(logits_RV: Tensor, sequences: Seq[Sequence]) -> list[int]:
+def _draw_filtered(logits_RV: Tensor, sequences: Seq[SampledRow]) -> list[int]:
     vocab_size = logits_RV.shape[1]
     temperatures_R = _temperatures(sequences, logits_RV.device)
     scaled_RV = logits_RV / temperatures_R[:, None]

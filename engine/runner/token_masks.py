@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from disagg.engine.draft_row import DraftRow, SampledRow, is_last_reached
 from disagg.engine.plan import NO_TOKEN
-from disagg.engine.request import Sequence
 from disagg.engine.sampling_rules import takes_forced
 from disagg.proto.grammars import grammar_tokenizer, new_matcher
 
@@ -65,20 +65,32 @@ class GrammarState:
         self._looks_at = 0
         """Output tokens before which what is forced is longer than `MAX_FORCED`."""
 
-    def advance(self, sequence: Sequence) -> bool:
+    @classmethod
+    def behind(cls, state: GrammarState, row: DraftRow) -> GrammarState:
+        """That of a sequence whose state is `state`, with drafts behind it. Where these do not follow the grammar
+        nothing is allowed: the token before the first such draft is another one, so the row counts for nothing."""
+        drafts = list(row.drafts)
+        is_allowed = state.matcher is not None and state.matcher.validate_tokens(drafts) == len(drafts)
+        found = cls(state.matcher.deep_copy() if state.matcher is not None and is_allowed else None)
+        found.num_taken = state.num_taken
+        return found
+
+    def advance(self, sequence: SampledRow) -> bool:
         """Take the new tokens. Returns whether a mask can be computed."""
         assert self.num_taken <= sequence.num_output_tokens
         new = sequence.token_ids[sequence.num_prompt_tokens + self.num_taken :]
-        if new:
+        if new and self.matcher is not None:
             self._take(sequence, new)
         return self.matcher is not None
 
-    def take_forced(self, sequence: Sequence, token_id: int, end_id: int | None) -> tuple[int, ...]:
-        """Take a token that was sampled behind the known ones, and those that must follow it: `end_id` where that ends
-        the answer."""
+    def take_forced(self, row: SampledRow, token_id: int, end_id: int | None) -> tuple[int, ...]:
+        """Take a token that was sampled behind the known ones, with the drafts before it, which are known now, and
+        those that must follow it: `end_id` where that ends the answer."""
         forced: list[int] = []
-        most = min(MAX_FORCED, sequence.spec.sampling.max_tokens - sequence.num_output_tokens - 1)
-        if self.num_taken + 1 < self._looks_at or most < 1 or not self._take(sequence, [token_id]):
+        sequence, drafts = (row.sequence, row.drafts) if isinstance(row, DraftRow) else (row, ())
+        most = min(MAX_FORCED, row.spec.sampling.max_tokens - row.num_output_tokens - 1)
+        num_sampled = len(drafts) + 1
+        if self.num_taken + num_sampled < self._looks_at or most < 1 or not self._take(sequence, [*drafts, token_id]):
             return ()
         while self.matcher is not None and len(forced) < most:
             if self.matcher.is_stopped():
@@ -90,7 +102,7 @@ class GrammarState:
             forced.append(ahead[0])
         return tuple(forced)
 
-    def _take(self, sequence: Sequence, token_ids: list[int]) -> bool:
+    def _take(self, sequence: SampledRow, token_ids: list[int]) -> bool:
         self.words = None
         self.num_taken += len(token_ids)
         if self.matcher is not None and not self.matcher.consume_tokens(token_ids):
@@ -123,8 +135,9 @@ class TokenMasks:
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._pending: Future[None] | None = None
 
-    def start(self, sequences: Seq[Sequence]) -> None:
-        """Begin to compute the masks of the next tokens of those with a grammar."""
+    def start(self, sequences: Seq[SampledRow]) -> None:
+        """Begin to compute the masks of the next tokens of those with a grammar; rows of drafts come behind their
+        sequences."""
         rows = [sequence for sequence in sequences if sequence.spec.sampling.grammar]
         if rows:
             if self._tokenizer is None:
@@ -138,19 +151,19 @@ class TokenMasks:
         if pending is not None:
             pending.result()
 
-    def allowed(self, sequences: Seq[Sequence]) -> NDArray[np.bool_]:
+    def allowed(self, sequences: Seq[SampledRow]) -> NDArray[np.bool_]:
         """The tokens [R, V] that may come next in each; none where the grammar cannot be used."""
         bits_RV = np.unpackbits(self.packed(sequences), axis=1, count=self._vocab_size, bitorder="little")
         return bits_RV.view(np.bool_)
 
-    def allow(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> list[bool]:
+    def allow(self, sequences: Seq[SampledRow], token_ids: Seq[int]) -> list[bool]:
         """Of each whether this token may come next; `NO_TOKEN` may not."""
         ids_R = np.array(token_ids, dtype=np.int64)
         bytes_R = self.packed(sequences)[np.arange(len(ids_R)), ids_R // 8]
         allowed: list[bool] = ((bytes_R >> (ids_R % 8) & 1 == 1) & (ids_R >= 0)).tolist()
         return allowed
 
-    def packed(self, sequences: Seq[Sequence]) -> NDArray[np.uint8]:
+    def packed(self, sequences: Seq[SampledRow]) -> NDArray[np.uint8]:
         """The same as bits [R, 4 W]: bit i % 8 of byte i / 8 for token i."""
         self.wait()
         late = [sequence for sequence in sequences if not _is_current(sequence)]
@@ -159,21 +172,25 @@ class TokenMasks:
             self.wait()
         return np.stack([self._words(sequence) for sequence in sequences]).view(np.uint8)
 
-    def take_forced(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> Mapping[int, tuple[int, ...]]:
+    def take_forced(self, rows: Seq[SampledRow], token_ids: Seq[int]) -> Mapping[int, tuple[int, ...]]:
         """By place in `token_ids`, which were just sampled and are not appended yet: tokens that must follow. They are
-        to be appended, too, as far as the answer goes."""
+        to be appended, too, as far as the answer goes. Of a sequence with drafts only the last row that gives a token
+        counts."""
         found: dict[int, tuple[int, ...]] = {}
-        for place, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            state, stop_ids = sequence.grammar_state, sequence.spec.sampling.stop_token_ids
-            if state is None or not self._skips_forced or token_id == NO_TOKEN or token_id in stop_ids:
+        if not self._skips_forced:
+            return found
+        for place, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+            sequence = row.sequence if isinstance(row, DraftRow) else row
+            state, stop_ids = sequence.grammar_state, row.spec.sampling.stop_token_ids
+            if state is None or token_id == NO_TOKEN or token_id in stop_ids:
                 continue
-            if takes_forced(sequence):
+            if takes_forced(sequence) and is_last_reached(rows, token_ids, place):
                 end_id = self._eos[0] if len(self._eos) == 1 and self._eos[0] in stop_ids else None
-                if forced := state.take_forced(sequence, token_id, end_id):
+                if forced := state.take_forced(row, token_id, end_id):
                     found[place] = forced
         return found
 
-    def _words(self, sequence: Sequence) -> NDArray[np.int32]:
+    def _words(self, sequence: SampledRow) -> NDArray[np.int32]:
         state = sequence.grammar_state
         assert state is not None
         return np.zeros(self._num_words, dtype=np.int32) if state.words is None else state.words
@@ -183,12 +200,16 @@ class TokenMasks:
             self._file.read_text(encoding="utf-8"), self._vocab_size, self._eos, secrets.token_hex(8)
         )
 
-    def _fill(self, sequences: Seq[Sequence]) -> None:
+    def _fill(self, sequences: Seq[SampledRow]) -> None:
         """Advance the grammars and fill the masks; runs on the thread."""
         rows: list[tuple[GrammarState, LLMatcher]] = []
         for sequence in sequences:
             if sequence.grammar_state is None:
-                sequence.grammar_state = GrammarState(self._matcher(sequence))
+                sequence.grammar_state = (
+                    GrammarState.behind(sequence.sequence.grammar_state, sequence)
+                    if isinstance(sequence, DraftRow)
+                    else GrammarState(self._matcher(sequence))
+                )
             state = sequence.grammar_state
             if state.advance(sequence) and state.words is None:
                 assert state.matcher is not None
@@ -207,7 +228,7 @@ class TokenMasks:
             if matcher.is_error():
                 state.matcher = state.words = None
 
-    def _matcher(self, sequence: Sequence) -> LLMatcher | None:
+    def _matcher(self, sequence: SampledRow) -> LLMatcher | None:
         grammar = sequence.spec.sampling.grammar
         key = hashlib.sha256(grammar.encode()).digest()
         compiled = self._compiled.get(key)
@@ -225,7 +246,7 @@ class TokenMasks:
         return compiled.deep_copy()
 
 
-def _is_current(sequence: Sequence) -> bool:
+def _is_current(sequence: SampledRow) -> bool:
     """Whether the mask of its next token is computed."""
     state = sequence.grammar_state
     return state is not None and state.num_taken == sequence.num_output_tokens and state.words is not None

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disagg.engine.request import Sequence
+from disagg.engine.draft_row import SampledRow
 from disagg.engine.runner.model.device_inputs import Staged
 from disagg.kernels.dispatch import draw_rows
 from disagg.kernels.ops import Filters
@@ -31,7 +31,7 @@ class DeviceDraws:
         self._vocab_size = vocab_size
         self._staged = Staged(_ROW_BYTES * max_rows, device, lambda memory: _views(memory, max_rows))
 
-    def draw(self, logits_RV: Tensor, sequences: Seq[Sequence], num_pending: Seq[int]) -> Tensor:
+    def draw(self, logits_RV: Tensor, sequences: Seq[SampledRow], num_pending: Seq[int]) -> Tensor:
         """Queue the choice of a token for each row, int64 [R], behind so many tokens of its sequence whose ids are not
         known yet; -1 where a row holds NaN, +inf or nothing finite. Greedy rows take their largest logit."""
         num_rows = len(sequences)

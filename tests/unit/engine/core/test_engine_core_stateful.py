@@ -1,5 +1,6 @@
-"""Random lives of many sequences on one small core, whose steps are computed at once or queued. After every command all
-must be sound, at the end nothing may be held, and whatever was sampled must be what the fake model says."""
+"""Random lives of many sequences on one small core, whose steps are computed at once or queued, with drafts or without.
+After every command all must be sound, at the end nothing may be held, and whatever was sampled must be what the fake
+model says."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ from disagg.engine.config import Scheduling
 from disagg.engine.fake_runner import fake_generate, fake_logprobs
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
+from disagg.engine.request import Sequence
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
 from disagg.proto.token_ids import unpack_token_ids
+from tests.support.drafting import KnownDrafts, draft
 from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
 from tests.support.queueing import QueueingRunner
 
@@ -87,6 +90,12 @@ STARTS = st.builds(
 )
 
 
+def _answer(sequence: Sequence) -> list[int]:
+    """What the fake model answers."""
+    sampling = sequence.spec.sampling
+    return fake_generate(unpack_token_ids(sequence.spec.prompt_token_ids), sampling.max_tokens, VOCAB_SIZE)
+
+
 class CoreMachine(RuleBasedStateMachine):
     """`live` is what the core must hold by its own answers; nothing else is known about its inside."""
 
@@ -113,6 +122,7 @@ class CoreMachine(RuleBasedStateMachine):
         computes_prompts=st.booleans(),
         scheduling=st.sampled_from(["decode_first", "decode_first", "slack", "prefill_first", "static"]),
         queues=st.booleans(),
+        right_drafts=st.sampled_from([None, 0.7, 1.0, 0.0]),
         failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
     )
     def make(
@@ -126,6 +136,7 @@ class CoreMachine(RuleBasedStateMachine):
         computes_prompts: bool,
         scheduling: Scheduling,
         queues: bool,
+        right_drafts: float | None,
         failing: dict[int, str],
     ) -> None:
         self.may_be_preempted = not computes_prompts
@@ -143,6 +154,8 @@ class CoreMachine(RuleBasedStateMachine):
             scheduling=scheduling,
             runner=runner,
         )
+        if right_drafts is not None:
+            draft(self.core, KnownDrafts(_answer, right=right_drafts, vocab_size=VOCAB_SIZE))
 
     # ------------------------------------------------------------ commands
 
