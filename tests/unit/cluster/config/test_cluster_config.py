@@ -23,8 +23,8 @@ from disagg.router.config import RecordingOptions
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
-    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, max_num_seqs, "
-    "cached_share, cached_keep_s, device, watermark"
+    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, speculation, "
+    "max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
     "model, kernels, gateway, mode, pools, models, placement, slo, network, controller, transfer, recovery, ray, "
