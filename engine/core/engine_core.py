@@ -62,7 +62,6 @@ from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
 from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
-from disagg.engine.core.runs import runs
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
@@ -422,8 +421,7 @@ class EngineCore:
         if self._slack is not None or step.prefill_tokens:
             self._model.observe(step)
         if self._scheduler.speculation is not None and not step.prefill_tokens:
-            context = sum(run.last_known.end for run in runs(self.last_plan))
-            self._scheduler.speculation.observe(step.num_decodes, context, step.ms)
+            self._scheduler.speculation.observe(step.num_decodes, step.decode_context, step.ms)
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to

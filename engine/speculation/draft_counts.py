@@ -11,6 +11,7 @@ number of accepted ones.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -141,6 +142,9 @@ class Times(Protocol):
 
 _SEED_WEIGHT = 16.0
 """Number of steps that a calibrated row count counts for."""
+_NEW_WEIGHT = 8.0
+"""The same of one that was not, as estimated from its neighbours: with less, of many counts that were seen once the one
+that was quick by chance would be chosen."""
 _STEPS_WINDOW = 64.0
 """About the number of latest steps of a row count that count."""
 _PACE_WINDOW = 8.0
@@ -169,11 +173,15 @@ class RowTimes:
 
         ms = pace * (curve(r) + context_ms * context)
 
-    The context is the number of tokens that the step's sequences attend to, each sequence counted once: drafts of
-    one sequence read the same KV. Its coefficient is the calibration's. The curve has a running mean for each row count
-    that was calibrated or seen, made monotone by pooling adjacent violators (Ayer and others, 1955), and straight lines
-    between them; outside of them it has the slope of the calibration. The pace is that of the latest steps of any row
-    count, so that counts which were not seen for long follow a machine that became slower.
+    The context is the sum over the rows of the tokens that each one attends to, as in `StepSample`: drafts find the KV
+    of their sequence in the processor's cache, but on a CPU the arithmetic takes most of the time (a draft takes 0.8
+    times as long as a row of another sequence, one thread, AMD EPYC (Zen 4), 2026-11-27). Its coefficient is the
+    calibration's.
+
+    The curve has a running mean for each row count that was calibrated or seen, made monotone by pooling adjacent
+    violators (Ayer and others, 1955), and straight lines between them. Behind the last one it has the mean slope of its
+    second half, before the first one that of the calibration. The pace is that of the latest steps of any row count, so
+    that counts which were not seen for long follow a machine that became slower.
 
     Args:
         calibration: steps that were measured at the start.
@@ -205,7 +213,7 @@ class RowTimes:
         ratio = min(max(ms / predicted, 1.0 / _FURTHEST), _FURTHEST)
         count = self._counts.get(rows)
         if count is None:
-            count = self._counts[rows] = _Count(self._curve_ms(rows), 1.0)
+            count = self._counts[rows] = _Count(self._curve_ms(rows), _NEW_WEIGHT)
             self._refresh_at = self._num_observed
         known = count.weight / (count.weight + _SEED_WEIGHT)
         self._pace *= 1.0 + (ratio - 1.0) * known / min(_PACE_WINDOW, self._num_observed + 1.0)
@@ -223,7 +231,7 @@ class RowTimes:
 
     def _curve_ms(self, rows: int) -> float:
         num_more = rows + 1 - len(self._curve)
-        return self._curve[rows] if num_more <= 0 else self._curve[-1] + self._row_ms * num_more
+        return self._curve[rows] if num_more <= 0 else self._curve[-1] + self._last_slope * num_more
 
     def _refresh(self) -> None:
         """Draw the curve anew, from 0 rows to the most that were seen."""
@@ -234,6 +242,10 @@ class RowTimes:
         for (low, low_ms), (high, high_ms) in pairwise(zip(every, heights, strict=True)):
             slope = (high_ms - low_ms) / (high - low)
             self._curve += [low_ms + slope * (rows - low) for rows in range(low + 1, high + 1)]
+        self._last_slope = self._row_ms
+        if len(every) > 1:
+            half = every[max(0, bisect_right(every, every[-1] // 2) - 1)]
+            self._last_slope = (self._curve[-1] - self._curve[half]) / (every[-1] - half)
 
 
 def monotone(values: Seq[tuple[float, float]]) -> list[float]:
@@ -256,6 +268,7 @@ def choose(
     chances: Seq[Seq[float]],
     most_rows: int,
     least_gain: float = LEAST_GAIN,
+    lengths: Seq[int] = (),
 ) -> list[int]:
     """How many drafts of each proposal to compute: those by which a step gives the most tokens in its time, and none
     where that is not `least_gain` times as many as without.
@@ -266,20 +279,31 @@ def choose(
         context: tokens that they attend to.
         chances: of each proposal's drafts, that they and all before them are accepted; never increasing.
         most_rows: rows of the largest step.
+        lengths: tokens that a draft of each proposal attends to; those of a mean row by default.
     """
     numbers = [0] * len(chances)
     most = most_rows - num_rows
     if most <= 0 or num_rows <= 0:
         return numbers
-    ranked = sorted((-chance, place, index) for index, each in enumerate(chances) for place, chance in enumerate(each))
-    best, best_rate = 0, least_gain * num_rows / times.ms(num_rows, context)
+    plain_ms = times.ms(num_rows, context)
+    plain_rate = num_rows / plain_ms
+    lengths = lengths or [context // num_rows] * len(chances)
+    # A draft that attends to more costs more: it is worth its chance less the tokens that this time gives without.
+    ranked = sorted(
+        (plain_rate * (times.ms(num_rows, context + length) - plain_ms) - chance, place, index, chance)
+        for index, (each, length) in enumerate(zip(chances, lengths, strict=True))
+        if each
+        for place, chance in enumerate(each)
+    )
+    best, best_rate = 0, least_gain * plain_rate
     expected = float(num_rows)
-    for number, (negated, _, _) in enumerate(ranked[:most], 1):
-        expected -= negated
+    for number, (_, _, index, chance) in enumerate(ranked[:most], 1):
+        expected += chance
+        context += lengths[index]
         rate = expected / times.ms(num_rows + number, context)
         if rate > best_rate:
             best, best_rate = number, rate
-    for _, _, index in ranked[:best]:
+    for _, _, index, _ in ranked[:best]:
         numbers[index] += 1
     return numbers
 
@@ -289,6 +313,8 @@ def may_gain(times: Times, num_rows: int, context: int, most_drafts: int, least_
     if num_rows <= 0:
         return False
     least_rate = least_gain * num_rows / times.ms(num_rows, context)
+    length = context // num_rows
     return any(
-        (num_rows + number) / times.ms(num_rows + number, context) > least_rate for number in range(1, most_drafts + 1)
+        (num_rows + number) / times.ms(num_rows + number, context + number * length) > least_rate
+        for number in range(1, most_drafts + 1)
     )

@@ -66,7 +66,7 @@ class Speculation:
         Args:
             sequences: each with the most drafts that it may have; 0 for those that may not have any.
             num_rows: rows without drafts, of these sequences and of others.
-            context: tokens that they attend to, each sequence counted once.
+            context: sum over these rows of the tokens that each one attends to.
             most_rows: rows of the largest step.
             most_ms: longest step that the tightest sequence allows.
         """
@@ -79,7 +79,8 @@ class Speculation:
             self._acceptance.chances(sequence, proposal) if proposal.token_ids else ()
             for (sequence, _), proposal in zip(sequences, proposed, strict=True)
         ]
-        numbers = choose(self._times, num_rows, context, chances, most_rows)
+        lengths = [sequence.num_tokens for sequence, _ in sequences]
+        numbers = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
         if not any(numbers):
             return [()] * len(sequences)
         self.totals.steps_with_drafts += 1
@@ -101,7 +102,8 @@ class Speculation:
         proposed.num_drafted = 0
 
     def observe(self, rows: int, context: int, ms: float) -> None:
-        """A step without prompts was measured; `context` is that of its plan."""
+        """A step without prompts was measured. `context`: sum over all its rows, drafts among them, of the tokens that
+        each one attends to."""
         self._times.observe(rows, context, ms)
 
     def forget(self, sequence: Sequence) -> None:
@@ -112,12 +114,16 @@ class Speculation:
 
     def _fitting(self, num_rows: int, context: int, most_rows: int, most_ms: float) -> int:
         """The most rows that take at most `most_ms`, and at least those without drafts."""
-        if most_rows <= num_rows or self._times.ms(most_rows, context) <= most_ms:
+
+        def ms(rows: int) -> float:
+            return self._times.ms(rows, context * rows // max(1, num_rows))
+
+        if most_rows <= num_rows or ms(most_rows) <= most_ms:
             return most_rows
         fits, too_many = num_rows, most_rows
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if self._times.ms(middle, context) <= most_ms:
+            if ms(middle) <= most_ms:
                 fits = middle
             else:
                 too_many = middle

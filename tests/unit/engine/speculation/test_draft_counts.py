@@ -68,6 +68,29 @@ def test_drafts_of_several_sequences_are_taken_by_their_chances() -> None:
     assert choose(flat, 3, 0, chances, 3) == [0, 0, 0]
 
 
+class PerToken:
+    """Each row takes 1 ms and each token that it attends to 0.001 ms, behind 10 ms."""
+
+    def ms(self, rows: int, context: int) -> float:
+        return 10.0 + rows + 0.001 * context
+
+
+def test_a_draft_that_attends_to_more_is_taken_where_it_is_worth_more() -> None:
+    equal = [[0.5], [0.5]]
+    assert choose(PerToken(), 2, 2100, equal, 3, lengths=[2000, 100]) == [0, 1]
+    assert choose(PerToken(), 2, 2100, equal, 3, lengths=[100, 2000]) == [1, 0]
+    assert choose(PerToken(), 2, 2100, equal, 4, lengths=[2000, 100]) == [1, 1]
+    assert choose(PerToken(), 2, 8100, equal, 4, lengths=[8000, 100]) == [0, 1]
+    assert choose(PerToken(), 2, 8100, [[0.9], [0.1]], 3, lengths=[2000, 100]) == [1, 0]
+
+
+def test_a_draft_attends_to_as_much_as_a_mean_row_by_default() -> None:
+    assert choose(PerToken(), 1, 1000, [[0.3]], 2) == [1]
+    assert choose(PerToken(), 1, 10_000, [[0.3]], 2) == [0]
+    assert may_gain(PerToken(), 1, 10_000, 1)
+    assert not may_gain(PerToken(), 20, 20 * 10_000, 20)
+
+
 def test_equal_chances_of_a_sequence_keep_their_order() -> None:
     assert choose(Table(*[10.0] * 6), 2, 0, [[1.0, 1.0], [1.0, 1.0]], 4) == [1, 1]
     assert choose(Table(*[10.0] * 6), 2, 0, [[1.0, 1.0], [1.0, 1.0]], 5) == [2, 1]

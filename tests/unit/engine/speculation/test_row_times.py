@@ -37,7 +37,7 @@ def test_a_worker_without_calibration_has_the_usual_coefficients() -> None:
 
 def test_steps_that_were_seen_correct_the_calibration() -> None:
     times = RowTimes(LINEAR)
-    for _ in range(100):
+    for _ in range(300):
         for rows in (1, 5, 9, 16):
             times.observe(rows, 1000, true_ms(rows, 1000))
     for rows in (1, 2, 5, 7, 9, 16):
@@ -51,6 +51,13 @@ def test_row_counts_that_were_not_seen_follow_the_pace_of_the_machine() -> None:
         times.observe(1, 500, 1.5 * linear_ms(1, 500))
     assert times.ms(1, 500) == pytest.approx(1.5 * linear_ms(1, 500), rel=0.01)
     assert times.ms(8, 2000) == pytest.approx(1.5 * linear_ms(8, 2000), rel=0.1)
+
+
+def test_rows_behind_those_that_were_seen_cost_as_much_as_the_last_of_these() -> None:
+    """Where rows were cheap up to some count and are not any more, the mean would make more of them too cheap."""
+    times = RowTimes([StepSample(true_ms(rows, 0), 0, 0, rows, 0) for rows in (1, 8, 32)])
+    assert times.ms(32, 0) == pytest.approx(21.5, rel=0.01)
+    assert times.ms(56, 0) == pytest.approx(21.5 + 24 * (21.5 - 10.0) / 24, rel=0.01)
 
 
 def test_one_step_that_was_disturbed_moves_little() -> None:

@@ -88,7 +88,7 @@ def test_nothing_is_looked_up_where_rows_cost_as_much_as_they_give() -> None:
 
 def test_measured_steps_decide_where_the_calibration_was_wrong() -> None:
     speculation = Speculation(Scripted(1, 2, 3), CALIBRATION, max_draft=8)
-    for _ in range(64):
+    for _ in range(200):
         for rows in (1, 2, 3, 4):
             speculation.observe(rows, 0, 10.0 * rows)
     assert plan(speculation, sequence(7)) == [()]
