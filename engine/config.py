@@ -111,9 +111,12 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Speculative decoding: tokens that may come next are computed beside the last known one, and kept as far as they
     are what is sampled. They change no token, whatever the sampling parameters."""
 
-    method: Literal["lookup", "off"] = "off"
-    """What proposes drafts: `lookup` takes what followed the end of the text where it occurred before, in the prompt or
-    in the answer (prompt lookup, n-gram speculation)."""
+    method: Literal["lookup", "draft", "off"] = "off"
+    """What proposes drafts. `lookup` takes what followed the end of the text where it occurred before, in the prompt or
+    in the answer (prompt lookup, n-gram speculation); `draft` asks a smaller model."""
+    model: Name | None = None
+    """Draft model of method `draft`: a checkpoint folder, or the name of an imported model. It has the vocabulary of
+    the model it drafts for. Its KV is part of `kv_cache_bytes`."""
     max_draft: Annotated[int, msgspec.Meta(ge=1, le=15)] = 8
     """Most drafts of a sequence in a step. How many there are is decided in each step, by measured step times and by
     how many were accepted before."""
@@ -366,6 +369,28 @@ def check_attention(attention: AttentionName, device: str, path: str = "") -> No
     """
     if attention != "auto" and device.partition(":")[0] != "cuda":
         raise ConfigError(f"{path}attention: {attention} is for device cuda, not {device}")
+
+
+def check_speculation(options: SpeculationOptions, device: str, tp: int, *, cache_is_set: bool, path: str = "") -> None:
+    """Refuse a draft model where none can be. `path` leads to the section in the user's file; `cache_is_set`: the size
+    of the KV cache is configured.
+
+    Raises:
+        ConfigError: method `draft` without a model, another method with one, or a draft model of a worker of several
+            ranks, or of one whose cache is measured, which would not leave room for it.
+    """
+    if options.method != "draft":
+        if options.model is not None:
+            raise ConfigError(f"{path}model: is for method draft only, not {options.method}")
+        return
+    if options.model is None:
+        raise ConfigError(f"{path}model: method draft needs a draft model: a checkpoint folder or an imported model")
+    if tp > 1:
+        raise ConfigError(f"{path}method: draft is for workers of one rank, not of {tp}")
+    if device.partition(":")[0] != "cpu" and not cache_is_set:
+        raise ConfigError(
+            f"{path}method: draft needs kv_cache_bytes on device {device}: a measured cache leaves no room"
+        )
 
 
 def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "") -> None:

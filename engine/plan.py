@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from disagg.engine.request import Sequence
+from disagg.engine.speculation.proposer import Proposer
 from disagg.proto.errors import InternalError
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
@@ -199,6 +200,8 @@ class ModelRunner(Protocol):
     digests: bool = False
     """Whether the device computes digests of what goes through staging memory of the host, see `digest.py`."""
     warm_up: WarmUp = WarmUp()
+    proposer: Proposer | None = None
+    """Draft model, where one is configured."""
 
     @property
     def step_queue(self) -> StepQueue | None:

@@ -16,7 +16,13 @@ from disagg.cluster.config.schema import (
     PoolsConfig,
 )
 from disagg.connections.addresses import is_loopback
-from disagg.engine.config import check_attention, check_quantization, check_share_weights, check_transfer
+from disagg.engine.config import (
+    check_attention,
+    check_quantization,
+    check_share_weights,
+    check_speculation,
+    check_transfer,
+)
 from disagg.gateway.config import serves_page
 from disagg.gateway.guardrails.config import check_guardrails
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -87,6 +93,11 @@ def _check_model(path: str, config: ClusterConfig) -> None:
         check_attention(config.kernels.attention, pool.device, "kernels.")
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, f"{path}model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, f"{path}model.")
+        is_set, place = (
+            pool.kv_cache_bytes != "auto" or pool.num_blocks is not None,
+            f"{path}{pool_path(name)}.speculation.",
+        )
+        check_speculation(pool.speculation, pool.device, pool.tp, cache_is_set=is_set, path=place)
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
             raise ConfigError(
                 f"{path}pools.{name}.scheduling: {pool.scheduling} is for mode colocated; choose decode_first or slack"

@@ -27,6 +27,8 @@ class PoolCache(NamedTuple):
     model: ModelConfig
     dtype: str
     """Name of the KV's dtype."""
+    draft: ModelConfig | None = None
+    """Draft model of the pool, whose KV takes as many blocks."""
 
     @property
     def configured_bytes(self) -> int | None:
@@ -39,8 +41,12 @@ class PoolCache(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, with the heads of the first rank."""
+        element_bytes = _ELEMENT_BYTES[self.dtype]
         num_heads = len(Shard(0, self.pool.tp).kv_heads(self.model.num_kv_heads))
-        return self.model.kv_head_bytes(_ELEMENT_BYTES[self.dtype]) * num_heads * self.pool.tokens_per_block
+        token_bytes = self.model.kv_head_bytes(element_bytes) * num_heads
+        if self.draft is not None:
+            token_bytes += self.draft.kv_head_bytes(element_bytes) * self.draft.num_kv_heads
+        return token_bytes * self.pool.tokens_per_block
 
     @property
     def num_bytes(self) -> int:

@@ -34,11 +34,13 @@ from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
     Dtype,
     EngineLimits,
     KernelOptions,
     ModelOptions,
+    SpeculationOptions,
     TransportName,
     WorkerConfig,
     device_defaults,
@@ -175,7 +177,10 @@ def worker_config(
     """The configuration of one worker. `model_path` is the resolved checkpoint folder, or `fake`; `cpu_dtype` as in
     `ClusterPlan`."""
     pool, alone = dict(active_pools(config))[name], models_of(config)[model_of(name)]
-    limits = _fields(EngineLimits, pool) | {"device": worker_device(config, name, index)}
+    limits = _fields(EngineLimits, pool) | {
+        "device": worker_device(config, name, index),
+        "speculation": _with_folder(pool.speculation),
+    }
     return WorkerConfig(
         **_fields(ModelOptions, alone.model) | {"dtype": resolved_dtype(alone.model, pool.device, cpu_dtype)},
         **_fields(KernelOptions, config.kernels),
@@ -195,6 +200,13 @@ def worker_config(
         failpoints=config.recovery.failpoints,
         token_interval_s=config.gateway.token_interval_ms / 1000,
     )
+
+
+def _with_folder(options: SpeculationOptions) -> SpeculationOptions:
+    """With the folder of the draft model, where there is one."""
+    if options.model is None:
+        return options
+    return msgspec.structs.replace(options, model=str(resolve_model(options.model)))
 
 
 def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, Any]:
@@ -343,13 +355,22 @@ def plan_cluster(
         check_ranks(pools, model)
         for name, pool in pools:
             dtype = "fp8" if options.kv_cache_dtype == "fp8" else resolved_dtype(options, pool.device, cpu_dtype)
-            caches.append(PoolCache(name, pool, model, dtype))
+            caches.append(PoolCache(name, pool, model, dtype, _draft_of(name, pool, paths[key])))
     for cache in caches:
         check_block(cache)
     if memory_bytes is not None:
         check_fits(caches, memory_bytes)
     cores = available_cores() if available is None else available
     return ClusterPlan(config, paths, cores, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes)
+
+
+def _draft_of(name: PoolName, pool: PoolConfig, model_path: str) -> ModelConfig | None:
+    """The draft model of a pool that decodes, whose vocabulary is compared with the model's."""
+    draft = _with_folder(pool.speculation).model
+    if draft is None or kind_of(name) == "prefill":
+        return None
+    check_draft_vocabulary(model_path, draft, f"{pool_path(name)}.speculation.model")
+    return read_model_config(draft)
 
 
 def _find_model(alone: ClusterConfig) -> str:

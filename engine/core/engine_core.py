@@ -70,6 +70,7 @@ from disagg.engine.core.steps import Steps, failed, num_alike
 from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.lookup import Lookup
+from disagg.engine.speculation.proposer import Proposer
 from disagg.engine.speculation.speculation import Speculation
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -124,7 +125,7 @@ class EngineCore:
             recomputes="prefill" in config.roles,
             slack=self._slack,
             limit=self._limit,
-            speculation=_speculation_of(config, calibration),
+            speculation=_speculation_of(config, runner.proposer, calibration),
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
@@ -556,8 +557,12 @@ class EngineCore:
         self._moves.forget(key)
 
 
-def _speculation_of(config: WorkerConfig, calibration: Seq[StepSample]) -> Speculation | None:
-    """What proposes drafts on this worker; None where nothing does."""
+def _speculation_of(
+    config: WorkerConfig, proposer: Proposer | None, calibration: Seq[StepSample]
+) -> Speculation | None:
+    """What proposes drafts on this worker, `proposer` where there is a draft model; None where nothing does."""
     if config.speculation.method == "off" or "decode" not in config.roles:
         return None
-    return Speculation(Lookup(), calibration, max_draft=config.speculation.max_draft)
+    if config.speculation.method == "lookup":
+        proposer = Lookup()
+    return None if proposer is None else Speculation(proposer, calibration, max_draft=config.speculation.max_draft)

@@ -317,7 +317,7 @@ class Scheduler:
             return plan
         last = [entry for entry in plan.decodes if entry.samples]
         mosts = [(entry.sequence, most_drafts(entry.sequence, self.max_model_len)) for entry in last]
-        context, most_ms = sum([entry.end for entry in last]), self._longest_ms(plan)
+        context, most_ms = sum([entry.end for entry in plan.decodes]), self._longest_ms(plan)
         drafts = self.speculation.plan(
             mosts, num_rows=len(plan.decodes), context=context, most_rows=most_rows, most_ms=most_ms
         )

@@ -47,7 +47,12 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
     on_stage("libraries")
     from disagg.engine.runner.model_runner import TorchModelRunner
 
-    return TorchModelRunner(config, shard, on_stage)
+    runner = TorchModelRunner(config, shard, on_stage)
+    if config.speculation.method == "draft" and "decode" in config.roles:
+        from disagg.engine.runner.draft_model import DraftModel
+
+        runner.proposer = DraftModel(config, runner.num_blocks, runner.max_model_len)
+    return runner
 
 
 def choose_threads(runner: ModelRunner, config: WorkerConfig, clock: Callable[[], float]) -> int:

@@ -20,11 +20,13 @@ from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays, BatchBuilder, blocks_for_tokens
 from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
     WorkerConfig,
     check_attention,
     check_quantization,
     check_share_weights,
+    check_speculation,
     device_defaults,
 )
 from disagg.engine.draft_row import DraftRow, sampled_row
@@ -61,6 +63,7 @@ from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_thre
 from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
+from disagg.proto.messages import KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +106,9 @@ class TorchModelRunner(ShardRunner):
         self.arithmetic = _arithmetic(config, self._dtype, self._device, shard.size)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
-        self.layout = kv_layout(model, "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype)
+        kv_dtype = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
+        self.layout = kv_layout(model, kv_dtype)
+        self._draft_layout = _draft_layout(config, kv_dtype)
         cache_bytes = config.kv_cache_bytes
         if cache_bytes == "auto":
             cache_bytes = device_defaults(config.device).kv_cache_bytes
@@ -146,7 +151,9 @@ class TorchModelRunner(ShardRunner):
 
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config
-        self.num_blocks = count_blocks(self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard)
+        self.num_blocks = count_blocks(
+            self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard, self._draft_layout
+        )
         self.max_model_len = _max_model_len(self.model_config, config, self.num_blocks * config.block_size)
 
     def _measured_cache_bytes(self) -> int:
@@ -461,6 +468,16 @@ def _arithmetic(config: WorkerConfig, dtype: torch.dtype, device: torch.device, 
     """Ranks add up their parts of a sum, in another order than one alone."""
     name = arithmetic(dtype, config.quantization, device)
     return name if num_ranks == 1 else f"{name}, {num_ranks} ranks"
+
+
+def _draft_layout(config: WorkerConfig, kv_dtype: str) -> KvLayout | None:
+    """KV of the draft model, if this worker has one, whose vocabulary is compared first."""
+    draft, is_measured = config.speculation.model, config.kv_cache_bytes == "auto" and config.num_blocks is None
+    check_speculation(config.speculation, config.device, config.tp, cache_is_set=not is_measured, path="speculation.")
+    if draft is None or "decode" not in config.roles:
+        return None
+    check_draft_vocabulary(config.model_path, draft, "speculation.model")
+    return kv_layout(read_model_config(draft), kv_dtype)
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

@@ -5,6 +5,7 @@ A wrong draft costs the time of its row and changes no token, so a proposer may 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from disagg.engine.request import Sequence
@@ -24,9 +25,16 @@ NOTHING = Proposal()
 class Proposer(Protocol):
     """A method of drafting."""
 
+    is_costly: bool = False
+    """Whether a draft takes time to make: it is decided before how many there are, by what became of the last ones."""
+
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """At most `most` ids that may follow `sequence.token_ids`; none where it knows nothing."""
         ...
+
+    def propose_all(self, sequences: Seq[tuple[Sequence, int]]) -> list[Proposal]:
+        """The same for several sequences, each with its most."""
+        return [self.propose(sequence, most) for sequence, most in sequences]
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for a sequence that ended or left."""

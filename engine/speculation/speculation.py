@@ -41,6 +41,11 @@ class _Proposed:
     """How many of it are computed, until the walk of these told."""
 
 
+TRY_AGAIN = 32
+"""Number of steps without drafts of a costly proposer after which it is asked for one of each sequence, so that a text
+that became predictable is noticed."""
+
+
 class Speculation:
     """The drafts of one worker. Owner: the scheduler.
 
@@ -57,6 +62,8 @@ class Speculation:
         self._times = RowTimes(calibration)
         self._acceptance = Acceptance()
         self._proposed: dict[Sequence, _Proposed] = {}
+        self._num_without = 0
+        """Steps in a row for which a costly proposer was not asked."""
 
     def plan(
         self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int, most_ms: float
@@ -74,13 +81,25 @@ class Speculation:
         mosts = [min(most, self._max_draft) for _, most in sequences]
         if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
             return [()] * len(sequences)
-        proposed = [self._propose(sequence, most) for (sequence, _), most in zip(sequences, mosts, strict=True)]
-        chances = [
-            self._acceptance.chances(sequence, proposal) if proposal.token_ids else ()
-            for (sequence, _), proposal in zip(sequences, proposed, strict=True)
-        ]
+        for sequence, _ in sequences:
+            self._learn(sequence)
         lengths = [sequence.num_tokens for sequence, _ in sequences]
-        numbers = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
+        if self._proposer.is_costly:
+            unknown = [Proposal((0,) * most) for most in mosts]
+            chances = self._chances_of(sequences, unknown)
+            mosts = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
+            self._num_without = 0 if any(mosts) else self._num_without + 1
+            if self._num_without >= TRY_AGAIN:
+                self._num_without, num_left = 0, most_rows - num_rows
+                mosts = [min(1, most) if place < num_left else 0 for place, (_, most) in enumerate(sequences)]
+            if not any(mosts):
+                return [()] * len(sequences)
+        proposed = self._propose(sequences, mosts)
+        if self._proposer.is_costly:
+            numbers = [len(proposal.token_ids) for proposal in proposed]
+        else:
+            chances = self._chances_of(sequences, proposed)
+            numbers = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
         if not any(numbers):
             return [()] * len(sequences)
         self.totals.steps_with_drafts += 1
@@ -129,14 +148,19 @@ class Speculation:
                 too_many = middle
         return fits
 
-    def _propose(self, sequence: Sequence, most: int) -> Proposal:
-        self._learn(sequence)
-        if most <= 0:
-            return NOTHING
-        proposal = self._proposer.propose(sequence, most)
-        if proposal.token_ids:
-            self._proposed[sequence] = _Proposed(proposal, sequence.num_tokens)
-        return proposal
+    def _propose(self, sequences: Seq[tuple[Sequence, int]], mosts: Seq[int]) -> list[Proposal]:
+        asked = [(sequence, most) for (sequence, _), most in zip(sequences, mosts, strict=True) if most > 0]
+        found = dict(zip((sequence for sequence, _ in asked), self._proposer.propose_all(asked), strict=True))
+        for sequence, proposal in found.items():
+            if proposal.token_ids:
+                self._proposed[sequence] = _Proposed(proposal, sequence.num_tokens)
+        return [found.get(sequence, NOTHING) for sequence, _ in sequences]
+
+    def _chances_of(self, sequences: Seq[tuple[Sequence, int]], proposals: Seq[Proposal]) -> list[Seq[float]]:
+        return [
+            self._acceptance.chances(sequence, proposal) if proposal.token_ids else ()
+            for (sequence, _), proposal in zip(sequences, proposals, strict=True)
+        ]
 
     def _learn(self, sequence: Sequence) -> None:
         """Compare its latest proposal with what its text went on with."""

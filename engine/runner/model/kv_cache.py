@@ -38,10 +38,15 @@ def kv_layout(config: ModelConfig, dtype: str) -> KvLayout:
 
 
 def count_blocks(
-    layout: KvLayout, block_size: int, kv_cache_bytes: int, num_blocks: int | None, shard: Shard = WHOLE
+    layout: KvLayout,
+    block_size: int,
+    kv_cache_bytes: int,
+    num_blocks: int | None,
+    shard: Shard = WHOLE,
+    draft: KvLayout | None = None,
 ) -> int:
     """`num_blocks` where it is given, else how many blocks, with the heads that the rank holds, fit into
-    `kv_cache_bytes`.
+    `kv_cache_bytes`, beside as many of a draft model.
 
     Raises:
         ConfigError: not even one block.
@@ -52,6 +57,8 @@ def count_blocks(
         return num_blocks
     head_bytes = layout.bytes_per_token // layout.num_kv_heads * block_size
     block_bytes = head_bytes * len(shard.kv_heads(layout.num_kv_heads))
+    if draft is not None:
+        block_bytes += draft.bytes_per_token * block_size
     if kv_cache_bytes < block_bytes:
         raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model takes {block_bytes}")
     return kv_cache_bytes // block_bytes
