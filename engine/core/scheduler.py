@@ -332,6 +332,14 @@ class Scheduler:
                 found[sequence] = token_ids
         return StepPlan(with_drafts(plan.decodes, found))
 
+    def would_draft(self, plan: StepPlan, most_rows: int) -> bool:
+        """Whether a step that could be queued would have drafts once the tokens before it are known."""
+        if self.speculation is None or not plan.decodes or len(plan.decodes) >= most_rows:
+            return False
+        mosts = [(e.sequence, most_drafts(e.sequence, self.max_model_len) - 1) for e in plan.decodes]
+        context = sum([entry.end for entry in plan.decodes])
+        return self.speculation.would_plan(mosts, num_rows=len(plan.decodes), context=context, most_rows=most_rows)
+
     def _longest_ms(self, plan: StepPlan) -> float:
         """How long a step may take whose drafts may all be wrong, by the targets of its sequences."""
         if self._slack is None:

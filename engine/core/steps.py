@@ -9,10 +9,10 @@ between two steps (events, the next plan, its copies) costs the device no time. 
 Step n+1 is planned (`plan_ahead`) before the tokens of step n are known. They are *pending*: inputs that are on the
 device only. Only decodes are planned ahead, and only where nothing unknown decides what they compute: log-probabilities
 and edited logits depend on the tokens before them. Nothing is planned ahead while a waiting prompt could be admitted,
-or where a token needs a block that only a preemption frees; then a call only finishes the step under way, and the next
-one plans with all tokens known. A sequence that reaches its length with the pending token is not planned again. One
-that ends by a stop id is found a step late: `Scheduler.apply` drops its row. Its blocks may have another owner by then,
-which writes to them behind that step.
+or where a token needs a block that only a preemption frees, or where drafts are worth more than the time between two
+steps; then a call only finishes the step under way, and the next one plans with all tokens known. A sequence that
+reaches its length with the pending token is not planned again. One that ends by a stop id is found a step late:
+`Scheduler.apply` drops its row. Its blocks may have another owner by then, which writes to them behind that step.
 
 While step n is under way the scheduler does not count it: sequences are as they were before it, plus the blocks that it
 writes to.
@@ -75,6 +75,8 @@ def plan_ahead(scheduler: Scheduler, under_way: StepPlan, max_decodes: int) -> S
         scheduler.kv_cache.extend(sequence, end)
         planned.append(ScheduledSequence(sequence, end - 1, 1, samples=True))
     plan = StepPlan(decodes=tuple(planned))
+    if scheduler.would_draft(plan, max_decodes):
+        return NOTHING
     check_plan(scheduler, plan, pending)
     return plan
 

@@ -77,38 +77,42 @@ class Speculation:
             most_rows: rows of the largest step.
             most_ms: longest step that the tightest sequence allows.
         """
+        nothing: list[tuple[int, ...]] = [()] * len(sequences)
         most_rows = self._fitting(num_rows, context, most_rows, most_ms)
         mosts = [min(most, self._max_draft) for _, most in sequences]
         if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
-            return [()] * len(sequences)
+            return nothing
         for sequence, _ in sequences:
             self._learn(sequence)
-        lengths = [sequence.num_tokens for sequence, _ in sequences]
         if self._proposer.is_costly:
-            unknown = [Proposal((0,) * most) for most in mosts]
-            chances = self._chances_of(sequences, unknown)
-            mosts = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
+            mosts = self._chosen(sequences, _unknown(mosts), num_rows, context, most_rows)
             self._num_without = 0 if any(mosts) else self._num_without + 1
             if self._num_without >= TRY_AGAIN:
                 self._num_without, num_left = 0, most_rows - num_rows
                 mosts = [min(1, most) if place < num_left else 0 for place, (_, most) in enumerate(sequences)]
             if not any(mosts):
-                return [()] * len(sequences)
-        proposed = self._propose(sequences, mosts)
-        if self._proposer.is_costly:
+                return nothing
+            proposed = self._propose(sequences, mosts)
             numbers = [len(proposal.token_ids) for proposal in proposed]
         else:
-            chances = self._chances_of(sequences, proposed)
-            numbers = choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
+            proposed = self._propose(sequences, mosts)
+            numbers = self._chosen(sequences, proposed, num_rows, context, most_rows)
         if not any(numbers):
-            return [()] * len(sequences)
+            return nothing
         self.totals.steps_with_drafts += 1
-        drafts: list[tuple[int, ...]] = []
-        for (sequence, _), proposal, number in zip(sequences, proposed, numbers, strict=True):
+        for (sequence, _), number in zip(sequences, numbers, strict=True):
             if number:
                 self._proposed[sequence].num_drafted = number
-            drafts.append(proposal.token_ids[:number])
-        return drafts
+        return [proposal.token_ids[:number] for proposal, number in zip(proposed, numbers, strict=True)]
+
+    def would_plan(self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int) -> bool:
+        """Whether `plan` would have drafts, for sequences of which the last token is not known yet: by what was
+        proposed behind the token before it."""
+        mosts = [min(most, self._max_draft) for _, most in sequences]
+        if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
+            return False
+        proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
+        return any(self._chosen(sequences, proposals, num_rows, context, most_rows))
 
     def walked(self, sequence: Sequence, num_accepted: int) -> None:
         """So many of the drafts that were planned for it last are accepted."""
@@ -156,11 +160,21 @@ class Speculation:
                 self._proposed[sequence] = _Proposed(proposal, sequence.num_tokens)
         return [found.get(sequence, NOTHING) for sequence, _ in sequences]
 
-    def _chances_of(self, sequences: Seq[tuple[Sequence, int]], proposals: Seq[Proposal]) -> list[Seq[float]]:
-        return [
+    def _chosen(
+        self,
+        sequences: Seq[tuple[Sequence, int]],
+        proposals: Seq[Proposal],
+        num_rows: int,
+        context: int,
+        most_rows: int,
+    ) -> list[int]:
+        """How many of each proposal are worth their time."""
+        chances = [
             self._acceptance.chances(sequence, proposal) if proposal.token_ids else ()
             for (sequence, _), proposal in zip(sequences, proposals, strict=True)
         ]
+        lengths = [sequence.num_tokens for sequence, _ in sequences]
+        return choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
 
     def _learn(self, sequence: Sequence) -> None:
         """Compare its latest proposal with what its text went on with."""
@@ -176,3 +190,8 @@ class Speculation:
             num_accepted += 1
         self._acceptance.observe(sequence, proposed.proposal, num_known, num_accepted)
         del self._proposed[sequence]
+
+
+def _unknown(mosts: Seq[int]) -> list[Proposal]:
+    """Proposals of so many drafts each, that are not made yet."""
+    return [Proposal((0,) * most) for most in mosts]

@@ -59,6 +59,11 @@ class KnownDrafts(Speculation):
             found.append(tuple(drafts))
         return found
 
+    def would_plan(
+        self, sequences: Sequence[tuple[EngineSequence, int]], *, num_rows: int, context: int, most_rows: int
+    ) -> bool:
+        return num_rows < most_rows and any(most > 0 for _, most in sequences)
+
     def walked(self, sequence: EngineSequence, num_accepted: int) -> None:
         self.accepted[sequence.key.request_id] += num_accepted
 
