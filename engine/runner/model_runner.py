@@ -389,9 +389,8 @@ def warm_up(runner: ModelRunner) -> None:
     """
     runner.capture_steps()
     for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in runner.warm_up.chunks} - {0}):
-        sequence = dummy_sequence(num_tokens, 0, runner.block_size)
+        sequence = dummy_sequence(num_tokens + 1, 0, runner.block_size)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
-        sequence.token_ids.append(0)
         runner.run(_decode_of(sequence, num_tokens))
     if runner.max_model_len > 1:
         for num_seqs in runner.warm_up.batches[1:]:

@@ -310,6 +310,21 @@ def test_warm_up_computes_a_token_behind_a_context(folder: Path) -> None:
     assert cache[3, :, :, :, 2:].eq(7.0).all()
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_warm_up_of_a_gpu_has_blocks_for_all_its_tokens(folder: Path, block_size: int) -> None:
+    """A chunk that fills its last block is followed by a token in the next one."""
+    runner = make_runner(folder, block_size=block_size, num_blocks=1024 // block_size)
+    runner.warm_up = _warm_up_of(torch.device("cuda:0"), Shard(0, 1), runner._config)
+    cache = runner._cache.tensor_NL2KBD
+    cache.fill_(7.0)
+
+    warm_up(runner)
+
+    is_left_T = cache.eq(7.0).all(dim=-1).all(dim=3).all(dim=2)[:, 0].flatten()
+    last_of_suffix = runner.max_model_len - 1
+    assert is_left_T.logical_not().nonzero().flatten().tolist() == [*range(129), last_of_suffix]
+
+
 @pytest.mark.parametrize(
     ("device", "size", "role", "batches"),
     [
