@@ -3,7 +3,9 @@ into the paged cache.
 
 A program has a few heads of one kind (q, k or v) of one token: it reads them once, as two halves that are each other's
 partners in the rotation. All roundings are those of the reference, which rounds to the model's dtype after the norm and
-after each product of the rotation. A cache in fp8 (e4m3) stores value / scale, clamped to the largest finite number.
+after each product of the rotation; so the compiler must not fuse a product with the sum behind it (`enable_fp_fusion`),
+as it does in 16 bits, too. A cache in fp8 (e4m3) stores value / scale, divided as in IEEE 754 and clamped to the
+largest finite number.
 
 Shapes: T tokens, N query heads, K KV heads, D head dim, P positions of the tables.
 """
@@ -87,8 +89,9 @@ def _store_heads(
     FP8: tl.constexpr,
 ) -> None:
     if FP8:
-        low = tl.clamp(low / scale, -_LIMIT, _LIMIT)
-        high = tl.clamp(high / scale, -_LIMIT, _LIMIT)
+        scales = scale + tl.zeros_like(low)
+        low = tl.clamp(tl.div_rn(low, scales), -_LIMIT, _LIMIT)
+        high = tl.clamp(tl.div_rn(high, scales), -_LIMIT, _LIMIT)
     at = ptr + heads[:, None] * head_stride + columns[None, :]
     tl.store(at, low.to(ptr.dtype.element_ty), mask=mask)
     tl.store(at + half, high.to(ptr.dtype.element_ty), mask=mask)
@@ -203,5 +206,6 @@ def qkv_rope_write(
         NORM_K=k_norm_D is not None,
         FP8=key_cache_NKBD.dtype == torch.float8_e4m3fn,
         num_warps=max(1, min(4, heads * columns // 128)),
+        enable_fp_fusion=False,
     )
     return q_TND

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -73,6 +74,8 @@ class Found:
     kernels: dict[str, dict[str, tuple[int, int, int]]] = field(default_factory=dict)
     """By "model, dtype of KV" (empty for the wide ops) and kernel, (registers, spilled bytes, bytes of shared memory)
     of a thread or program: the most of all variants that it needs."""
+    fused: list[str] = field(default_factory=list)
+    """Kernels in which the compiler fused a product in 16 bits with the sum behind it, "model, dtype of KV: kernel"."""
     descriptors: int = 0
 
 
@@ -172,6 +175,9 @@ def note_resources(found: Found, name: str, kv_dtype: str = "") -> None:
         usage = (*resources_of(cubin), int(metadata["shared"]))
         most = map(max, kernels.get(metadata["name"], usage), usage)
         kernels[metadata["name"]] = (next(most), next(most), next(most))
+        ptx = next(path for path in metadata_group.values() if path.endswith(".ptx"))
+        if re.search(r"fma\.rn\.b?f16", Path(ptx).read_text(encoding="utf-8")):
+            found.fused.append(f"{name}, {kv_dtype}: {metadata['name']}")
 
     triton.knobs.compilation.listener = compiled
     for module in [module for path, module in sys.modules.items() if path.startswith("disagg.kernels.triton.")]:

@@ -83,6 +83,11 @@ def test_prefill_fetches_keys_and_values_by_descriptors(found: dict[str, Any]) -
     assert found["descriptors"] >= 4 * len(MODELS)
 
 
+def test_every_product_of_the_rotation_is_rounded(found: dict[str, Any]) -> None:
+    """As in the reference. The compiler fuses products in 16 bits with the sums behind them where it may."""
+    assert [each for each in found["fused"] if each.endswith(": _kernel")] == []
+
+
 def test_registers_and_spills(found: dict[str, Any]) -> None:
     for where, kernels in found["kernels"].items():
         for kernel, (registers, spilled, shared) in kernels.items():
