@@ -272,6 +272,7 @@ class Peers:
     def _start(self, side: str) -> subprocess.Popen[str]:
         environ = os.environ | device_environment(str(self._device))
         environ |= one_gpu_environment(side) if self._device.type == "cuda" else {}
+        environ |= ucx_log_environment(os.environ.get("DISAGG_GPU_CHECK_LOGS"))
         program = [sys.executable, "-m", "benchmarks.gpu.handover_peer", side, str(self._device)]
         return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
 
@@ -285,6 +286,12 @@ class Peers:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def ucx_log_environment(folder: str | None) -> dict[str, str]:
+    """What makes UCX write by which way it moves bytes, to a file in the folder of logs, if there is one. Standard
+    output is for the answers."""
+    return {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/ucx-%p.log"} if folder else {}
 
 
 def _write(process: subprocess.Popen[str], message: dict[str, Any]) -> None:

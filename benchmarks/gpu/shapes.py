@@ -65,11 +65,25 @@ class KernelShape:
 
 BUILT_IN: Mapping[Kind, KernelShape] = {
     "decode": KernelShape("decode", (("tile", 64), ("programs", 2), ("warps", 4), ("stages", 7))),
-    "prefill": KernelShape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 3), ("boxes", True))),
+    "prefill": KernelShape("prefill", (("rows", 128), ("tile", 64), ("warps", 4), ("stages", 2), ("boxes", True))),
 }
 """The shapes that the kernels have built in, for heads of 128 in bf16 and blocks of 64."""
 LOADED = KernelShape("prefill", (("rows", 128), ("tile", 128), ("warps", 8), ("stages", 3), ("boxes", False)))
 """Built in as well, for caches that allow no boxes."""
+
+SMALL_AND_LARGE = (
+    (128, 64, 4, 1, True),
+    (128, 32, 4, 2, True),
+    (128, 32, 4, 3, True),
+    (64, 64, 4, 2, True),
+    (64, 64, 4, 3, True),
+    (64, 32, 4, 2, True),
+    (64, 32, 4, 3, True),
+    (256, 64, 8, 2, True),
+    (256, 64, 8, 3, True),
+    (256, 32, 8, 2, True),
+)
+"""Beside the grid of prefill: programs of which three or four run at once, and one with two warp groups."""
 
 
 def candidates(block_size: int = 64) -> list[KernelShape]:
@@ -79,7 +93,7 @@ def candidates(block_size: int = 64) -> list[KernelShape]:
         KernelShape("decode", tuple(zip(("tile", "programs", "warps", "stages"), each, strict=True))) for each in grid
     ]
     boxes = itertools.product((128,), (64, 128), (4, 8), (2, 3, 4), (True, False))
-    for each in boxes:
+    for each in (*boxes, *SMALL_AND_LARGE):
         if not each[-1] or block_size % each[1] == 0:
             names = ("rows", "tile", "warps", "stages", "boxes")
             found.append(KernelShape("prefill", tuple(zip(names, each, strict=True))))

@@ -1,7 +1,7 @@
 """`DISAGG_TRITON_SHAPES`: other launch shapes of the attention kernels than the built-in ones. Pure, without Triton.
 
     {"decode": {"tile": 64, "programs": 2, "warps": 4, "stages": 7},
-     "prefill": {"rows": 128, "tile": 64, "warps": 4, "stages": 3, "boxes": true}}
+     "prefill": {"rows": 128, "tile": 64, "warps": 4, "stages": 2, "boxes": true}}
 
 What is left out stays as it is. `decode` holds for every decode; `prefill` for prompts in 16 bits of which one fills a
 tile of 128 rows: shorter ones and fp32 have shapes of their own. `programs` are those of a multiprocessor. `boxes` is

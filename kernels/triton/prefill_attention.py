@@ -191,7 +191,7 @@ def prefill_shape(
     if wanted < 128:
         tile = 8192 // max(128, dim_padded)
         return PrefillShape(rows=wanted, tile=tile, num_warps=4, num_stages=5, boxes=False)
-    boxed = PrefillShape(rows=128, tile=64, num_warps=4, num_stages=3, boxes=True)
+    boxed = PrefillShape(rows=128, tile=64, num_warps=4, num_stages=2, boxes=True)
     loaded = PrefillShape(rows=128, tile=128 if dim_padded <= 128 else 64, num_warps=8, num_stages=3, boxes=False)
     fits = kv_dtype == q_dtype and dim in (64, 128) and block_size % (change.tile or boxed.tile) == 0
     chosen = boxed if fits and change.boxes is not False else loaded

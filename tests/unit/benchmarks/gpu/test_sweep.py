@@ -82,36 +82,37 @@ def test_the_table_has_all_shapes_and_the_built_in_ones_fit() -> None:
 
 
 def test_boxes_lie_within_a_block() -> None:
-    assert {shape.values["tile"] for shape in candidates(64) if shape.values.get("boxes")} == {64}
-    assert {shape.values["tile"] for shape in candidates(128) if shape.values.get("boxes")} == {64, 128}
+    assert {shape.values["tile"] for shape in candidates(64) if shape.values.get("boxes")} == {32, 64}
+    assert {shape.values["tile"] for shape in candidates(128) if shape.values.get("boxes")} == {32, 64, 128}
+    assert {shape.values["tile"] for shape in candidates(32) if shape.values.get("boxes")} == {32}
     assert not [shape for shape in candidates(16) if shape.values.get("boxes")]
 
 
 def test_what_tells_most_comes_first() -> None:
     shapes = [
         decode(tile=32, stages=3),
-        prefill(tile=128, warps=8, boxes=False, stages=2),
-        prefill(stages=2),
+        prefill(tile=128, warps=8, boxes=False, stages=4),
+        prefill(stages=4),
         LOADED,
         decode(programs=3),
-        prefill(warps=8, stages=4),
+        prefill(warps=8, stages=3),
         prefill(boxes=False),
         decode(stages=5),
         PREFILL,
         DECODE,
     ]
-    spilled = {PREFILL.code: 168, prefill(stages=2).code: 40}
+    spilled = {PREFILL.code: 168, prefill(stages=4).code: 40}
     table = {shape.code: Usage(100, spilled.get(shape.code, 0), 1000) for shape in shapes}
     assert rounds(shapes, table) == [
         [DECODE, PREFILL, LOADED],
         [
             decode(programs=3),
-            prefill(tile=128, warps=8, boxes=False, stages=2),
+            prefill(tile=128, warps=8, boxes=False, stages=4),
             decode(stages=5),
             prefill(boxes=False),
-            prefill(stages=2),
+            prefill(stages=4),
         ],
-        [decode(tile=32, stages=3), prefill(warps=8, stages=4)],
+        [decode(tile=32, stages=3), prefill(warps=8, stages=3)],
     ]
     table[DECODE.code] = Usage(100, 0, 100000)  # also the code of three programs
     assert [shape for shape in rounds(shapes, table)[1] if shape.kind == "decode"] == [decode(stages=5)]
@@ -124,19 +125,19 @@ def test_the_best_is_the_fastest_in_the_mean_of_all_cells() -> None:
         half: {(1, 8): 8.0, (2, 8): 40.0},
         mixed: {(1, 8): 5.0, (2, 8): 50.0},
         cut: {(1, 8): 1.0},
-        prefill(stages=2): {(64, 0): 1.0},
+        prefill(stages=4): {(64, 0): 1.0},
     }
     assert speed_up(half, times) == pytest.approx(math.sqrt(10 / 8))
     assert speed_up(mixed, times) == pytest.approx(math.sqrt(10 / 5 * 40 / 50))
     assert speed_up(cut, times) is None
-    assert speed_up(prefill(stages=2), times) is None  # the built-in one was not measured
+    assert speed_up(prefill(stages=4), times) is None  # the built-in one was not measured
     assert best(times) == {"decode": (mixed, speed_up(mixed, times))}
 
 
 def test_the_value_of_the_variable_is_taken_by_the_kernels() -> None:
     changes = launch_shapes.parse(variable([decode(stages=5), prefill(boxes=False)]))
     assert changes.decode == launch_shapes.DecodeChange(64, 2, 4, 5)
-    assert changes.prefill == launch_shapes.PrefillChange(128, 64, 4, 3, False)
+    assert changes.prefill == launch_shapes.PrefillChange(128, 64, 4, 2, False)
 
 
 # ---------------------------------------------------------------- measured, on a CPU
@@ -185,7 +186,7 @@ def test_each_shape_is_launched_and_an_error_costs_that_shape_only(
         ("decode: tile 64, programs 2, warps 4, stages 7", "info"),
         ("decode: tile 64, programs 2, warps 4, stages 5", "failed"),
         ("decode: tile 64, programs 2, warps 4, stages 3", "info"),
-        ("prefill: rows 128, tile 64, warps 4, stages 3, boxes true", "info"),
+        ("prefill: rows 128, tile 64, warps 4, stages 2, boxes true", "info"),
     ]
     assert rows[1].detail == "RuntimeError: out of resource"
     assert (rows[0].value, last.name) == (1.0, "best of 3")

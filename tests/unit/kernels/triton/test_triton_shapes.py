@@ -15,7 +15,7 @@ from tests.support.paged import PagedCase
 from tests.unit.kernels.triton.test_attention import assert_close, assert_prefill, expected_decode
 
 WHOLE = """{"decode": {"tile": 64, "programs": 2, "warps": 4, "stages": 7},
-            "prefill": {"rows": 128, "tile": 64, "warps": 4, "stages": 3, "boxes": true}}"""
+            "prefill": {"rows": 128, "tile": 64, "warps": 4, "stages": 2, "boxes": true}}"""
 
 
 def test_nothing_changes_unless_the_variable_says_so() -> None:
@@ -23,7 +23,7 @@ def test_nothing_changes_unless_the_variable_says_so() -> None:
 
 
 def test_all_fields_or_some_of_them() -> None:
-    assert parse(WHOLE) == Changes(DecodeChange(64, 2, 4, 7), PrefillChange(128, 64, 4, 3, True))
+    assert parse(WHOLE) == Changes(DecodeChange(64, 2, 4, 7), PrefillChange(128, 64, 4, 2, True))
     assert parse('{"prefill": {"boxes": false}}') == Changes(prefill=PrefillChange(boxes=False))
     assert parse('{"decode": {"stages": 3}}') == Changes(decode=DecodeChange(stages=3))
 
@@ -57,7 +57,7 @@ def test_decodes_are_launched_as_it_says() -> None:
     assert changed == DecodeShape(tile=32, num_programs=396, num_warps=4, num_stages=7)
 
 
-BOXED = PrefillShape(rows=128, tile=64, num_warps=4, num_stages=3, boxes=True)
+BOXED = PrefillShape(rows=128, tile=64, num_warps=4, num_stages=2, boxes=True)
 LOADED = PrefillShape(rows=128, tile=128, num_warps=8, num_stages=3, boxes=False)
 
 
@@ -67,16 +67,16 @@ LOADED = PrefillShape(rows=128, tile=128, num_warps=8, num_stages=3, boxes=False
         (PrefillChange(), 64, BOXED),
         (parse(WHOLE).prefill, 64, BOXED),
         (PrefillChange(boxes=False), 64, LOADED),
-        (PrefillChange(stages=2, warps=8), 64, PrefillShape(rows=128, tile=64, num_warps=8, num_stages=2, boxes=True)),
+        (PrefillChange(stages=4, warps=8), 64, PrefillShape(rows=128, tile=64, num_warps=8, num_stages=4, boxes=True)),
         (
             PrefillChange(boxes=True, tile=128),
             128,
-            PrefillShape(rows=128, tile=128, num_warps=4, num_stages=3, boxes=True),
+            PrefillShape(rows=128, tile=128, num_warps=4, num_stages=2, boxes=True),
         ),
         (PrefillChange(boxes=True, tile=128), 64, LOADED),  # a tile of 128 is not within a block of 64
         (PrefillChange(boxes=True), 16, LOADED),
-        (PrefillChange(rows=64), 64, PrefillShape(rows=64, tile=64, num_warps=4, num_stages=3, boxes=True)),
-        (PrefillChange(rows=16), 64, PrefillShape(rows=32, tile=64, num_warps=4, num_stages=3, boxes=True)),
+        (PrefillChange(rows=64), 64, PrefillShape(rows=64, tile=64, num_warps=4, num_stages=2, boxes=True)),
+        (PrefillChange(rows=16), 64, PrefillShape(rows=32, tile=64, num_warps=4, num_stages=2, boxes=True)),
     ],
 )
 def test_long_prompts_are_launched_as_it_says(change: PrefillChange, block_size: int, expected: PrefillShape) -> None:

@@ -221,6 +221,11 @@ def test_a_communicator_neither_blocks_nor_takes_many_processors_nor_is_ended_by
     assert GPU_ENVIRONMENT["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
+def test_ucx_reads_device_memory_of_a_peer_without_nvlink() -> None:
+    """Else by way of the host's memory."""
+    assert GPU_ENVIRONMENT["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "on"
+
+
 def on_new_thread(function: Callable[[], T]) -> T:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result(WAIT_S)
