@@ -1,7 +1,8 @@
 """Environment variables of a process that computes on a GPU.
 
-Torch, NCCL, UCX and the CUDA runtime read them at their start or whenever a communicator is made. Changing the environment
-is not safe beside threads that read it, so a process gets them when it is started, or before its first communicator.
+Torch, NCCL, UCX and the CUDA runtime read them at their start or whenever a communicator is made. Changing the
+environment is not safe beside threads that read it, so a process gets them when it is started, or before its first
+communicator.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the device, token ids on the host a step later. The limit of a decode step is th
 without the embedding, KV of the contexts) at the measured bandwidth; that of a prefill the time of its operations at
 the measured rate of matrix products.
 
-Decode steps come first: they need no warm-up of prompts. Beside them a step in plain torch ops (`torch_step.py`), and
+Decode steps come first: they need no warm-up of prompts. Beside them steps of several rows of one sequence, as drafts
+of speculative decoding have them, and a step in plain torch ops (`torch_step.py`), and
 at the end, in a process of its own that has a limited time, `transformers` compiled (`compiled_peer.py`).
 """
 
@@ -61,6 +62,8 @@ class TensorSizes:
     decode_batches: tuple[int, ...] = (1, 8, 64, 256)
     context_len: int = 1024
     num_steps: int = 30
+    draft_rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Rows of one sequence in a step."""
     prefill_tokens: tuple[int, ...] = (512, 2048, 8192)
 
     def write_config(self, folder: Path) -> None:
@@ -101,6 +104,7 @@ TINY = TensorSizes(
     decode_batches=(1, 3),
     context_len=20,
     num_steps=3,
+    draft_rows=(1, 2),
     prefill_tokens=(32,),
 )
 
@@ -259,16 +263,18 @@ def measure_prefill(
     )
 
 
-def measure_fp8(rows: RowFile, shape: TensorSizes, device: torch.device, ceilings: Ceilings) -> None:
-    """Decode steps with weights in 8 bits, and with weights and KV; against the limit of their own bytes."""
-    for label, changes in (
-        ("decode step, fp8 weights", {"quantization": "fp8"}),
-        ("decode step, fp8 weights and KV", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    ):
-        runner = make_runner(shape, device, **changes)
-        model_runner.warm_up(runner)
-        for batch in shape.decode_batches:
-            measure_decode(rows, shape, runner, batch, ceilings, label=label, weight_share=0.5, target=None)
+def measure_rows(rows: RowFile, shape: TensorSizes, runner: TorchModelRunner) -> None:
+    """Steps of several rows of one sequence, at its last positions: what it takes to check the tokens of a draft,
+    beside a step of one row. They are launched and waited for one by one, as captured for as many sequences."""
+    alone_ms = 0.0
+    for count in shape.draft_rows:
+        sequence = dummy_sequence(shape.context_len + count - 1, 0, BLOCK_SIZE)
+        starts = range(shape.context_len - 1, shape.context_len - 1 + count)
+        plan = StepPlan(decodes=tuple(ScheduledSequence(sequence, start, 1, samples=True) for start in starts))
+        ms = wall_ms(functools.partial(runner.run, plan), repeats=shape.num_steps)
+        alone_ms = alone_ms or ms
+        detail = f"{count / ms * 1e3:.0f} rows/s; a row alone {alone_ms:.3f} ms"
+        rows.add(f"decode step, {count} rows of one sequence", ms, "ms", share=ms / alone_ms, detail=detail)
 
 
 def measure_plain(rows: RowFile, shape: TensorSizes, runner: TorchModelRunner, batch: int) -> None:
@@ -315,6 +321,7 @@ def main() -> None:
     for batch in shape.decode_batches:
         name = f"decode step, batch {batch}"
         attempt(rows, name, functools.partial(measure_decode, rows, shape, runner, batch, ceilings))
+    attempt(rows, "rows of one sequence", functools.partial(measure_rows, rows, shape, runner))
     attempt(rows, "warm-up of prompts", functools.partial(model_runner.warm_up, runner))
     for num_tokens in shape.prefill_tokens:
         name = f"prefill, {num_tokens} tokens"
@@ -324,8 +331,6 @@ def main() -> None:
         attempt(rows, name, functools.partial(measure_plain, rows, shape, runner, batch))
     del runner
     gc.collect()
-    if device.type == "cuda":
-        attempt(rows, "fp8", functools.partial(measure_fp8, rows, shape, device, ceilings))
     attempt(rows, "transformers compiled", functools.partial(run_peer, arguments))
 
 

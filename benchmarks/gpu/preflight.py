@@ -32,6 +32,13 @@ MODULES = (
     "disagg.engine.core.engine_core",
     "disagg.engine.kv_transfer.transports.nccl",
 )
+READ_BEFORE = (
+    *MODULES,
+    "triton",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What tests import at the same time behind this: once it was read from a disk, it is in memory."""
 LEAST_SHM_GIB, LEAST_DISK_GIB, LEAST_MEMORY_GIB = 1.5, 2.0, 8.0
 """Staging memory of a pair on both sides, with what torch needs; compiled kernels and logs; two workers and tests."""
 GIB = 1 << 30
@@ -123,8 +130,8 @@ def torch_row() -> Row:
 
 
 def import_rows() -> Iterator[Row]:
-    """Whether our own modules can be imported without Ray."""
-    for name in MODULES:
+    """Whether our own modules can be imported without Ray, and what they and the tests need."""
+    for name in READ_BEFORE:
         try:
             importlib.import_module(name)
         except Exception as error:

@@ -16,6 +16,8 @@ Status = Literal["ok", "miss", "failed", "open", "info"]
 """ok: as wanted; miss: below the target; failed: wrong or broken; open: could not be tried here; info: no target."""
 
 BAD: tuple[Status, ...] = ("miss", "failed")
+OUT_OF_TIME = "time"
+"""Name of the row of a section that was ended at its limit: open where nothing had failed until then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""A model of the shapes of Llama-3-8B, and of 1B, with random weights, served on one GPU: colocated, and by a prefill
-and a decode worker that share it.
+"""A model of 1B, and one of the shapes of Llama-3-8B, with random weights, served on one GPU: colocated, and by a
+prefill and a decode worker that share it.
 
 The checkpoint is written where large files may be (`DISAGG_GPU_CHECK_SCRATCH`), the cluster is started as a user starts
 it, and a closed loop sends prompts of 512 tokens for 64 tokens each. A prefill and a decode worker on one GPU without
@@ -173,7 +173,7 @@ def main() -> None:
     device, rows = torch.device(arguments.device), row_file(arguments, "load")
     ceilings = read_ceilings(arguments.ceilings)
     scratch = os.environ.get("DISAGG_GPU_CHECK_SCRATCH")
-    for asked in (EIGHT, ONE) if device.type == "cuda" else (TINY,):
+    for asked in (ONE, EIGHT) if device.type == "cuda" else (TINY,):
         has_room = scratch is not None and shutil.disk_usage(scratch).free > 1.2 * asked.nbytes
         with tempfile.TemporaryDirectory(dir=scratch if has_room else None) as name:
             folder = Path(name)

@@ -7,6 +7,7 @@ a pytest plugin.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from disagg.engine.device_environment import device_environment
 _cuda: Any = torch.cuda
 
 DEVICE_VARIABLE = "DISAGG_GPU_CHECK_DEVICE"
+STACKS_S = 30.0
 
 
 def _device_name() -> str:
@@ -62,9 +64,18 @@ def nccl_environment(name: str, *, apart: bool) -> dict[str, str]:
     folder = os.environ.get("DISAGG_GPU_CHECK_LOGS")
     log = f"{folder}/nccl-{name}-%p.log" if folder else "/dev/stderr"
     common = device_environment("cuda") | {"NCCL_DEBUG": "INFO" if folder else "WARN", "NCCL_DEBUG_FILE": log}
+    common["NCCL_DEBUG_TIMESTAMP_LEVELS"] = "WARN,INFO"
     if apart:
         return common
     return common | {"NCCL_HOSTID": f"gpu-check-{name}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+
+
+def dump_stacks_later(name: str) -> None:
+    """Every half a minute the stacks of this process go to a file where the check keeps its logs: a peer that hangs is
+    ended with the test."""
+    if folder := os.environ.get("DISAGG_GPU_CHECK_LOGS"):
+        file = Path(folder, f"stacks-{name}-{os.getpid()}.log").open("w", encoding="utf-8")  # noqa: SIM115
+        faulthandler.dump_traceback_later(STACKS_S, repeat=True, file=file)
 
 
 # ---------------------------------------------------------------- rows for benchmarks.gpu.contact

@@ -30,6 +30,7 @@ from disagg.engine.kv_transfer.transport import PairTransport
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.runner.model_runner import TorchModelRunner
+from tests.gpu.conftest import dump_stacks_later
 from tests.support.secret import SECRET, checksum
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE
@@ -172,6 +173,7 @@ def on_new_thread(device: torch.device, form: Callable[[], PairTransport]) -> Pa
 
 
 def main(side_name: str, scenario: str, device_name: str, folder: str, transport: str = "") -> None:
+    dump_stacks_later(f"{side_name}-{scenario}")
     device = torch.device(device_name)
     if device.index is not None:
         torch.cuda.set_device(device)

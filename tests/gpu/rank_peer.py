@@ -20,6 +20,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.runner.collectives import make_collective
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
+from tests.gpu.conftest import dump_stacks_later
 from tests.support.secret import SECRET
 from tests.support.stepping import last_token, make_sequence
 
@@ -28,6 +29,7 @@ SIZE = 2
 
 
 def main(rank_text: str, device_name: str, folder: str, prompt_text: str, answer_text: str) -> None:
+    dump_stacks_later(f"rank-{rank_text}")
     rank, prompt, answer = int(rank_text), json.loads(prompt_text), json.loads(answer_text)
     if torch.device(device_name).index is not None:
         torch.cuda.set_device(torch.device(device_name))

@@ -63,9 +63,9 @@ def command(section: Section, mode: Mode, place: Place, tests: History) -> list[
         ]
         found = [sys.executable, "-m", section.program, *arguments, *section.arguments]
     else:
-        workers = min(section.workers, place.cores) if place.device == "cuda" else 1
+        workers = min(section.workers, place.cores if place.device == "cuda" else 1)
         # A process of xdist that is lost is replaced by another one, which goes on.
-        processes = ["-n", str(workers)] if place.has_xdist and mode != "memcheck" else []
+        processes = ["-n", str(workers)] if workers and place.has_xdist and mode != "memcheck" else []
         options = ["-q", "-c", f"{TEST_FOLDER}/pytest.ini", "-o", f"faulthandler_timeout={SLOW_TEST_S}"]
         chosen = list(section.tests)
         if mode == "rest":

@@ -7,7 +7,8 @@
     phase 5   with launches that wait for their kernels (CUDA_LAUNCH_BLOCKING=1)
     phase 6   under compute-sanitizer
 
-A phase begins when all of the one before have ended. Tests leave the figures their least useful times, if that is not
+What was ended at its limit, and had reported no failure until then, is not run once more: it would be ended again. A
+phase begins when all of the one before have ended. Tests leave the figures their least useful times, if that is not
 more than half of what is left: a test that hangs costs itself, and no figure. What can no longer be of use is not
 begun.
 """
@@ -195,14 +196,14 @@ class Schedule:
         if event.name not in self._running:
             raise ValueError(f"{event.name}: it does not run")
         run = self._running.pop(event.name).run
-        section, is_bad = run.section, event.is_bad or event.status != 0
+        section, is_bad = run.section, event.is_bad or event.status not in (0, None)
         if run.mode not in ("plain", "rest"):
             return
         if event.status != 0:
             self._failed.add(section.name)
         if section.probes:
             self._without = event.wrong_ops
-            self._ops_are_right = not is_bad and not event.wrong_ops
+            self._ops_are_right = event.status == 0 and not is_bad and not event.wrong_ops
         if event.status != 0 and section.vital:
             self._waiting.clear()
         elif event.status == CONTEXT_LOST and section.tests and self._restarts.get(section.name, 0) < MOST_RESTARTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.gpu.report import BAD, Row
+from benchmarks.gpu.report import BAD, OUT_OF_TIME, Row
 
 MOST_CHARACTERS = 10_000
 """Of all that is printed. Whoever runs it elsewhere may see the end of the output alone."""
@@ -15,10 +15,10 @@ FAILURES_SHARE = 0.5
 
 
 def summary(rows: Sequence[Row], sections: Sequence[str], verdict: str, limit: int = MOST_CHARACTERS) -> str:
-    """At most `limit` characters: failures, a line for each of `sections`, figures, the verdict. What does not fit is
-    counted."""
+    """At most `limit` characters: failures and what was ended at its limit, a line for each of `sections`, figures, the
+    verdict. What does not fit is counted."""
     sections_text = "\n".join(["sections:", *(f"  {line}" for line in sections)]) if sections else ""
-    failures = [_failure(row) for row in rows if row.status == "failed"]
+    failures = [_failure(row) for row in rows if row.status == "failed" or row.name == OUT_OF_TIME]
     figures = [_figure(row) for row in rows if row.value is not None and not row.is_test and row.status != "failed"]
     room = limit - len(sections_text) - len(verdict) - 40
     for_failures = min(_length(failures), max(int(room * FAILURES_SHARE), room - _length(figures)))

@@ -44,6 +44,9 @@ def test_tests_run_in_processes_that_can_be_replaced() -> None:
     assert commands.command(KERNELS, "plain", few, History()) == [*PYTEST, "-n", "4", *KERNELS.tests]
     alone = dataclasses.replace(PLACE, has_xdist=False)
     assert commands.command(KERNELS, "plain", alone, History()) == [*PYTEST, *KERNELS.tests]
+    none = dataclasses.replace(KERNELS, workers=0)
+    for place in (PLACE, on_cpu):
+        assert commands.command(none, "plain", place, History()) == [*PYTEST, *KERNELS.tests]
 
 
 def test_a_failure_is_looked_at_with_the_tests_that_failed() -> None:
@@ -147,7 +150,7 @@ def test_what_a_section_lacks_is_named() -> None:
     ("arguments", "error"),
     [
         (["--budget", "15"], "--budget: must be more than 15 s, not 15"),
-        (["--plan", "second", "--only", "ranks"], "--only: not in the plan second: ranks"),
+        (["--plan", "second", "--only", "graphs"], "--only: not in the plan second: graphs"),
         (["--only", "none"], "invalid choice: 'none'"),
     ],
 )
@@ -172,10 +175,13 @@ def test_failures_come_first_and_figures_last() -> None:
         Row(section="kernels", name="test_a.py::test_x", status="ok", value=3.0, unit="s"),
         Row(section="preflight", name="device", status="info", detail="H100"),
         failure("kernels", "test_a.py::test_y", "it is wrong"),
+        Row(section="pairs", name="time", status="open", detail="ended after 9 s"),
+        Row(section="ranks, blocking", name="run", status="open", detail="not begun"),
     ]
     assert summary(rows, ["kernels: 2 rows"], "missed or failed").splitlines() == [
         "failed:",
         "  kernels: test_a.py::test_y: it is wrong",
+        "  pairs: time: ended after 9 s",
         "sections:",
         "  kernels: 2 rows",
         "figures:",

@@ -85,21 +85,23 @@ def end(status: int | None, rows: list[Row], log: Path, **changes: object) -> En
 
 
 @pytest.mark.parametrize(
-    ("status", "rows", "details"),
+    ("status", "rows", "told"),
     [
-        (None, [], ["ended after 9 s; last line: last"]),
-        (None, [row("ok")], ["ended after 9 s; last line: last"]),
-        (-11, [row("ok")], ["exit status -11; last line: last"]),
+        (None, [], [("open", "time", "ended after 9 s; last line: last")]),
+        (None, [row("ok"), row("miss")], [("open", "time", "ended after 9 s; last line: last")]),
+        (None, [row("failed"), row("ok")], [("failed", "time", "ended after 9 s; last line: last")]),
+        (-11, [row("ok")], [("failed", "run", "exit status -11; last line: last")]),
         (1, [row("failed")], []),
-        (0, [], ["it found nothing; last line: last"]),
+        (0, [], [("failed", "run", "it found nothing; last line: last")]),
         (0, [row("ok")], []),
         (3, [row("open")], []),
     ],
 )
-def test_how_a_section_ended_is_told(tmp_path: Path, status: int | None, rows: list[Row], details: list[str]) -> None:
+def test_how_a_section_ended_is_told(
+    tmp_path: Path, status: int | None, rows: list[Row], told: list[tuple[str, str, str]]
+) -> None:
     found = ending(end(status, rows, tmp_path / "log"))
-    assert [each.detail for each in found] == details
-    assert {each.status for each in found} <= {"failed"}
+    assert [(each.status, each.name, each.detail) for each in found] == told
 
 
 def test_a_section_that_is_ended_names_the_tests_that_were_running(tmp_path: Path) -> None:
@@ -134,6 +136,7 @@ def test_which_ops_are_wrong_is_read_from_the_probe(tmp_path: Path) -> None:
         ([row("ok"), row("info"), row("open", "run")], 0),
         ([row("ok"), row("miss")], 1),
         ([failure("model", "run", "it crashed")], 1),
+        ([row("ok"), row("open", "time")], 1),
         ([row("open", "device")], 3),
     ],
 )

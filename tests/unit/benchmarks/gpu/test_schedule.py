@@ -220,6 +220,16 @@ def test_what_is_run_once_more_is_not_run_a_third_time() -> None:
     assert played.names == ["kernels", "kernels blocking", "kernels memcheck"]
 
 
+def test_what_was_ended_without_a_failure_is_not_run_once_more() -> None:
+    slow = {"kernels": Behaviour(took_s=HANGS), "engine": Behaviour(took_s=HANGS)}
+    played = play(ALL, slow)
+    assert (played.names, played.kills) == (ORDER, [(40.0, "kernels"), (40.0, "engine")])
+    schedule = Schedule((KERNELS,), now=0.0, budget_s=320.0, at_once=1)
+    schedule.handle(Tick(), 0.0)
+    commands = schedule.handle(Ended("kernels", None, is_bad=True), 30.0)
+    assert [(each.section.name, each.mode) for each in commands if isinstance(each, Start)] == [("kernels", "blocking")]
+
+
 def test_a_section_with_less_than_its_least_useful_time_is_not_begun() -> None:
     played = play((LIMITS, MODEL, TRACES), {"model": Behaviour(took_s=HANGS)}, budget_s=WRITING_S + 17.0)
     assert played.kills == [(17.0, "model")]
