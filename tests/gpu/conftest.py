@@ -65,6 +65,8 @@ def nccl_environment(name: str, *, apart: bool) -> dict[str, str]:
     log = f"{folder}/nccl-{name}-%p.log" if folder else "/dev/stderr"
     common = device_environment("cuda") | {"NCCL_DEBUG": "INFO" if folder else "WARN", "NCCL_DEBUG_FILE": log}
     common["NCCL_DEBUG_TIMESTAMP_LEVELS"] = "WARN,INFO"
+    if folder:
+        common["UCX_LOG_FILE"] = f"{folder}/ucx-{name}-%p.log"  # standard output is for the answers
     if apart:
         return common
     return common | {"NCCL_HOSTID": f"gpu-check-{name}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}

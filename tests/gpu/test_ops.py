@@ -115,7 +115,8 @@ def test_fp8_cache(device: torch.device, side: str, scale: float) -> None:
     arguments = rope_arguments(device, 1000, cache, torch.bfloat16, False)
     rope_write.qkv_rope_write(*arguments, **{f"{side.removesuffix('s')}_scale": scale})
     at = ["keys", "values"].index(side)
-    expected = (wide_cache[:, :, at].float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    divisor = torch.tensor(scale, device=device)  # torch multiplies by the reciprocal of a number
+    expected = (wide_cache[:, :, at].float() / divisor).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     assert_equal(cache[:, :, at], expected)
 
 
