@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg.engine.commands import Add, Ended, TokenSampled
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import SpeculationOptions, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.runner import model_runner
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -19,6 +19,7 @@ from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
 from disagg.proto.token_ids import pack_token_ids
 from tests.gpu import reference
+from tests.support.drafting import KnownDrafts, draft
 from tests.support.stepping import (
     assert_logits_close,
     decode,
@@ -194,6 +195,35 @@ def test_steps_that_are_launched_ahead_answer_the_same(folders: dict[str, Path],
     assert found[0] == found[1]
     (greedy, *_), reasons = found[0]
     assert (greedy[-1], len(greedy), reasons[0]) == (stop, greedy.index(stop) + 1, "stop")
+
+
+def test_drafts_beside_steps_that_are_launched_ahead_answer_the_same(
+    folders: dict[str, Path], device: torch.device
+) -> None:
+    """By lookup, in answers that a bias makes repeat two tokens, and of known answers, right and wrong ones."""
+    bias = ((40, 30.0), (41, 30.0))
+    samplings = [
+        Sampling(temperature=0.0, max_tokens=60),
+        Sampling(temperature=0.9, max_tokens=50, seed=7),
+        Sampling(temperature=1.2, max_tokens=50, seed=2**64 - 5, top_k=40, top_p=0.9),
+        Sampling(temperature=0.0, max_tokens=60, logit_bias=bias),
+        Sampling(temperature=1.0, max_tokens=60, seed=3, repetition_penalty=1.1, logprobs=1),
+    ]
+    found = []
+    lookup = SpeculationOptions(method="lookup", max_draft=6)
+    for options in (SpeculationOptions(), lookup):
+        config = config_of(folders["qwen3"], device, num_blocks=80, max_num_seqs=24, speculation=options)
+        runner = TorchModelRunner(config)
+        model_runner.warm_up(runner)
+        core = EngineCore(runner, config=config)
+        found.append(answers(core, samplings))
+    assert found[0] == found[1]
+    assert core._scheduler.speculation is not None
+    assert core._scheduler.speculation.totals.accepted > 0
+    known = {f"r{row}": answer for row, answer in enumerate(found[0][0])}
+    for right in (0.9, 0.0):
+        draft(core, KnownDrafts(known, right=right, vocab_size=VOCAB_SIZE))
+        assert answers(core, samplings) == found[0]
 
 
 @pytest.mark.gpu
