@@ -24,8 +24,9 @@ from disagg.step_times.step_model import LEAST_MS, StepModel
 LEAST_GAIN = 1.03
 """Expected tokens a second over those without drafts, for a step to have any."""
 
-_PRIOR = (0.35, 0.42, 0.5, 0.6, 0.65, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9)
-"""Assumed chances of the token behind a match of 3 to 16 tokens, before any was seen."""
+_PRIOR = (0.2, 0.4, 0.55, 0.6, 0.65, 0.68, 0.76, 0.8, 0.84, 0.86, 0.88, 0.89, 0.9, 0.91, 0.93, 0.95)
+"""Assumed chances of the token behind a match of 1 to 16 tokens, before any was seen: between those of chat and those
+of copying answers of a small model."""
 _PRIOR_PLACE = 0.6
 """The same of a draft by other methods, whose place says nothing yet."""
 _PRIOR_WEIGHT = 8.0
@@ -38,7 +39,7 @@ _SPREAD = 2.0
 """Variance of sequences' log-odds of acceptance about those of their worker."""
 _MEMORY = 0.97
 """What a sequence's own evidence keeps of its weight with each token."""
-_FIRST, _NUM_PLACES = 3, 16
+_NUM_PLACES = 16
 
 
 class _Chance:
@@ -129,7 +130,7 @@ class Acceptance:
         """The table of a proposal, and where its first draft is in it."""
         if proposal.match_length == 0:
             return self._by_place, 0
-        return self._by_length, max(0, proposal.match_length - _FIRST)
+        return self._by_length, proposal.match_length - 1
 
 
 class Times(Protocol):
@@ -288,13 +289,13 @@ def choose(
     plain_ms = times.ms(num_rows, context)
     plain_rate = num_rows / plain_ms
     lengths = lengths or [context // num_rows] * len(chances)
-    # A draft that attends to more costs more: it is worth its chance less the tokens that this time gives without.
-    ranked = sorted(
-        (plain_rate * (times.ms(num_rows, context + length) - plain_ms) - chance, place, index, chance)
-        for index, (each, length) in enumerate(zip(chances, lengths, strict=True))
-        if each
-        for place, chance in enumerate(each)
-    )
+    ranked: list[tuple[float, int, int, float]] = []
+    for index, (each, length) in enumerate(zip(chances, lengths, strict=True)):
+        if each:
+            # A draft that attends to more costs more: what counts is its chance less what this time gives without it.
+            cost = plain_rate * (times.ms(num_rows, context + length) - plain_ms)
+            ranked += [(cost - chance, place, index, chance) for place, chance in enumerate(each) if chance > cost]
+    ranked.sort()
     best, best_rate = 0, least_gain * plain_rate
     expected = float(num_rows)
     for number, (_, _, index, chance) in enumerate(ranked[:most], 1):

@@ -18,9 +18,8 @@ def test_chances_never_increase_and_there_is_one_for_each_draft(match_length: in
 
 
 def test_a_longer_match_has_a_better_chance_before_anything_was_seen() -> None:
-    first = [Acceptance().chances("a", proposal(length, 1))[0] for length in range(3, 17)]
+    first = [Acceptance().chances("a", proposal(length, 1))[0] for length in range(1, 17)]
     assert first == sorted(set(first))
-    assert first[0] > 0.3
 
 
 def test_no_drafts_have_no_chances() -> None:

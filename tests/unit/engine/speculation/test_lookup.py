@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -14,18 +15,15 @@ from tests.support.engine import make_spec
 
 
 def brute_force(text: list[int], most_tokens: int = 10**9) -> Match | None:
-    """The longest match up to 16 tokens, of several the latest, among the latest occurrences of the last three."""
-    best, num_seen = None, 0
-    for end in range(len(text) - 1, 2, -1):
-        if end < len(text) - most_tokens or num_seen == lookup.MOST_CANDIDATES:
-            break
-        if text[end - 3 : end] != text[-3:]:
-            continue
-        num_seen += 1
-        length = next(n for n in range(16, 2, -1) if n <= end and text[end - n : end] == text[-n:])
-        if best is None or length > best.length:
-            best = Match(end, length)
-    return best
+    """The longest match up to 16 tokens, of several the latest. Of those of three tokens and more only the latest
+    `MOST_CANDIDATES` count."""
+    matches: list[Match] = []
+    for end in range(len(text) - 1, max(0, len(text) - most_tokens - 1), -1):
+        length = max(n for n in range(min(16, end) + 1) if text[end - n : end] == text[len(text) - n :])
+        if length > 0:
+            matches.append(Match(end, length))
+    long = [match for match in matches if match.length >= 3]
+    return max(long[: lookup.MOST_CANDIDATES] or matches, key=lambda match: match.length, default=None)
 
 
 def copying_text(rng: random.Random, size: int, num_ids: int) -> list[int]:
@@ -40,7 +38,7 @@ def copying_text(rng: random.Random, size: int, num_ids: int) -> list[int]:
 
 @given(
     seed=st.integers(0, 10**9),
-    num_ids=st.sampled_from([1, 2, 3, 10, 2**31]),
+    num_ids=st.sampled_from([1, 2, 3, 10, 50, 2**21]),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     most_tokens=st.sampled_from([8, 50, 10**6]),
     tail=st.sampled_from([1, 3, 16, 1000]),
@@ -56,26 +54,34 @@ def test_a_text_that_grows_anyhow_has_the_matches_of_a_naive_search(
         assert index.find(text[:seen]) == brute_force(text[:seen], most_tokens)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=12).flatmap(lambda ids: st.permutations(ids * 2)))
-def test_ids_too_large_for_a_key_are_told_apart(text: list[int]) -> None:
-    index = TextIndex()
-    index.extend(text)
-    assert index.find(text) == brute_force(text)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 2**21 + 1, 2**21 + 2, 2**32 - 1]), min_size=1, max_size=40),
+    st.sampled_from([1, 8, 1000]),
+)
+def test_ids_too_large_for_a_key_are_never_mistaken(text: list[int], tail: int) -> None:
+    index = TextIndex(tail=tail)
+    for size in range(1, len(text) + 1):
+        index.extend(text[:size])
+    match = index.find(text)
+    if match is not None:
+        assert text[match.end - match.length : match.end] == text[len(text) - match.length :]
+        assert match.length <= match.end < len(text)
 
 
 def test_keys_that_collide_are_told_apart() -> None:
-    assert lookup._key([0, 2**21, 0], 3) == lookup._key([1, 0, 0], 3)
-    text = [0, 2**21, 0, 7, 1, 0, 0]
+    assert lookup._key([1], 1) == lookup._key([2**21 + 1], 1)
     index = TextIndex()
-    index.extend(text)
-    assert index.find(text) is None
+    for text in ([1, 2**21 + 1], [5, 1, 7, 5, 2**21 + 1], [5, 6, 1, 7, 5, 6, 2**21 + 1]):
+        index = TextIndex()
+        index.extend(text)
+        assert index.find(text) is None
 
 
 @pytest.mark.parametrize("tail", [1, 512])
 def test_of_many_occurrences_the_latest_ones_are_compared(monkeypatch: pytest.MonkeyPatch, tail: int) -> None:
     text = [9, 1, 2, 3, 50, *[each for i in range(10) for each in (100 + i, 1, 2, 3)], 9, 1, 2, 3]
     index = TextIndex(tail=tail)
-    for size in range(len(text) + 1):
+    for size in range(1, len(text) + 1):
         index.extend(text[:size])
     assert index.find(text) == Match(4, 4)
     monkeypatch.setattr(lookup, "MOST_CANDIDATES", 10)
@@ -91,13 +97,26 @@ def test_the_index_stays_within_its_memory() -> None:
     for _ in range(5000):
         text.append(rng.randrange(1000))
         index.extend(text)
-        assert index.num_bytes <= 12 * (1000 + 2 * 100) + 150 * 100
+        assert index.num_bytes <= 12 * (1000 + 2 * 100) + lookup.TABLE_BYTES * 100
 
 
 def test_a_prompt_of_64k_tokens_takes_12_bytes_for_each() -> None:
     index = TextIndex()
     index.extend(range(100_000))
     assert index.num_bytes == 12 * (lookup.MOST_TOKENS + 1)
+
+
+def test_the_tables_take_no_more_memory_than_they_are_counted_with() -> None:
+    text = list(range(100_000, 100_000 + 2 * lookup.TAIL))
+    index = TextIndex()
+    index.extend(text[: lookup.TAIL + 2])
+    tracemalloc.start()
+    for size in range(lookup.TAIL + 2, 2 * lookup.TAIL):
+        index.extend(text[:size])
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(index._previous) > 200
+    assert 100 * len(index._previous) < used < lookup.TABLE_BYTES * len(index._previous)
 
 
 def test_a_text_never_becomes_shorter() -> None:
@@ -140,9 +159,10 @@ def sequence(text: list[int], stop: tuple[int, ...] = ()) -> Sequence:
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], (5,), 5, Proposal((4,), 3)),
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], (6, 4), 5, NOTHING),
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], (), 0, NOTHING),
-        ([1, 2, 3, 4, 5, 6, 9, 2, 3], (), 5, NOTHING),
+        ([1, 2, 3, 4, 5, 6, 9, 2, 3], (), 2, Proposal((4, 5), 2)),
+        ([1, 2, 3, 4, 2, 5, 6, 9, 2], (), 2, Proposal((5, 6), 1)),
         ([1, 2, 3], (), 5, NOTHING),
-        ([1, 1, 1], (), 5, NOTHING),
+        ([1, 1], (), 3, Proposal((1, 1, 1), 1)),
         ([1], (), 5, NOTHING),
     ],
     ids=[
@@ -155,9 +175,10 @@ def sequence(text: list[int], stop: tuple[int, ...] = ()) -> Sequence:
         "before a stop id",
         "nothing before a stop id",
         "none wanted",
-        "two tokens are no match",
-        "the end itself is no match",
-        "three equal tokens",
+        "the last two tokens",
+        "the last token",
+        "the last token is new",
+        "two equal tokens",
         "one token",
     ],
 )
