@@ -103,6 +103,7 @@ class Resumption:
         self._had_tail = False
         """Whether the text after the last token was received."""
         self._is_continued = False
+        """Whether the next part must begin behind the tokens that were received."""
         self._repeats_tail = False
         """Whether that text will be received again."""
         self._has_gap = False
@@ -142,6 +143,7 @@ class Resumption:
             raise UnavailableError(
                 f"the gateway continues at token {delta.first_index}, not {len(self._token_ids)}", "not_resumed"
             )
+        self._is_continued = False  # behind its first part, tokens may be missing because a guardrail replaced them
         self._model_version = delta.model_version or self._model_version
         self._had_tail = not delta.token_ids
         self._token_ids.extend(delta.token_ids)

@@ -49,6 +49,18 @@ def test_the_next_attempt_continues_after_all_tokens_that_came() -> None:
     assert list(stream.request().resume.token_ids) == [5, 6, 7, 8]
 
 
+def test_tokens_that_a_guardrail_replaces_behind_a_break_are_no_break() -> None:
+    """Only where it continues must the answer fit. It cannot be continued again."""
+    stream = Resumption(asked(seed=7), 10.0)
+    assert stream.took(delta(0, 5, 6))
+    assert stream.pause_s(LOST, True, 100.0) == MIN_PAUSE_S
+    assert list(stream.request().resume.token_ids) == [5, 6]
+    assert stream.took(delta(2, 7))
+    assert stream.took(delta(4, 9))
+    assert stream.took(delta(5, 10))
+    assert stream.pause_s(LOST, True, 101.0) is None
+
+
 def test_the_next_attempt_names_the_version_that_made_the_tokens() -> None:
     stream = Resumption(asked(seed=7), 10.0)
     first = delta(0, 5)
