@@ -130,6 +130,8 @@ class SendPart(Message, frozen=True, kw_only=True, tag=True):
     call: int
     pair_name: str
     buffer: int
+    buffer_bytes: int
+    """Size of the part, which is made here where the gather into it was refused: the peer waits for its bytes."""
     num_tokens: int
 
 

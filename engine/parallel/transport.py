@@ -187,7 +187,13 @@ class GroupTransport(PairTransport):
         whole = self._new_operation(lambda ok, error, _: done(ok, error), ignore_posted)
         num_tokens = self._num_tokens(nbytes)
         for index, rank in enumerate(self._others, start=1):
-            command = SendPart(call=0, pair_name=self._end.pair_name, buffer=buffer.number, num_tokens=num_tokens)
+            command = SendPart(
+                call=0,
+                pair_name=self._end.pair_name,
+                buffer=buffer.number,
+                buffer_bytes=buffer.local.nbytes,
+                num_tokens=num_tokens,
+            )
             self._followers.call(rank, command, _answer(whole, index, rank))
         self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
 
@@ -344,7 +350,7 @@ class ShardTransports(RankTransports):
         if pair is None:
             done(False, CLOSED, ())
         else:
-            pair.channels.send(self._staging(command.buffer, 0), command.num_tokens, done)
+            pair.channels.send(self._staging(command.buffer, command.buffer_bytes), command.num_tokens, done)
 
     def _receive(self, command: ReceivePart, reply: Reply, on_posted: Posted) -> None:
         done, pair = _part_done(command.call, reply), self._find(command.pair_name)

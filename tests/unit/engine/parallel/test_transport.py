@@ -91,6 +91,19 @@ def test_only_ranks_with_slices_are_asked() -> None:
         ] == []
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp"), WIDTHS)
+def test_a_chunk_that_was_announced_is_sent_though_its_gather_was_refused(p_tp: int, d_tp: int) -> None:
+    """The sequence ended meanwhile: D waits for bytes all the same, and no rank has a part of that buffer yet."""
+    with formed_pair(4, p_tp, d_tp) as pair:
+        nbytes = pair.nbytes(range(1))
+        got, gone = Answer(), Answer()
+        pair.receiving.recv(pair.d.runner.new_staging(nbytes), nbytes, got, got.posted)
+        got.wait_posted()
+        pair.sending.send(pair.p.runner.new_staging(nbytes), nbytes, gone)
+        assert gone.result()[:2] == (True, "")
+        assert got.result()[:2] == (True, "")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_slice_that_is_spoilt_on_one_rank_shows_in_the_checksum(rank: int) -> None:
     with formed_pair(4, 2, 2) as pair:
@@ -360,7 +373,7 @@ def test_a_follower_answers_what_is_under_way_before_the_close() -> None:
     peer.send(np.zeros(8, np.uint8), 8, gone)
     assert gone.result()[0] is False
     told.handle(ReceivePart(call=10, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=1))
-    told.handle(SendPart(call=11, pair_name="pair", buffer=3, num_tokens=1))
+    told.handle(SendPart(call=11, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=1))
     told.handle(ClosePair(call=12, pair_name="pair"))
     assert told.wait(6)[3:] == [(10, False), (11, False), (12, True)]
     assert told.posted == [2]
