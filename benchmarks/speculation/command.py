@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speculation import cells
-from benchmarks.speculation.methods import FIXED, KNOWN, LOOKUP, OFF, fixed_name, make_core
+from benchmarks.speculation.methods import FIXED, LOOKUP, OFF, make_cores
 from benchmarks.speculation.rig import Decoded, Rig
 from benchmarks.speculation.works import Work, Works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
@@ -62,7 +62,7 @@ def measure_work(
 def measure_kind(rig: Rig, cores: Mapping[str, EngineCore], work: Work) -> Iterator[dict[str, Any]]:
     """One run of each method over a work; the tokens count, not the times."""
     found: dict[str, Decoded] = {
-        method: rig.run(cores[method], work.prefilled, BATCH_OF_KINDS) for method in (OFF, LOOKUP) if method in cores
+        method: rig.run(cores[method], work.prefilled, BATCH_OF_KINDS) for method in (OFF, LOOKUP)
     }
     for method, decoded in found.items():
         yield cells.row_of(f"kind: {work.name}", BATCH_OF_KINDS, method, 0, decoded, found[OFF])
@@ -70,7 +70,7 @@ def measure_kind(rig: Rig, cores: Mapping[str, EngineCore], work: Work) -> Itera
 
 def measure(rig: Rig, model_path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All parts that were asked for, as rows."""
-    cores = {method: make_core(method, rig.runner, rig.config, rig.calibration) for method in options.methods}
+    cores = make_cores(rig.runner, rig.config, rig.calibration, options.fixed)
     works = Works(rig, cores[OFF], model_path, options.max_tokens)
     most = max(options.requests * options.turns, 2 * max(options.batches))
     rows: list[dict[str, Any]] = []
@@ -138,7 +138,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.quick:
         vars(options).update(batches=[1, 4], fixed=[2], turns=1, requests=4, of_each_kind=4, max_tokens=48)
-    options.methods = [method for method in (OFF, LOOKUP, *map(fixed_name, options.fixed)) if method in KNOWN]
     return options
 
 

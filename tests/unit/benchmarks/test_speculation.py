@@ -12,7 +12,7 @@ import pytest
 from benchmarks.speculation import cells, command, requests
 from benchmarks.speculation.copying import copied_share, is_copying, looped_share
 from benchmarks.speculation.hostile import hostile_prompt
-from benchmarks.speculation.methods import LOOKUP, OFF, fixed_name, make_core
+from benchmarks.speculation.methods import LOOKUP, OFF, fixed_name, make_cores
 from benchmarks.speculation.requests import KINDS, Request, sampling_of
 from benchmarks.speculation.rig import Answer, Decoded, Rig
 from disagg.engine.config import WorkerConfig
@@ -200,7 +200,7 @@ def test_a_row_counts_what_steps_gave() -> None:
 def test_small_sizes_and_the_methods_of_a_command_line() -> None:
     options = command.parse_arguments(["--quick"])
     assert (options.batches, options.turns, options.max_tokens) == ([1, 4], 1, 48)
-    assert options.methods[0] == OFF
+    assert options.fixed == [2]
 
 
 # ---------------------------------------------------------------- the rig
@@ -220,7 +220,7 @@ def made(count: int, num_tokens: int) -> list[Request]:
 @pytest.mark.parametrize("batch", [1, 3, 9])
 def test_the_rig_decodes_every_request(batch: int) -> None:
     rig = Rig(CONFIG)
-    core = make_core(OFF, rig.runner, CONFIG, rig.calibration)
+    core = make_cores(rig.runner, CONFIG, rig.calibration, ())[OFF]
     asked = made(7, num_tokens=6)
     for _ in range(2):  # a core may be used again
         decoded = rig.run(core, rig.prefill(asked), batch)
@@ -238,7 +238,7 @@ def test_answers_of_one_token_are_left_out() -> None:
 
 def test_the_rig_refuses_what_the_engine_has_no_room_for() -> None:
     rig = Rig(CONFIG)
-    core = make_core(OFF, rig.runner, CONFIG, rig.calibration)
+    core = make_cores(rig.runner, CONFIG, rig.calibration, ())[OFF]
     long = Request(name="long", prompt=tuple(range(250)), sampling=Sampling(temperature=0.0, max_tokens=5))
     with pytest.raises(RuntimeError, match="the engine does not take long"):
         rig.run(core, rig.prefill([long] * 5), 5)
