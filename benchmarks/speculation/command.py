@@ -12,6 +12,8 @@ differing_answers     answers whose tokens are not those of the same request wit
 compared_answers      so many
 of_best_fixed_k_min   lookup over the best number of drafts that stays the same, none among them; the least of all cells
 itl_p99_ratio_max     p99 of the time between two steps that give a stream tokens; the largest of all cells
+llamacpp_copying_b1   the peers' own ratios, on the same requests
+vllm_copying_b<B>
 
 The engine is in this process and decodes as a decode worker does: prompts are computed before, and their KV joins
 (rig.py). Every method is a core of its own over the same runner. A turn runs all methods over the same requests, the
@@ -26,8 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speculation import cells
+from benchmarks.speculation import cells, peers
 from benchmarks.speculation.methods import FIXED, LOOKUP, OFF, make_cores
+from benchmarks.speculation.requests import Request
 from benchmarks.speculation.rig import Decoded, Rig
 from benchmarks.speculation.works import Work, Works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
@@ -88,7 +91,24 @@ def measure(rig: Rig, model_path: Path, options: argparse.Namespace) -> list[dic
     if copying is not None and "kinds" in options.only:
         for work in works.kinds(copying, options.of_each_kind):
             rows += measure_kind(rig, cores, work)
+    if copying is not None and (options.llamacpp or options.vllm):
+        some = [one.request for one in copying.part(0, max(options.requests, 2 * max(peers.BATCHES)))]
+        rows += measure_peers(some, {one.name: works.text_of(one) for one in some}, model_path, options)
     return rows
+
+
+def measure_peers(
+    requests: Sequence[Request], texts: Mapping[str, str], model_path: Path, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The same requests by others, with speculation and without."""
+    if options.llamacpp:
+        llama = peers.LlamaLookup(options.llamacpp, texts, options.threads)
+        yield from peers.measure(llama, requests[: options.requests], options.batches, options.turns)
+        say(llama.name)
+    if options.vllm:
+        with peers.serving_both(model_path) as vllm:
+            yield from peers.measure(vllm, requests, options.batches, options.turns)
+        say(vllm.name)
 
 
 def say(what: str) -> None:
@@ -133,9 +153,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--of-each-kind", type=positive, default=64, help="requests of each way to choose tokens")
     parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer")
     parser.add_argument("--threads", type=positive, default=min(2, len(available_cores())))
+    parser.add_argument("--llamacpp", type=Path, help="the folder of its programs; needs the default model")
+    parser.add_argument("--vllm", action="store_true", help="its CPU build, installed at its first use")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a first look")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
+    if options.llamacpp and options.model != DEFAULT_MODEL:
+        parser.error("--llamacpp needs the default model: llama.cpp is given its GGUF file")
     if options.quick:
         vars(options).update(batches=[1, 4], fixed=[2], turns=1, requests=4, of_each_kind=4, max_tokens=48)
     return options
@@ -159,8 +183,10 @@ def main() -> None:
     )
     rows = measure(Rig(config), model_path, options)
     measured = [row for row in rows if "tok_s" in row]
-    summary = cells.summarize(measured)
+    beside = [row for row in rows if "peer" in row]
+    summary = {**cells.summarize(measured), **peers.summarize(beside)}
     print_cells(measured)
+    peers.show(beside)
     print_table("Summary", ["figure", "value"], [[n, "" if v is None else f"{v:.3f}"] for n, v in summary.items()])
     if options.json:
         write_json(options.json, report(rows, summary))

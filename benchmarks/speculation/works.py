@@ -53,6 +53,10 @@ class Works:
         """Ids of a text with special tokens in it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def text_of(self, request: Request) -> str:
+        """The text of a prompt, with its special tokens."""
+        return str(self._tokenizer.decode(list(request.prompt), skip_special_tokens=False))
+
     def copying(self, most: int) -> Work:
         """Up to `most` requests whose plain answers copy; see copying.py.
 

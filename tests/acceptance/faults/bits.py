@@ -5,10 +5,11 @@ workers and a real checkpoint.
 
 The same requests are answered in several passes, and all answers are compared with those of the first:
 
-reference    eight at a time, without faults and without prefix hits
-one          one at a time (a part of the requests)
+reference    eight at a time, without faults, drafts and prefix hits
+one          one at a time (a part of the requests); from here on with drafts by lookup
 many         32 at a time
-hits         prompts are in the prefix cache, as a pass before left them
+before       eight at a time (a part of the requests)
+hits         the same again: their prompts are in the prefix cache
 kills        workers are killed in turn, each as soon as all are ready again: SIGKILL, under load
 
 Half of the prompts are random tokens, after which many tokens are about equally probable, and half are texts; half of
@@ -26,7 +27,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,24 +159,26 @@ class Drill:
         self._asked = asked
         self._num_tokens = num_tokens
 
-    async def run(self, name: str, concurrency: int, count: int, salt: Callable[[int], str]) -> Pass:
-        """The first `count` requests, `concurrency` at a time; `salt` is given the number of a request."""
+    async def run(self, name: str, concurrency: int, count: int, salt: str = "") -> Pass:
+        """The first `count` requests, `concurrency` at a time. The prefix cache has what a pass of the name `salt` left
+        of the same request, by default nothing."""
         result, began = Pass(name=name), time.monotonic()
 
         async def one(number: int) -> None:
-            result.answers[number] = await ask(self._up.client, self._asked[number], self._num_tokens, salt(number))
+            own = f"{salt or name} {number}"
+            result.answers[number] = await ask(self._up.client, self._asked[number], self._num_tokens, own)
 
         await in_flight(one, range(count), concurrency)
         result.elapsed_s = time.monotonic() - began
         return result
 
-    async def run_with_kills(self, name: str, concurrency: int, pause_s: float, salt: Callable[[int], str]) -> Pass:
+    async def run_with_kills(self, name: str, concurrency: int, pause_s: float) -> Pass:
         """All requests, while a worker dies `pause_s` after the last one that did is ready again."""
         lost = await self._up.metric("disagg_router_events_total", event=LOST)
         kills: list[str] = []
         killer = asyncio.create_task(self._kill_in_turn(kills, pause_s))
         try:
-            result = await self.run(name, concurrency, len(self._asked), salt)
+            result = await self.run(name, concurrency, len(self._asked))
         finally:
             killer.cancel()
             await asyncio.gather(killer, return_exceptions=True)
@@ -194,32 +197,34 @@ class Drill:
             await self._up.settled(120.0)
 
 
-async def drill(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All passes on one cluster, as rows."""
-    model_path = resolve_model(options.model)
+def config_of(options: argparse.Namespace, model_path: Path, method: str) -> dict[str, Any]:
+    """Of a cluster whose decode workers speculate by `method`."""
     pool = {"size": 2, "num_blocks": options.num_blocks}
-    config = {
+    return {
         "model": {"path": str(model_path), "dtype": options.dtype},
-        "pools": {"prefill": pool, "decode": pool},
+        "pools": {"prefill": pool, "decode": {**pool, "speculation": {"method": method}}},
     }
+
+
+async def drill(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All passes, as rows: the reference on a cluster without drafts, the others on one with."""
+    model_path = resolve_model(options.model)
+    texts = [re.sub(r"\s+", " ", (REPOSITORY / path).read_text(encoding="utf-8")) for path in TEXTS]
+    few = max(1, options.requests // 4)
     passes: list[Pass] = []
-    async with Up(config) as up:
-        vocab_size = (await up.client.models())[0].vocab_size
-        texts = [re.sub(r"\s+", " ", (REPOSITORY / path).read_text(encoding="utf-8")) for path in TEXTS]
-        runs = Drill(up, plan(options.requests, vocab_size, texts), options.output_tokens)
-        few = max(1, options.requests // 4)
+    async with Up(config_of(options, model_path, "off")) as up:
+        asked = plan(options.requests, (await up.client.models())[0].vocab_size, texts)
         say("reference")
-        passes.append(await runs.run("reference", 8, options.requests, lambda number: f"reference {number}"))
-        say("one at a time")
-        passes.append(await runs.run("one", 1, few, lambda number: f"one {number}"))
-        say("32 at a time")
-        passes.append(await runs.run("many", 32, options.requests, lambda number: f"many {number}"))
-        say("prompts that are cached")
-        await runs.run("before", 8, few, lambda number: f"hits {number}")
-        passes.append(await runs.run("hits", 8, few, lambda number: f"hits {number}"))
-        say("workers killed")
-        salt = lambda number: f"kills {number}"  # noqa: E731
-        passes.append(await runs.run_with_kills("kills", 16, options.kill_pause_s, salt))
+        passes.append(await Drill(up, asked, options.output_tokens).run("reference", 8, len(asked)))
+    async with Up(config_of(options, model_path, "lookup")) as up:
+        runs = Drill(up, asked, options.output_tokens)
+        for name, concurrency, count in (("one", 1, few), ("many", 32, len(asked)), ("before", 8, few)):
+            say(name)
+            passes.append(await runs.run(name, concurrency, count))
+        say("hits")
+        passes.append(await runs.run("hits", 8, few, salt="before"))
+        say("kills")
+        passes.append(await runs.run_with_kills("kills", 16, options.kill_pause_s))
         _, left = await up.emptied()
     rows = [each.row(passes[0]) for each in passes]
     rows[-1]["left"] = sum(left.values())

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speculation import cells, command, requests
+from benchmarks.speculation import cells, command, peers, requests
 from benchmarks.speculation.copying import copied_share, is_copying, looped_share
 from benchmarks.speculation.hostile import hostile_prompt
-from benchmarks.speculation.methods import LOOKUP, OFF, fixed_name, make_cores
+from benchmarks.speculation.methods import LOOKUP, OFF, FixedSpeculation, fixed_name, make_cores
+from benchmarks.speculation.peers import PeerRun
 from benchmarks.speculation.requests import KINDS, Request, sampling_of
 from benchmarks.speculation.rig import Answer, Decoded, Rig
+from benchmarks.speculation.works import Work
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import fake_generate
+from disagg.engine.request import dummy_sequence
 from disagg.proto.messages import Sampling
 from tests.support.reports import REPOSITORY
 
@@ -203,6 +206,75 @@ def test_small_sizes_and_the_methods_of_a_command_line() -> None:
     assert options.fixed == [2]
 
 
+# ---------------------------------------------------------------- peers
+
+
+LLAMA_OUTPUT = """
+<|im_start|>user
+Say it.<|im_end|>
+<|im_start|>assistant
+So it is.<|im_end|>
+
+encoded   12 tokens in    0.010 seconds, speed: 1200.000 t/s
+decoded    5 tokens in    0.250 seconds, speed:   20.000 t/s
+
+n_draft      = 8
+n_drafted    = 4
+n_accept     = 2
+"""
+
+
+def test_figures_of_llama_cpp() -> None:
+    prompt = "<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n"
+    assert peers.parse_llama(LLAMA_OUTPUT, prompt, 12) == ("So it is.<|im_end|>", 5, 0.25)
+    with pytest.raises(RuntimeError, match="made 12 tokens of a prompt of 13"):
+        peers.parse_llama(LLAMA_OUTPUT, prompt, 13)
+    with pytest.raises(RuntimeError, match="no figures: error: no model"):
+        peers.parse_llama("error: no model", prompt, 12)
+
+
+class OnePeer:
+    """Twice as fast with speculation at one sequence, and with one other answer."""
+
+    name = "one"
+    batches = (1, 8)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def run(self, requests: Sequence[Request], batch: int, *, speculates: bool) -> PeerRun:
+        self.asked.append((batch, speculates))
+        texts = tuple(f"{request.name} {speculates and request.name == '0'}" for request in requests)
+        return PeerRun(num_tokens=10, seconds=0.5 if speculates and batch == 1 else 1.0, texts=texts)
+
+
+def test_peers_run_with_and_without_speculation_in_turn() -> None:
+    peer = OnePeer()
+    rows = list(peers.measure(peer, made(3, num_tokens=4), [1, 4, 8], turns=2))
+    assert peer.asked == [(batch, with_drafts) for batch in (1, 8) for with_drafts in (False, True, True, False)]
+    assert [(row["plain_tok_s"], row["speculation_tok_s"], row["differing"]) for row in rows] == [
+        (10.0, 20.0, 1), (10.0, 20.0, 1), (10.0, 10.0, 1), (10.0, 10.0, 1),
+    ]  # fmt: skip
+    assert peers.summarize(rows) == {"one_copying_b1": 2.0, "one_copying_b8": 1.0}
+
+
+# ---------------------------------------------------------------- fixed numbers of drafts
+
+
+def test_as_many_drafts_as_fixed_where_there_is_room() -> None:
+    speculation = FixedSpeculation(3)
+    looping, other = dummy_sequence(12, 0, 16), dummy_sequence(12, 1, 16)
+    other.token_ids[:] = range(12)
+
+    def drafts(*mosts: int, num_free: int = 9) -> list[tuple[int, ...]]:
+        sequences = list(zip((looping, other, looping), mosts, strict=True))
+        return speculation.plan(sequences, num_rows=3, context=36, most_rows=3 + num_free, most_ms=0.0)
+
+    assert drafts(8, 8, 8) == [(0, 0, 0), (), (0, 0, 0)]
+    assert drafts(2, 8, 0) == [(0, 0), (), ()]
+    assert drafts(8, 8, 8, num_free=4) == [(0, 0, 0), (), (0,)]
+
+
 # ---------------------------------------------------------------- the rig
 
 
@@ -242,3 +314,38 @@ def test_the_rig_refuses_what_the_engine_has_no_room_for() -> None:
     long = Request(name="long", prompt=tuple(range(250)), sampling=Sampling(temperature=0.0, max_tokens=5))
     with pytest.raises(RuntimeError, match="the engine does not take long"):
         rig.run(core, rig.prefill([long] * 5), 5)
+
+
+def test_all_methods_give_the_same_tokens() -> None:
+    rig = Rig(CONFIG)
+    cores = make_cores(rig.runner, CONFIG, rig.calibration, [2, 8])
+    sampling = Sampling(temperature=0.0, max_tokens=12)
+    loops = [Request(name=str(n), prompt=(n, 1, 2, 3) * 6, sampling=sampling) for n in range(4)]
+    work = Work(name="copying", prefilled=tuple(rig.prefill(loops)))
+    options = command.parse_arguments(["--quick"])
+    rows = list(command.measure_work(rig, cores, work, options))
+    assert [(row["batch"], row["method"]) for row in rows] == [
+        (batch, method) for batch in (1, 4) for method in (OFF, LOOKUP, "fixed 2", "fixed 8")
+    ]
+    assert {(row["tokens"], row["differing"]) for row in rows if row["batch"] == 1} == {(44, 0)}
+    assert cells.summarize(rows)["compared_answers"] == 3 * (4 + 8)
+
+
+def test_drafts_that_change_a_token_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(CONFIG)
+    cores = make_cores(rig.runner, CONFIG, rig.calibration, [])
+    prefilled = rig.prefill(made(3, num_tokens=6))
+    work = Work(name="drawn", prefilled=tuple(prefilled))
+    monkeypatch.setattr(
+        rig, "run", lambda core, some, batch: altered(Rig.run(rig, core, some, batch), core is cores[LOOKUP])
+    )
+    rows = list(command.measure_kind(rig, cores, work))
+    assert [(row["work"], row["method"], row["differing"]) for row in rows] == [
+        ("kind: drawn", OFF, 0), ("kind: drawn", LOOKUP, 1),
+    ]  # fmt: skip
+
+
+def altered(decoded: Decoded, is_wrong: bool) -> Decoded:
+    if is_wrong:
+        decoded.answers[1].token_ids[3] += 1
+    return decoded
