@@ -45,6 +45,8 @@ PARTS = ("copying", "chat", "hostile", "kinds")
 SWEPT = ("copying", "chat")
 """Works that are measured with fixed numbers of drafts, too."""
 BATCH_OF_KINDS = 8
+NUM_HOSTILE = 16
+"""Hostile requests; larger batches have some of them several times."""
 
 
 def measure_work(
@@ -87,7 +89,7 @@ def measure(rig: Rig, model_path: Path, options: argparse.Namespace) -> list[dic
     if "chat" in options.only:
         rows += measure_work(rig, cores, works.chat(most), options)
     if "hostile" in options.only:
-        rows += measure_work(rig, cores, works.hostile(2 * max(options.batches)), options)
+        rows += measure_work(rig, cores, works.hostile(NUM_HOSTILE), options)
     if copying is not None and "kinds" in options.only:
         for work in works.kinds(copying, options.of_each_kind):
             rows += measure_kind(rig, cores, work)
