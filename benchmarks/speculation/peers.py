@@ -64,9 +64,15 @@ class PeerRun:
 class Peer(Protocol):
     """An engine of others."""
 
-    name: str
-    batches: Sequence[int]
-    """Batch sizes that it can do."""
+    @property
+    def name(self) -> str:
+        """Name in figures."""
+        ...
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """Batch sizes that it can do."""
+        ...
 
     def run(self, requests: Sequence[Request], batch: int, *, speculates: bool) -> PeerRun:
         """Answer all requests, `batch` at a time."""
