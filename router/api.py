@@ -122,6 +122,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     model_version: str = ""
     """Version of the model that made `resumed_token_ids`; only workers of that version continue the answer. Empty if
     unknown, or without such tokens."""
+    speculation: bool = True
+    """Whether drafts may be computed for the answer."""
 
     @property
     def num_prompt_tokens(self) -> int:

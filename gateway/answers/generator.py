@@ -293,6 +293,7 @@ class Generator:
                 tokenize_queue_s=queue_s,
                 resumed_token_ids=checked.resumed,
                 model_version=checked.model_version,
+                speculation=checked.speculation,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)

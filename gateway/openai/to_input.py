@@ -339,6 +339,7 @@ _AS_THEY_ARE: Final = (
     "frequency_penalty",
     "repetition_penalty",
     "cache_salt",
+    "speculation",
     "prompt_logprobs",
     "truncate_prompt_tokens",
 )

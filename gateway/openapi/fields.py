@@ -22,7 +22,7 @@ from disagg.gateway.other_apis.messages.to_input import ROLES as ROLES_IN_MESSAG
 from disagg.gateway.other_apis.responses import schema as responses
 from disagg.gateway.other_apis.responses.to_input import HARMLESS as HARMLESS_IN_RESPONSES
 from disagg.gateway.requests.sampling import FLOAT_RANGES, MAX_LOGPROBS
-from disagg.gateway.requests.validate import MAX_ANSWERS, ROLES
+from disagg.gateway.requests.validate import MAX_ANSWERS, ROLES, SPECULATION
 from disagg.gateway.requests.values import FloatRange
 
 Object = dict[str, Any]
@@ -59,6 +59,7 @@ _SAMPLING: Final[Mapping[str, Any]] = {
     **{name: _within(allowed) for name, allowed in FLOAT_RANGES.items()},
     "top_k": _from(-1),
     "min_tokens": _from(0),
+    "speculation": one_of(SPECULATION) | None,
 }
 _GENERATION: Final[Mapping[str, Any]] = {
     **_SAMPLING,

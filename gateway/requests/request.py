@@ -114,6 +114,8 @@ class GenerationInput:
     truncate_prompt_tokens: int | None = None
     """Number of tokens of the prompt that are kept, the last ones; -1 for as many as leave room for the answer, `None`
     for all."""
+    speculation: str | None = None
+    """`auto`, the default, or `off`: whether drafts may be computed for the answer, which has the same tokens."""
     split_reasoning: bool = False
     """Whether the text between think tags of a chat is separated from the answer, if the model has such tags."""
     structured: StructuredOutput | None = None

@@ -33,6 +33,7 @@ MAX_CACHE_SALT_BYTES = 256
 RESUMED = "resume.token_ids"
 _VERSION: Final = re.compile(r"([0-9a-f]{16})?")
 ROLES = ("system", "user", "assistant")
+SPECULATION = ("auto", "off")
 TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
 TPOT_METADATA = "x-slo-tpot-ms"
@@ -66,6 +67,8 @@ class CheckedRequest:
     structured_field: str
     """The client's field that an error of the grammar names."""
     cache_salt: str
+    speculation: bool = True
+    """Whether drafts may be computed for the answer."""
     splits_reasoning: bool = False
     functions: frozenset[str] = frozenset()
     """Names of the functions whose calls are separated from the answer's text."""
@@ -106,6 +109,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
         structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
+        speculation=_check_speculation(given.speculation),
         splits_reasoning=given.split_reasoning,
         functions=given.functions,
         max_prompt_tokens=max_prompt_tokens,
@@ -328,3 +332,9 @@ def _check_cache_salt(cache_salt: str) -> str:
     if num_bytes > MAX_CACHE_SALT_BYTES:
         raise InvalidRequestError("cache_salt", f"at most {MAX_CACHE_SALT_BYTES} bytes, not {num_bytes}")
     return cache_salt
+
+
+def _check_speculation(speculation: str | None) -> bool:
+    if speculation is not None and speculation not in SPECULATION:
+        raise InvalidRequestError("speculation", f"must be {' or '.join(SPECULATION)}, not {shown(speculation)}")
+    return speculation != "off"

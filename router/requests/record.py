@@ -249,6 +249,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             priority=self.priority,
             timeout_s=None if self.deadline is None else self.deadline - now,
             targets=self._targets(output_tokens, now),
+            speculation=request.speculation,
         )
 
     def _targets(self, output_tokens: float, now: float) -> Targets | None:

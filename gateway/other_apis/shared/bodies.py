@@ -58,6 +58,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     cache_salt: str | None = None
+    speculation: str | None = None
 
 
 _SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "stream")

@@ -72,6 +72,8 @@ class Options(TypedDict, total=False):
     one only."""
     cache_salt: str
     """Salt of the prefix cache: cached prefixes are shared with requests of the same salt only."""
+    speculation: Literal["auto", "off"]
+    """Whether workers may compute drafts of the tokens to come, which changes none of them."""
     truncate_prompt_tokens: int
     """Number of prompt tokens to keep, the last ones; -1: as many as leave room for the answer."""
     split_reasoning: bool

@@ -100,7 +100,11 @@ def _wrong_prompts(model: ModelInfo) -> dict[str, Change]:
     def cache_salt(dice: Dice, request: pb.GenerateRequest) -> None:
         request.cache_salt = "x" * dice.randrange(257, 900)
 
-    return {"token_ids": prompt_ids, "empty token_ids": no_ids, "chat": chat, "cache_salt": cache_salt}
+    def speculation(dice: Dice, request: pb.GenerateRequest) -> None:
+        request.speculation = dice.choice(("on", "OFF", "x" * 900))
+
+    changes = {"token_ids": prompt_ids, "empty token_ids": no_ids, "chat": chat}
+    return {**changes, "cache_salt": cache_salt, "speculation": speculation}
 
 
 def _wrong_counts(model: ModelInfo) -> dict[str, Change]:

@@ -117,6 +117,7 @@ def _generation_fields(model: ModelInfo) -> dict[str, Value]:
         "stream_options": _one_of("x", 5, [1], True, {"include_usage": "yes"}, {"include_usage": 1}),
         "ignore_eos": _not_bool,
         "cache_salt": _either(_not_text, _one_of("x" * 257, "ü" * 129)),
+        "speculation": _either(_not_text, _one_of("", "on", "Off", "x" * 1000)),
         "prompt_logprobs": _either(_not_int, _one_of(-1, 21, 2**31, _HUGE)),
         "truncate_prompt_tokens": _either(_not_int, _one_of(0, -2, model.max_model_len, 2**63, _HUGE)),
         "service_tier": _either(_not_text, _one_of("", "scale", "x" * 1000)),
@@ -194,6 +195,7 @@ def _other_fields(model: ModelInfo) -> dict[str, Value]:
         "stream",
         "ignore_eos",
         "cache_salt",
+        "speculation",
     )
     fields = _generation_fields(model)
     return {

@@ -80,6 +80,7 @@ def test_options_go_where_they_belong() -> None:
         stop=["a", "b"],
         n=2,
         cache_salt="s",
+        speculation="off",
     )
     assert request.sampling == pb.SamplingParams(
         temperature=0.0,
@@ -98,7 +99,7 @@ def test_options_go_where_they_belong() -> None:
     )
     assert request.sampling.HasField("temperature")
     assert request.sampling.HasField("logprobs")
-    assert (request.n, request.cache_salt) == (2, "s")
+    assert (request.n, request.cache_salt, request.speculation) == (2, "s", "off")
 
 
 def test_what_an_answer_must_be() -> None:

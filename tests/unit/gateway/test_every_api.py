@@ -48,6 +48,19 @@ async def test_a_prompt_and_answer_that_do_not_fit(path: str, stream: bool, num_
     assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("path", PROMPT_FIELDS)
+async def test_the_speculation_of_an_answer_is_that_of_its_body(path: str) -> None:
+    app = TestApp(fake_model(MODEL_NAME, MAX_MODEL_LEN))
+    for fields in ({}, {"speculation": "auto"}, {"speculation": "off"}):
+        reply = await app.client.post(path, json=body_of(path, "a", **{PROMPT_FIELDS[path]: 1}, **fields))
+        assert reply.status_code == 200
+    assert [routed.speculation for routed, _ in app.router.submitted] == [True, True, False]
+    wrong = await app.client.post(path, json=body_of(path, "a", **{PROMPT_FIELDS[path]: 1}, speculation="medusa"))
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "speculation: must be auto or off, not 'medusa'"
+    assert len(app.router.submitted) == 3
+
+
 SITE = "https://chat.example"
 
 

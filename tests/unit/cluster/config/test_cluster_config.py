@@ -210,6 +210,18 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools: {decode: {cores: [1, 2, 3], tp: 2, num_threads: 2}}",
             "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",
         ),
+        (
+            "pools: {decode: {speculation: {max_draft: 0}}}",
+            "pools.decode.speculation.max_draft: expected int >= 1; got 0",
+        ),
+        (
+            "pools: {decode: {speculation: {max_draft: 16}}}",
+            "pools.decode.speculation.max_draft: expected int <= 15; got 16",
+        ),
+        (
+            "pools: {decode: {speculation: {method: medusa}}}",
+            "pools.decode.speculation.method: 'medusa' is not allowed; choose from: lookup, off",
+        ),
         ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
         ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),
         ("pools: {prefill: {device: tpu}}", "pools.prefill.device: expected cpu, cuda or cuda:<index>; got 'tpu'"),

@@ -58,6 +58,7 @@ def test_every_field_of_a_chat() -> None:
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
         "cache_salt": "s",
+        "speculation": "off",
         "truncate_prompt_tokens": 7,
     }
     wanted = chat(

@@ -23,6 +23,7 @@ from tests.support.http_app import TestApp
 OPERATIONS = [each for each in vars(operations).values() if isinstance(each, Operation)]
 DOCUMENT = make_document(OPERATIONS, fields.body_shapes(), "1.2.3")
 SCHEMAS = DOCUMENT["components"]["schemas"]
+GENERATION_BODIES = ("ChatBody", "CompletionBody", "ResponsesBody", "MessagesBody")
 
 
 class OneKey:
@@ -101,6 +102,7 @@ def test_every_field_of_a_body_has_a_type(body: type) -> None:
         ("MessagesBody", "speed", [None, "standard"], ["fast"]),
         ("MessagesBody", "max_tokens", [1], [None, 1 << 64]),
         ("CountTokensBody", "max_tokens", [None, 1], ["1"]),
+        *((body, "speculation", [None, "auto", "off"], ["on", True]) for body in GENERATION_BODIES),
         ("BatchBody", "endpoint", ["/v1/responses"], ["/v1/messages", None]),
     ],
 )

@@ -73,6 +73,7 @@ def _good_fields(limits: Limits) -> dict[str, st.SearchStrategy[Any]]:
         "stop": st.lists(text, max_size=3).map(tuple),
         "n": st.integers(1, 128),
         "cache_salt": st.text(max_size=6),
+        "speculation": st.sampled_from([None, "auto", "off"]),
     }
 
 
@@ -101,4 +102,5 @@ def _wild_fields(limits: Limits) -> dict[str, st.SearchStrategy[Any]]:
         "stop_token_ids": st.lists(token_ids, max_size=66).map(tuple),
         "stop": st.lists(st.one_of(ANY_TEXT, st.just("x" * 257)), max_size=18).map(tuple),
         "cache_salt": st.one_of(ANY_TEXT, st.integers(0, 300).map("s".__mul__)),
+        "speculation": ANY_TEXT,
     }

@@ -85,6 +85,7 @@ WRONG: list[tuple[GenerationInput, str]] = [
     (asked(stop=("a",) * 17), "stopping.stop"),
     *((asked(n=v), "n") for v in (0, -1, 129, HUGE)),
     *((asked(cache_salt=v), "cache_salt") for v in (LONE, "x" * 257, "é" * 129)),
+    *((asked(speculation=v), "speculation") for v in ("", "on", "OFF", LONE)),
     *((asked(resumed=v, seed=1), "resume.token_ids[1]") for v in ((0, VOCAB_SIZE), (0, -1), (17, EOS, 17))),
     (asked(resumed=(0,) * 129, seed=1), "resume.token_ids"),
     (asked(resumed=(17,), seed=1, n=2), "resume"),
@@ -415,6 +416,11 @@ def assert_within_limits(checked: CheckedRequest, fitted: Sampling, num_prompt_t
     assert -1 <= fitted.logprobs <= 20
     assert 1 <= checked.num_answers <= 128
     assert len(checked.cache_salt.encode()) <= 256
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), ("auto", True), ("off", False)])
+def test_drafts_may_be_computed_unless_they_are_off(limits: Limits, given: str | None, expected: bool) -> None:
+    assert check_request(asked(speculation=given), limits).speculation is expected
 
 
 # ---------------------------------------------------------------- targets

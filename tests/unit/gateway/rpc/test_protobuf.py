@@ -60,6 +60,7 @@ def test_every_field_is_read() -> None:
         structured=pb.StructuredOutput(regex="a+"),
         truncate_prompt_tokens=-1,
         split_reasoning=True,
+        speculation="off",
     )
     read = in_one_go(read_request(request, MODEL))
     assert read == GenerationInput(
@@ -87,6 +88,7 @@ def test_every_field_is_read() -> None:
         structured=StructuredOutput("regex", "a+", "structured.regex"),
         truncate_prompt_tokens=-1,
         split_reasoning=True,
+        speculation="off",
     )
     unset = GenerationInput(model="", prompt=None)
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == [
@@ -98,7 +100,7 @@ def test_every_field_is_read() -> None:
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
-    names |= {"truncate_prompt_tokens", "split_reasoning"}
+    names |= {"truncate_prompt_tokens", "split_reasoning", "speculation"}
     names |= {"prompt_logprobs", "functions"}  # over HTTP only
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}

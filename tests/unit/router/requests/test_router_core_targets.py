@@ -364,6 +364,16 @@ def test_workers_get_targets_their_age_and_the_expected_length_also_with_a_retry
     assert it.dispatched["r0/1"].message.spec.targets == Targets(2.0, 0.05, 1.0, 0.25, 20.0)
 
 
+@pytest.mark.parametrize("speculation", [True, False])
+def test_workers_get_with_each_attempt_whether_drafts_may_be_computed(speculation: bool) -> None:
+    it = Scenario("c0", "c1")
+    [line] = it.submit(msgspec.structs.replace(routed_request("r0"), speculation=speculation))
+    it.at(1.0)
+    it.lost(line.split()[1])
+    specs = [it.dispatched[key].message.spec for key in ("r0/0", "r0/1")]
+    assert [spec.speculation for spec in specs] == [speculation, speculation]
+
+
 def test_requests_without_targets_bring_none_to_workers() -> None:
     it = Scenario("c0")
     it.submit("r0")
