@@ -187,8 +187,16 @@ class DecodeRole:
                 outbox.prefill_done(event.gateway_id, event.key, event.cached_tokens, queue_s=event.queue_s)
             case Ended():
                 if (gateway_id := self._gateway_of.pop(event.key, None)) is not None:
-                    outbox = self._context.outbox
-                    outbox.end(gateway_id, event.key, event.reason, event.detail, event.cached_tokens, event.queue_s)
+                    self._context.outbox.end(
+                        gateway_id,
+                        event.key,
+                        event.reason,
+                        event.detail,
+                        event.cached_tokens,
+                        event.queue_s,
+                        drafted_tokens=event.num_drafted,
+                        accepted_tokens=event.num_accepted,
+                    )
             case Joined():
                 """The hand-over was committed when the receiver ordered the join."""
             case _ if link is None:

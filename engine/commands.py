@@ -179,6 +179,10 @@ class Ended:
     cached_tokens: int = 0
     queue_s: float = field(default=0.0, compare=False)
     """How long the sequence waited for its first step; after a join, for the first one since."""
+    num_drafted: int = 0
+    """Number of drafts that were computed for it here."""
+    num_accepted: int = 0
+    """Number of them that became output tokens."""
 
 
 @dataclass(frozen=True, slots=True)

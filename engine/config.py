@@ -18,7 +18,7 @@ import msgspec
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import Bytes, Count, Fraction, KvReserve, Name, NonNegative, NonNegativeInt, Positive, Seconds
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import RoleName
+from disagg.proto.messages import MAX_DRAFT, RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "fp8"]
@@ -117,7 +117,7 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     model: Name | None = None
     """Draft model of method `draft`: a checkpoint folder, or the name of an imported model. It has the vocabulary of
     the model it drafts for. Its KV is part of `kv_cache_bytes`."""
-    max_draft: Annotated[int, msgspec.Meta(ge=1, le=15)] = 8
+    max_draft: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFT)] = 8
     """Most drafts of a sequence in a step. How many there are is decided in each step, by measured step times and by
     how many were accepted before."""
 

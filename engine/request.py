@@ -78,6 +78,10 @@ class Sequence:
     """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
     draft_index: Any = None
     """What the proposer of drafts keeps of its text. Owner: the proposer."""
+    num_drafted: int = 0
+    """Number of drafts that were computed for it here."""
+    num_accepted: int = 0
+    """Number of its output tokens that were drafts."""
     queue_s: float | None = None
     """How long it waited for its first step here; None until then."""
     key: AttemptKey = field(init=False)

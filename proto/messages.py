@@ -357,6 +357,10 @@ class End(Message, frozen=True, kw_only=True):
     """Prompt tokens that this worker had cached, where it prefilled the attempt itself."""
     queue_s: float = 0.0
     """Time that the sequence waited here for its first step, in seconds."""
+    drafted_tokens: int = 0
+    """Drafts that were computed here for the attempt."""
+    accepted_tokens: int = 0
+    """Output tokens of the attempt that had been drafts."""
     in_transfer: bool = False
     """Whether the failure is that of the pair with the decode worker and not of the computation."""
 
@@ -415,7 +419,7 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Load of a worker, in quantities that can be added."""
+    """Load of a worker, in quantities that can be added, and two means over its latest steps."""
 
     num_running: int = 0
     """Sequences in the batch."""
@@ -442,6 +446,10 @@ class Load(Message, frozen=True, kw_only=True):
     """Sequences that were preempted and wait, suspended ones included: while there are any, nothing is reserved."""
     blocks_copied: int = 0
     """Cached blocks that are evicted first, because the worker that computed them has them too."""
+    tokens_per_step: float = 1.0
+    """Tokens that a step gives to a sequence that decodes: more than 1 with accepted drafts or forced tokens."""
+    rows_per_step: float = 1.0
+    """Rows that a step computes for such a sequence: its last token, forced ones before it, and drafts behind it."""
 
 
 class TransferCount(Message, frozen=True, kw_only=True):
@@ -473,8 +481,20 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     """KV blocks of preempted sequences that were copied to host memory."""
     swapped_in_blocks: int = 0
     """KV blocks that were copied back."""
+    draft_steps: int = 0
+    """Steps that computed drafts."""
+    drafted_tokens: int = 0
+    """Drafts that were computed."""
+    accepted_tokens: int = 0
+    """Drafts that became output tokens."""
+    draft_runs: tuple[int, ...] = ()
+    """Number of runs (the drafts of one sequence in one step) by how many of their drafts were accepted: 0 to
+    `MAX_DRAFT`. Empty for a worker without drafts."""
     transfers: tuple[TransferCount, ...] = ()
 
+
+MAX_DRAFT = 15
+"""The most drafts of a sequence in one step."""
 
 STEP_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper ends of the intervals of `WorkerMetrics.step_seconds`, in seconds."""

@@ -284,6 +284,10 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     num_output_tokens: int = 0
     most_output_tokens: int = 0
     """Most output tokens that the request allows."""
+    drafted_tokens: int = 0
+    """Drafts that were computed, by workers on which an attempt ended or from which it moved."""
+    accepted_tokens: int = 0
+    """Output tokens that had been such drafts."""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     trial: str = ""

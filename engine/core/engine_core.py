@@ -486,17 +486,21 @@ class EngineCore:
             blocks_apart=self._blocks.num_fragmented,
             blocks_copied=self._blocks.prefix.num_copies,
             num_preempted=scheduler.num_preempted,
+            tokens_per_step=self._steps.means.tokens_per_step,
+            rows_per_step=self._steps.means.rows_per_step,
         )
 
     def totals(self) -> EngineTotals:
         """What was done since the start."""
-        totals = self._scheduler.totals
+        totals, speculation = self._scheduler.totals, self._scheduler.speculation
+        drafts = () if speculation is None else speculation.totals.counts()
         return EngineTotals(
             self._steps.num_sampled,
             totals["cached_tokens"],
             totals["preemptions"],
             totals["swapped_out_blocks"],
             totals["swapped_in_blocks"],
+            *drafts,
         )
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:

@@ -95,6 +95,8 @@ class Outbox:
         cached_tokens: int = 0,
         queue_s: float = 0.0,
         *,
+        drafted_tokens: int = 0,
+        accepted_tokens: int = 0,
         in_transfer: bool = False,
     ) -> None:
         """The attempt is over on this worker."""
@@ -105,6 +107,8 @@ class Outbox:
             detail=detail,
             cached_tokens=cached_tokens,
             queue_s=queue_s,
+            drafted_tokens=drafted_tokens,
+            accepted_tokens=accepted_tokens,
             in_transfer=in_transfer,
         )
         self._for(gateway_id).ends.append(message)

@@ -26,6 +26,11 @@ class EngineTotals(NamedTuple):
     """KV blocks of preempted sequences that were copied to host memory."""
     swapped_in_blocks: int = 0
     """KV blocks that were copied back."""
+    draft_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_runs: tuple[int, ...] = ()
+    """As in `WorkerMetrics`, like the three before."""
 
 
 class WorkerCounters:
@@ -62,6 +67,10 @@ class WorkerCounters:
             preemptions=self._totals.preemptions,
             swapped_out_blocks=self._totals.swapped_out_blocks,
             swapped_in_blocks=self._totals.swapped_in_blocks,
+            draft_steps=self._totals.draft_steps,
+            drafted_tokens=self._totals.drafted_tokens,
+            accepted_tokens=self._totals.accepted_tokens,
+            draft_runs=self._totals.draft_runs,
             transfers=transfers,
         )
 

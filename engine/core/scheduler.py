@@ -202,8 +202,16 @@ class Scheduler:
     def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
         """Drop a live sequence; the event."""
         self.drop(sequence)
-        gateway_id, cached_tokens = sequence.spec.gateway_id, sequence.cached_tokens
-        return Ended(sequence.key, gateway_id, reason, detail, cached_tokens, sequence.queue_s or 0.0)
+        return Ended(
+            sequence.key,
+            sequence.spec.gateway_id,
+            reason,
+            detail,
+            sequence.cached_tokens,
+            sequence.queue_s or 0.0,
+            sequence.num_drafted,
+            sequence.num_accepted,
+        )
 
     # ------------------------------------------------------------ suspended sequences
 
@@ -490,10 +498,12 @@ class Scheduler:
         was computed like any known one, and its row gives the next token. What its row wrote of others is overwritten
         by the next step."""
         num_accepted = 0
+        sequence.num_drafted += len(drafts)
         while num_accepted < len(drafts) and sequence.state is not SequenceState.ENDED:
             if drafts[num_accepted] != sequence.token_ids[-1]:
                 break
             num_accepted += 1
+            sequence.num_accepted += 1
             place = first_place + num_accepted
             if result.faults and (fault := result.faults.get(place)) is not None:
                 yield self.end(sequence, *faulty_end(sequence, fault))
@@ -503,7 +513,7 @@ class Scheduler:
             yield self._append(sequence, result.token_ids[place], result.logprobs.get(place))
             yield from self._end_if_finished(sequence)
         if self.speculation is not None:
-            self.speculation.walked(sequence, num_accepted)
+            self.speculation.totals.walked(len(drafts), num_accepted)
         yield from self._append_forced(sequence, result.forced.get(first_place + num_accepted, ()))
 
     def _append_forced(self, sequence: Sequence, token_ids: Seq[int]) -> Iterator[Event]:

@@ -30,6 +30,7 @@ from disagg.engine.commands import Ended, Event, TokenSampled
 from disagg.engine.core.policy import is_full
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.core.scheduler_audit import check_plan
+from disagg.engine.core.step_means import StepMeans
 from disagg.engine.plan import (
     BadLogitsError,
     ModelRunner,
@@ -133,6 +134,7 @@ class Steps:
         """When that was begun: the `now` of `run`."""
         self.num_done = 0
         self.num_sampled = 0
+        self.means = StepMeans()
 
     @property
     def is_under_way(self) -> bool:
@@ -172,6 +174,8 @@ class Steps:
         events = self._scheduler.apply_alike(plan, rows)
         self.num_done += len(events) // len(plan.decodes)
         self.num_sampled += len(events)
+        num_each = len(plan.decodes)
+        self.means.observe(num_each, num_each, num_each, len(events) // num_each)
         return events
 
     def _enqueue(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:
@@ -200,6 +204,10 @@ class Steps:
         self.last_plan, self.last_began = plan, began
         events = self._scheduler.apply(plan, result)
         self.num_sampled += sum(isinstance(event, TokenSampled) for event in events)
+        if plan.decodes:
+            keys = {entry.sequence.key for entry in plan.decodes}
+            num_tokens = sum(isinstance(event, TokenSampled) and event.key in keys for event in events)
+            self.means.observe(len(keys), len(plan.decodes), num_tokens)
         return events
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[Event]:

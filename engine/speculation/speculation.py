@@ -1,7 +1,7 @@
 """Speculation of one worker: which drafts its steps compute, and what became of them.
 
 plan(sequences, ...)            before a step: drafts for each of them
-walked(sequence, accepted)      behind it, for each sequence that had drafts and went on
+totals.walked(...)              behind it, for each sequence that had drafts
 observe(rows, context, ms)      a step without prompts was measured
 forget(sequence)                it ended or left
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from disagg.engine.request import Sequence
 from disagg.engine.speculation.draft_counts import Acceptance, RowTimes, choose, may_gain
 from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
-from disagg.proto.messages import StepSample
+from disagg.proto.messages import MAX_DRAFT, StepSample
 
 
 @dataclass
@@ -24,10 +24,21 @@ class Totals:
 
     steps_with_drafts: int = 0
     drafted: int = 0
-    """Drafts of runs that were walked."""
+    """Drafts of runs that were walked. A run is the drafts of one sequence in one step."""
     accepted: int = 0
     by_length: Counter[int] = field(default_factory=Counter)
     """How many runs had so many accepted drafts."""
+
+    def walked(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a run."""
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.by_length[num_accepted] += 1
+
+    def counts(self) -> tuple[int, int, int, tuple[int, ...]]:
+        """Steps with drafts, drafts, accepted ones, and runs by their length from 0 on."""
+        runs = tuple(self.by_length[length] for length in range(MAX_DRAFT + 1))
+        return self.steps_with_drafts, self.drafted, self.accepted, runs
 
 
 @dataclass(slots=True)
@@ -37,8 +48,6 @@ class _Proposed:
     proposal: Proposal
     num_tokens: int
     """Length of the text that it continues."""
-    num_drafted: int = 0
-    """How many of it are computed, until the walk of these told."""
 
 
 TRY_AGAIN = 32
@@ -100,9 +109,6 @@ class Speculation:
         if not any(numbers):
             return nothing
         self.totals.steps_with_drafts += 1
-        for (sequence, _), number in zip(sequences, numbers, strict=True):
-            if number:
-                self._proposed[sequence].num_drafted = number
         return [proposal.token_ids[:number] for proposal, number in zip(proposed, numbers, strict=True)]
 
     def would_plan(self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int) -> bool:
@@ -113,16 +119,6 @@ class Speculation:
             return False
         proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
         return any(self._chosen(sequences, proposals, num_rows, context, most_rows))
-
-    def walked(self, sequence: Sequence, num_accepted: int) -> None:
-        """So many of the drafts that were planned for it last are accepted."""
-        proposed = self._proposed.get(sequence)
-        if proposed is None or proposed.num_drafted == 0:
-            return
-        self.totals.drafted += proposed.num_drafted
-        self.totals.accepted += num_accepted
-        self.totals.by_length[num_accepted] += 1
-        proposed.num_drafted = 0
 
     def observe(self, rows: int, context: int, ms: float) -> None:
         """A step without prompts was measured. `context`: sum over all its rows, drafts among them, of the tokens that

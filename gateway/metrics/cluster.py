@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from disagg.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
-from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, WorkerInfo
+from disagg.proto.messages import MAX_DRAFT, STEP_SECONDS_BOUNDS, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.config import SPLIT, num_split
 from disagg.router.statistics import MIGRATION_OUTCOMES, RouterStats
@@ -298,8 +298,17 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
             "KV blocks of preempted sequences that a worker copied back from host memory.",
             "swapped_in_blocks",
         ),
+        ("disagg_engine_draft_steps", "Steps of a worker that computed drafts.", "draft_steps"),
+        ("disagg_engine_drafted_tokens", "Drafts that a worker computed.", "drafted_tokens"),
+        ("disagg_engine_accepted_tokens", "Drafts of a worker that became output tokens.", "accepted_tokens"),
     ):
         yield counter(name, text, ("instance",), [((id_,), getattr(m, field)) for id_, m in counters])
+    yield histogram_of_counts(
+        "disagg_engine_accepted_length",
+        "Accepted drafts of a run, which is the drafts of one sequence in one step.",
+        ("instance",),
+        [((id_,), range(MAX_DRAFT), m.draft_runs, m.accepted_tokens) for id_, m in counters if m.draft_runs],
+    )
 
 
 def _transfers(view: ClusterView) -> Iterator[Metric]:

@@ -8,6 +8,7 @@ from prometheus_client.core import Metric
 
 from disagg.gateway.metrics.family_constructors import counter, gauge, histogram
 from disagg.proto.errors import RequestCancelledError
+from disagg.proto.messages import MAX_DRAFT
 from disagg.router.api import ClusterView
 from disagg.router.statistics import merged
 
@@ -44,15 +45,36 @@ def _gauges(view: ClusterView, model: str) -> Iterator[Metric]:
 def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
     stats = view.stats
     prompt_tokens = int(stats.prompt_tokens.total)
-    preemptions = sum(metrics.preemptions for metrics in view.counters.values())
+    workers = view.counters.values()
+    preemptions = sum(metrics.preemptions for metrics in workers)
+    runs = [
+        sum(counts) for counts in zip(*(metrics.draft_runs for metrics in workers if metrics.draft_runs), strict=True)
+    ]
     for name, text, count in (
         ("vllm:prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
         ("vllm:generation_tokens", "Output tokens.", stats.num_output_tokens),
         ("vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix caches.", prompt_tokens),
         ("vllm:prefix_cache_hits", "Prompt tokens that were found there.", stats.cached_tokens),
         ("vllm:num_preemptions", "Preemptions on all workers.", preemptions),
+        ("vllm:spec_decode_num_drafts", "Runs of drafts: those of one sequence in one step.", sum(runs)),
+        (
+            "vllm:spec_decode_num_draft_tokens",
+            "Drafts that were computed.",
+            sum(metrics.drafted_tokens for metrics in workers),
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafts that became output tokens.",
+            sum(metrics.accepted_tokens for metrics in workers),
+        ),
     ):
         yield counter(name, text, _LABELS, [((model,), count)])
+    yield counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted drafts by their place in their run, from 0 on.",
+        (*_LABELS, "position"),
+        [((model, str(place)), sum(runs[place + 1 :])) for place in range(MAX_DRAFT)] if runs else [],
+    )
     yield counter(
         "vllm:request_success",
         "Requests by how they ended.",

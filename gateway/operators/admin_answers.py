@@ -56,9 +56,17 @@ def cluster_state(
         start_phases: of the gateway's process.
     """
     seen = {worker.info.worker_id: worker for worker in view.workers}
-    workers = [_worker_state(record.info, record, seen.get(record.worker_id)) for record in known.workers]
+    counters = view.counters
+    workers = [
+        _worker_state(record.info, record, seen.get(record.worker_id), counters.get(record.worker_id))
+        for record in known.workers
+    ]
     others = seen.keys() - {record.worker_id for record in known.workers}
-    workers += [_worker_state(w.info, None, w) for w in view.workers if w.info.worker_id in others]
+    workers += [
+        _worker_state(worker.info, None, worker, counters.get(worker.info.worker_id))
+        for worker in view.workers
+        if worker.info.worker_id in others
+    ]
     if not with_addresses:
         for state in workers:
             for field in _OF_THE_MACHINE:
@@ -229,6 +237,8 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         detail=trace.detail,
         prompt_tokens=trace.num_prompt_tokens,
         completion_tokens=trace.num_output_tokens,
+        drafted_tokens=trace.drafted_tokens,
+        accepted_tokens=trace.accepted_tokens,
         spans=_spans(trace),
         max_itl_ms=trace.max_itl_s * 1000,
         trace_parent=trace.trace_parent,
@@ -316,7 +326,9 @@ def _spans(trace: RequestTrace) -> list[pb.StageSpan]:
     ]
 
 
-def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: WorkerView | None) -> pb.WorkerState:
+def _worker_state(
+    info: WorkerInfo | None, record: WorkerRecord | None, seen: WorkerView | None, counters: WorkerMetrics | None
+) -> pb.WorkerState:
     state = pb.WorkerState()
     if record is not None:
         state.worker_id, state.phase, state.detail = record.worker_id, record.phase, record.detail
@@ -338,6 +350,10 @@ def _worker_state(info: WorkerInfo | None, record: WorkerRecord | None, seen: Wo
         state.sequences = load.num_running + load.num_waiting
         state.kv_blocks_total, state.kv_blocks_active = load.blocks_total, load.blocks_active
         state.kv_blocks_cached, state.kv_blocks_reserved = load.blocks_cached, load.blocks_reserved
+        if "decode" in seen.info.roles:
+            state.tokens_per_step = load.tokens_per_step
+    if counters is not None:
+        state.drafted_tokens, state.accepted_tokens = counters.drafted_tokens, counters.accepted_tokens
     return state
 
 

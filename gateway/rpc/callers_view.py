@@ -16,7 +16,10 @@ _OF_THE_CLUSTER: Final = (
     *("queued_requests", "running_requests", "stages", "slos", "transfers"),
     *("requests_per_s", "output_tokens_per_s"),
 )
-_OF_A_WORKER: Final = ("sequences", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved")
+_OF_A_WORKER: Final = (
+    *("sequences", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved"),
+    *("tokens_per_step", "drafted_tokens", "accepted_tokens"),
+)
 _OF_THE_AUTOSCALER: Final = (
     *("pools", "requests_per_s", "forecast_per_s", "prompt_tokens_per_s", "output_tokens_per_s"),
 )

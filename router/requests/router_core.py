@@ -520,6 +520,8 @@ class RouterCore:
         if self._migrations.awaits_tokens(attempt, end, worker_id, has_gap=record.output.has_gap):
             return
         self._attempts.leave(attempt, worker_id)
+        record.trace.drafted_tokens += end.drafted_tokens
+        record.trace.accepted_tokens += end.accepted_tokens
         move = attempt.move
         if move is not None and worker_id == move.target and not move.has_arrived:
             return  # It never came there; the source says the rest.

@@ -60,12 +60,16 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
         preemptions=one.preemptions + other.preemptions,
         swapped_out_blocks=one.swapped_out_blocks + other.swapped_out_blocks,
         swapped_in_blocks=one.swapped_in_blocks + other.swapped_in_blocks,
+        draft_steps=one.draft_steps + other.draft_steps,
+        drafted_tokens=one.drafted_tokens + other.drafted_tokens,
+        accepted_tokens=one.accepted_tokens + other.accepted_tokens,
+        draft_runs=_add_counts(one.draft_runs, other.draft_runs),
         transfers=tuple(transfers.values()),
     )
 
 
 def _add_counts(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    if len(one) != len(other):  # of an incarnation without a report so far
+    if len(one) != len(other):  # of an incarnation without a report so far, or without drafts
         return one or other
     return tuple(a + b for a, b in zip(one, other, strict=True))
 

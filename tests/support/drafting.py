@@ -30,8 +30,8 @@ class KnownDrafts(Speculation):
     vocab_size: int = 1000
     seed: int = 0
     totals: Totals = field(default_factory=Totals)
-    accepted: Counter[str] = field(default_factory=Counter)
-    """Number of accepted drafts by request id."""
+    planned: Counter[str] = field(default_factory=Counter)
+    """Number of drafts by request id."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -56,6 +56,7 @@ class KnownDrafts(Speculation):
                 for token in answer[: min(most, self.most, num_free)]
             ]
             num_free -= len(drafts)
+            self.planned[sequence.key.request_id] += len(drafts)
             found.append(tuple(drafts))
         return found
 
@@ -63,9 +64,6 @@ class KnownDrafts(Speculation):
         self, sequences: Sequence[tuple[EngineSequence, int]], *, num_rows: int, context: int, most_rows: int
     ) -> bool:
         return num_rows < most_rows and any(most > 0 for _, most in sequences)
-
-    def walked(self, sequence: EngineSequence, num_accepted: int) -> None:
-        self.accepted[sequence.key.request_id] += num_accepted
 
     def observe(self, rows: int, context: int, ms: float) -> None:
         return

@@ -61,6 +61,8 @@ def busy_view() -> ClusterView:
             blocks_active=50,
             blocks_cached=60,
             blocks_reserved=30,
+            tokens_per_step=1.75,
+            rows_per_step=3.5,
         ),
         is_draining=True,
     )
@@ -86,7 +88,10 @@ def busy_view() -> ClusterView:
                 swapped_out_blocks=9,
                 swapped_in_blocks=8,
                 transfers=(moved,),
-            )
+            ),
+            WorkerId("d0"): WorkerMetrics(
+                draft_steps=9, drafted_tokens=40, accepted_tokens=12, draft_runs=(5, 2, 0, 1, *[0] * 10, 0, 1)
+            ),
         },
         restarts={WorkerId("p0"): 2},
         exported_traces={"sent": 4, "not_sampled": 5},

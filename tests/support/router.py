@@ -184,6 +184,7 @@ def end_update(
     *,
     detail: str = "",
     cached_tokens: int = 0,
+    drafts: tuple[int, int] = (0, 0),
     in_transfer: bool = False,
 ) -> StepUpdate:
     """An attempt is over on a worker."""
@@ -193,6 +194,8 @@ def end_update(
         reason=reason,
         detail=detail,
         cached_tokens=cached_tokens,
+        drafted_tokens=drafts[0],
+        accepted_tokens=drafts[1],
         in_transfer=in_transfer,
     )
     return StepUpdate(ends=(message,))

@@ -177,6 +177,9 @@ class WorkerState(Struct, forbid_unknown_fields=True):
     active: int
     reserved: int
     cached: int
+    tokens_per_step: float
+    drafted: int
+    accepted: int
 
 
 class PairState(Struct, forbid_unknown_fields=True):

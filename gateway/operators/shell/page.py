@@ -258,6 +258,9 @@ def _worker(worker: pb.WorkerState) -> dict[str, Any]:
         "active": worker.kv_blocks_active,
         "reserved": worker.kv_blocks_reserved,
         "cached": worker.kv_blocks_cached,
+        "tokens_per_step": round(worker.tokens_per_step, 3),
+        "drafted": worker.drafted_tokens,
+        "accepted": worker.accepted_tokens,
     }
 
 

@@ -113,7 +113,8 @@ function showWorker(worker, { has_load: hasLoad, now }) {
   [worker.active, worker.reserved, worker.cached].forEach((count, i) => {
     card.parts[i].style.width = `${(count / blocks) * 100}%`;
   });
-  setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached`);
+  const drafts = worker.drafted ? `, ${worker.tokens_per_step.toFixed(2)} tokens a step, ${percent(worker.accepted / worker.drafted)} of drafts accepted` : "";
+  setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached${drafts}`);
   drawStrip(card.canvas, worker.id, now);
 }
 

@@ -223,6 +223,7 @@ function factsOf(request) {
     ["model", request.model],
     ["ran on", route.filter(Boolean).join(" to ") || (request.outcome ? "no worker" : "no worker yet")],
     ["tokens", `${request.prompt_tokens} of the prompt, ${request.completion_tokens} generated`],
+    ["drafts", request.drafted_tokens ? `${request.accepted_tokens} of ${request.drafted_tokens} accepted` : ""],
     ["cached", cached.filter(([worker, count]) => worker && count).map(([worker, count]) => `${count} tokens on ${worker}`).join(", ") || "nothing"],
     ["KV moved", request.transport ? `${bytes(request.kv_bytes)} by ${request.transport}` : "none"],
     ["attempts", request.attempts > 1 ? String(request.attempts) : ""],

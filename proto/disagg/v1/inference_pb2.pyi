@@ -460,7 +460,7 @@ class PoolState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint", "start_phases")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint", "start_phases", "tokens_per_step", "drafted_tokens", "accepted_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +476,9 @@ class WorkerState(_message.Message):
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     START_PHASES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     address: str
@@ -491,7 +494,10 @@ class WorkerState(_message.Message):
     starts: int
     fingerprint: str
     start_phases: _containers.RepeatedCompositeFieldContainer[StartPhase]
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ..., start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ...) -> None: ...
+    tokens_per_step: float
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ..., start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class StartPhase(_message.Message):
     __slots__ = ("name", "seconds")
@@ -578,7 +584,7 @@ class ExplainRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial", "model")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial", "model", "drafted_tokens", "accepted_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -603,6 +609,8 @@ class ExplainRequestResponse(_message.Message):
     GUARDRAILS_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -627,7 +635,9 @@ class ExplainRequestResponse(_message.Message):
     guardrails: _containers.RepeatedCompositeFieldContainer[GuardrailDecision]
     trial: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GuardrailDecision(_message.Message):
     __slots__ = ("guardrail", "rule", "subject", "action", "reason", "count")

@@ -119,6 +119,7 @@ def _facts(request: Explanation) -> Table:
         "because": request.detail,
         "ran on": _route(request),
         "tokens": f"{request.prompt_tokens} of the prompt, {request.completion_tokens} generated",
+        "drafts": f"{request.accepted_tokens} of {request.drafted_tokens} accepted" if request.drafted_tokens else "",
         "cached": _cached(request),
         "KV moved": f"{format_bytes(request.kv_bytes)} by {request.transport}" if request.transport else "none",
         "attempts": str(request.attempts) if request.attempts != 1 else "",

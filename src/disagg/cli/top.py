@@ -130,7 +130,9 @@ def _headline(state: ClusterState, address: str) -> Text:
 
 
 def _workers(state: ClusterState, ascii_only: bool) -> Table:
-    made = table("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>")
+    has_drafts = any(worker.drafted_tokens for worker in state.workers)
+    drafts = ["tokens/step>", "accepted>"] if has_drafts else []
+    made = table("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>", *drafts)
     for worker in state.workers:
         phase = worker.phase or "unknown"
         load: list[str | Text] = ["", "", "", ""]
@@ -143,8 +145,16 @@ def _workers(state: ClusterState, ascii_only: bool) -> Table:
             Text(phase, style=_STYLES.get(phase, "yellow")),
             *load,
             str(worker.kv_blocks_total or ""),
+            *(_drafts(worker) if has_drafts else []),
         )
     return made
+
+
+def _drafts(worker: WorkerState) -> tuple[str, str]:
+    """The present tokens a step of each sequence, and the share of drafts that were accepted since the start."""
+    if not worker.drafted_tokens:
+        return "", ""
+    return f"{worker.tokens_per_step:.2f}", f"{100 * worker.accepted_tokens / worker.drafted_tokens:.0f} %"
 
 
 def kv_bar(worker: WorkerState, *, cells: int = BAR_CELLS, ascii_only: bool = False) -> Text:

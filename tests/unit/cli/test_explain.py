@@ -87,6 +87,12 @@ def test_the_whole_report() -> None:
     )
 
 
+def test_drafts_are_shown_where_there_were_some() -> None:
+    request = whole()
+    request.drafted_tokens, request.accepted_tokens = 52, 38
+    assert "drafts       38 of 52 accepted" in text_of(explain.report(request)).splitlines()
+
+
 def test_a_request_that_waits() -> None:
     request = pb.ExplainRequestResponse(request_id="r1", outcome="running", prompt_tokens=3, stages=stages(tokenize=1))
     assert text_of(explain.report(request)).splitlines() == [

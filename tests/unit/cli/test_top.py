@@ -76,6 +76,18 @@ def test_the_whole_picture() -> None:
     )
 
 
+def test_workers_with_drafts_show_tokens_a_step_and_how_many_drafts_were_accepted() -> None:
+    state = full_state()
+    decode = state.workers[1]
+    decode.tokens_per_step, decode.drafted_tokens, decode.accepted_tokens = 1.754, 40, 29
+    lines = text_of(top.picture(state, "127.0.0.1:8470", ascii_only=True)).splitlines()[2:5]
+    assert [line.split()[-3:] for line in lines] == [
+        ["of", "tokens/step", "accepted"],
+        ["25", "50", "100"],
+        ["1.75", "72", "%"],
+    ]
+
+
 def test_load_that_is_left_out_is_not_shown_as_none() -> None:
     state = pb.GetClusterStateResponse(
         workers=[pb.WorkerState(worker_id="decode-0", phase="ready", kv_blocks_total=100)],

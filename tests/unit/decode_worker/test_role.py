@@ -223,8 +223,9 @@ async def test_a_sequence_is_taken_over() -> None:
         assert it.context.handed_over == [moved]
         it.role.on_event(Joined(key_of("a")))
         assert it.role.holdings()["decode_attempts"] == 1
-        it.role.on_event(Ended(key_of("a"), GATEWAY, "stop"))
+        it.role.on_event(Ended(key_of("a"), GATEWAY, "stop", num_drafted=5, num_accepted=3))
         assert it.context.reasons() == [("a", "stop")]
+        assert (it.context.ends[0].drafted_tokens, it.context.ends[0].accepted_tokens) == (5, 3)
         assert it.idle()
 
 

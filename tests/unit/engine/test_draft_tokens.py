@@ -128,8 +128,8 @@ def test_answers_are_the_same_with_and_without_drafts(
             draft(core, known)
             together = answers(core, *map(spec_of, HOWS))
             assert tokens(together) == tokens(expected)
-            assert set(known.accepted) == set(HOWS)
-            assert (sum(known.accepted.values()) > 100) == (right > 0.0)
+            assert set(+known.planned) == set(HOWS)
+            assert (known.totals.accepted > 100) == (right > 0.0)
         known = KnownDrafts(tokens(expected), right=1.0, vocab_size=VOCAB_SIZE)
         draft(core, known)
         for name in HOWS:
@@ -195,7 +195,7 @@ def test_a_request_may_go_without_drafts(folder: Path, expected: dict[str, Answe
     draft(core, known)
     spec = msgspec.structs.replace(spec_of("greedy"), speculation=False)
     assert tokens(answers(core, spec))["greedy"] == tokens(expected)["greedy"]
-    assert known.accepted["greedy"] == 0
+    assert known.planned["greedy"] == 0
 
 
 def test_lookup_finds_drafts_in_an_answer_that_repeats_itself(folder: Path) -> None:

@@ -70,6 +70,10 @@ def metrics(steps: int, *, seconds: float = 0.0, transfers: tuple[TransferCount,
         preemptions=6 * steps,
         swapped_out_blocks=7 * steps,
         swapped_in_blocks=8 * steps,
+        draft_steps=9 * steps,
+        drafted_tokens=10 * steps,
+        accepted_tokens=11 * steps,
+        draft_runs=(12 * steps, 13 * steps),
         transfers=transfers,
     )
 

@@ -22,6 +22,14 @@ def test_steps_fall_into_their_intervals() -> None:
     assert (found.swapped_out_blocks, found.swapped_in_blocks) == (12, 11)
 
 
+def test_drafts_are_those_of_the_engine() -> None:
+    it = WorkerCounters()
+    it.note((), EngineTotals(draft_steps=3, drafted_tokens=9, accepted_tokens=4, draft_runs=(1, 0, 2)))
+    found = it.metrics(())
+    assert (found.draft_steps, found.drafted_tokens, found.accepted_tokens) == (3, 9, 4)
+    assert found.draft_runs == (1, 0, 2)
+
+
 def test_what_the_roles_count_goes_along() -> None:
     moved = TransferCount(decode_worker=WorkerId("d0"), transport="fake", num_bytes=3)
     assert WorkerCounters().metrics((moved,)).transfers == (moved,)

@@ -89,6 +89,33 @@ def test_a_step_computes_the_last_token_and_drafts_and_gives_one_token_more_than
     assert_idle(core)
 
 
+@pytest.mark.parametrize(
+    ("right", "counts", "runs"),
+    [(1.0, (18, 18), (0, 0, 1, 0, 4, *[0] * 11)), (0.0, (82, 0), (NUM_TOKENS - 2, *[0] * 15))],
+)
+def test_drafts_are_counted_also_those_of_the_last_step(
+    right: float, counts: tuple[int, int], runs: tuple[int, ...]
+) -> None:
+    core = core_of(right)
+    end = end_of(handle_all(core, Add(spec_of())) + run_until_idle(core), "a")
+    totals = core.totals()
+    assert (end.num_drafted, end.num_accepted) == (totals.drafted_tokens, totals.accepted_tokens) == counts
+    assert totals.draft_runs == runs
+
+
+def test_the_load_tells_tokens_and_rows_of_a_step() -> None:
+    core = core_of()
+    events = handle_all(core, Add(spec_of(max_tokens=200)))
+    assert (core.load().tokens_per_step, core.load().rows_per_step) == (1.0, 1.0)
+    core.step(0.0)
+    core.step(0.0)
+    assert (core.load().tokens_per_step, core.load().rows_per_step) == (5.0, 5.0)
+    wrong = core_of(right=0.0)
+    events = decode_until(wrong, 3)
+    assert len(token_ids_of(events, "a")) == 3
+    assert (wrong.load().tokens_per_step, wrong.load().rows_per_step) == (1.0, 5.0)
+
+
 def test_wrong_drafts_change_nothing_and_are_overwritten() -> None:
     core = core_of(right=0.0)
     events = handle_all(core, Add(spec_of())) + run_until_idle(core)

@@ -21,6 +21,7 @@ from disagg.engine.plan import StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import decode_step, encode_step
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.speculation.proposer import Proposer
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -83,6 +84,7 @@ class Ranks:
     """A worker's ranks, driven as one runner: the others get each step as the message that a process would get."""
 
     step_queue: StepQueue | None = None
+    proposer: Proposer | None = None
 
     def __init__(
         self, runners: list[TorchModelRunner], collectives: list[ThreadCollective], pool: ThreadPoolExecutor

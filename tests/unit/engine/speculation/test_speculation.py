@@ -99,24 +99,12 @@ def test_totals_count_what_was_walked() -> None:
     first, second = sequence(7), sequence(8)
     assert plan(speculation, first, second) == [(1, 2, 3), (1, 2, 3)]
     first.token_ids += [1, 2, 9]
-    speculation.walked(first, 2)
-    speculation.forget(second)
-    speculation.walked(second, 0)
+    speculation.totals.walked(3, 2)
+    speculation.totals.walked(3, 0)
     assert plan(speculation, first) == [(1, 2, 3)]
     first.token_ids += [1, 2, 3, 4]
-    speculation.walked(first, 3)
-    totals = speculation.totals
-    assert (totals.steps_with_drafts, totals.drafted, totals.accepted) == (2, 6, 5)
-    assert totals.by_length == {2: 1, 3: 1}
-
-
-def test_a_walk_counts_once_and_only_behind_a_plan() -> None:
-    speculation, its = Speculation(Scripted(1, 2), CALIBRATION, max_draft=2), sequence(7)
-    speculation.walked(its, 1)
-    plan(speculation, its)
-    speculation.walked(its, 1)
-    speculation.walked(its, 1)
-    assert (speculation.totals.drafted, speculation.totals.accepted) == (2, 1)
+    speculation.totals.walked(3, 3)
+    assert speculation.totals.counts() == (2, 9, 5, (1, 0, 1, 1, *[0] * 12))
 
 
 def test_a_sequence_that_is_forgotten_leaves_nothing() -> None:
@@ -167,7 +155,8 @@ class Run:
                 if its.token_ids[-1] != draft:
                     break
             self.num_tokens += its.num_tokens - size
-            self.speculation.walked(its, its.num_tokens - size - 1)
+            if ids:
+                self.speculation.totals.walked(len(ids), its.num_tokens - size - 1)
         rows = len(self.sequences) + sum(map(len, drafts))
         self.ms += ms_of(rows)
         self.speculation.observe(rows, 0, ms_of(rows))

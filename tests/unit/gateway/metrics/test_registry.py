@@ -125,6 +125,23 @@ def test_engines_and_transfers(samples: Samples) -> None:
     assert value(samples, "disagg_kv_transfer_failures_total", src="p0", dst="d0", reason="stuck") == 2
 
 
+def test_drafts(samples: Samples) -> None:
+    assert value(samples, "disagg_engine_draft_steps_total", instance="d0") == 9
+    assert value(samples, "disagg_engine_drafted_tokens_total", instance="d0") == 40
+    assert value(samples, "disagg_engine_accepted_tokens_total", instance="d0") == 12
+    length = "disagg_engine_accepted_length"
+    buckets = [value(samples, f"{length}_bucket", instance="d0", le=le) for le in ("0.0", "2.0", "14.0", "+Inf")]
+    assert buckets == [5, 7, 8, 9]
+    assert value(samples, f"{length}_sum", instance="d0") == 12
+    assert [dict(labels)["instance"] for labels in samples[f"{length}_count"]] == ["d0"]
+
+
+def test_accepted_drafts_by_place_under_the_name_of_vllm(samples: Samples) -> None:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    counts = [value(samples, name, model_name="tiny", position=str(place)) for place in range(15)]
+    assert counts == [4, 2, 2, *[1] * 12]
+
+
 def test_the_router(samples: Samples) -> None:
     assert value(samples, "disagg_router_decisions_total", reason="pair") == 3
     assert value(samples, "disagg_router_decisions_total", reason="no_slot") == 0
@@ -147,6 +164,9 @@ def test_the_names_of_vllm_show_the_same_numbers(samples: Samples) -> None:
         "prefix_cache_queries_total": 100,
         "prefix_cache_hits_total": 16,
         "num_preemptions_total": 1,
+        "spec_decode_num_drafts_total": 9,
+        "spec_decode_num_draft_tokens_total": 40,
+        "spec_decode_num_accepted_tokens_total": 12,
         "time_to_first_token_seconds_count": 3,
         "inter_token_latency_seconds_count": 57,
         "time_per_output_token_seconds_count": 57,

@@ -61,8 +61,9 @@ def test_an_ended_request_is_explained() -> None:
     it.now = 1.0
     it.update("d0", handed_over_update("r0", 0, kv_bytes=4096), tokens_update("r0", 0, 1, 8))
     it.now = 1.25
-    it.update("d0", tokens_update("r0", 0, 2, 9), end_update("r0", 0, "length"))
+    it.update("d0", tokens_update("r0", 0, 2, 9), end_update("r0", 0, "length", drafts=(4, 1)))
     found = explained(it, "r0")
+    assert (found.drafted_tokens, found.accepted_tokens) == (4, 1)
     assert (found.outcome, found.completion_tokens, found.kv_bytes, found.max_itl_ms) == ("length", 3, 4096, 1000.0)
     assert found.spans[-1] == pb.StageSpan(stage="decode", worker="d0", start_ms=1000.0, end_ms=1250.0)
 
@@ -111,6 +112,14 @@ def test_the_state_has_stages_targets_transfers_and_rates() -> None:
     assert (found.requests_per_s, found.output_tokens_per_s) == pytest.approx((1.5, 20.0))
     assert [worker.worker_id for worker in found.workers] == ["d0", "p0"]
     assert [(pool.name, pool.desired, pool.ready) for pool in found.pools] == [("prefill", 2, 1)]
+
+
+def test_the_state_has_tokens_a_step_of_workers_that_decode_and_their_drafts() -> None:
+    found = cluster_state(busy_view(), ControlState(pools=(), workers=(), gateways=()))
+    assert {w.worker_id: (w.tokens_per_step, w.drafted_tokens, w.accepted_tokens) for w in found.workers} == {
+        "d0": (1.75, 40, 12),
+        "p0": (0.0, 0, 0),
+    }
 
 
 def test_addresses_are_for_admins_and_transfers_for_those_who_see_counts() -> None:

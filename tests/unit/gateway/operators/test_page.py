@@ -270,6 +270,12 @@ def test_a_state_is_bounded_whatever_the_size_of_the_cluster() -> None:
     assert shown["num_pairs"] == 5000
 
 
+def test_a_worker_has_its_drafts() -> None:
+    worker = pb.WorkerState(worker_id="d0", tokens_per_step=1.75444, drafted_tokens=40, accepted_tokens=12)
+    [shown] = state_json(pb.GetClusterStateResponse(workers=[worker]))["workers"]
+    assert (shown["tokens_per_step"], shown["drafted"], shown["accepted"]) == (1.754, 40, 12)
+
+
 def test_the_wheel_has_the_files() -> None:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["*"]

@@ -102,6 +102,20 @@ def test_an_answer_that_ends_on_the_target_waits_for_the_last_tokens_of_the_sour
     assert it.core.holdings() == EMPTY
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_drafts_are_those_of_both_workers(ends_early: bool) -> None:
+    """Also where the end on the target waits for the source's tokens."""
+    it = moving()
+    left = tokens_update("r0", 0, 2, 9), end_update("r0", 0, "moved", drafts=(9, 4))
+    ended = tokens_update("r0", 0, 3, 10), end_update("r0", 0, "stop", drafts=(5, 2))
+    it.update("d1", handed_over_update("r0", 0))
+    for worker_id, updates in (("d1", ended), ("d0", left))[:: 1 if ends_early else -1]:
+        it.update(worker_id, *updates)
+    trace = it.core.trace(routed_request("r0").request_id)
+    assert trace is not None
+    assert (trace.outcome, trace.drafted_tokens, trace.accepted_tokens) == ("stop", 14, 6)
+
+
 def test_an_answer_that_ends_on_the_source_ends_the_move() -> None:
     it = moving()
     assert it.update("d0", end_update("r0", 0, "stop")) == [
