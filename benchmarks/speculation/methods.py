@@ -49,10 +49,6 @@ class FixedSpeculation(Speculation):
         return drafts
 
     @override
-    def walked(self, sequence: Sequence, num_accepted: int) -> None:
-        return
-
-    @override
     def observe(self, rows: int, context: int, ms: float) -> None:
         return
 

@@ -113,7 +113,8 @@ def test_fp8_cache(device: torch.device, side: str, scale: float) -> None:
     wide_cache = torch.zeros(cache.shape, dtype=torch.bfloat16, device=device)
     reference.qkv_rope_write(*rope_arguments(device, 1000, wide_cache, torch.bfloat16, False))
     arguments = rope_arguments(device, 1000, cache, torch.bfloat16, False)
-    rope_write.qkv_rope_write(*arguments, **{f"{side.removesuffix('s')}_scale": scale})
+    scales = (scale, 1.0) if side == "keys" else (1.0, scale)
+    rope_write.qkv_rope_write(*(*arguments, *scales))
     at = ["keys", "values"].index(side)
     divisor = torch.tensor(scale, device=device)  # torch multiplies by the reciprocal of a number
     expected = (wide_cache[:, :, at].float() / divisor).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
