@@ -60,13 +60,13 @@ def test_drafts_whose_outcome_is_not_known_say_nothing() -> None:
 def test_a_sequence_that_copies_expects_more_than_its_worker_and_one_that_does_not_less() -> None:
     acceptance = Acceptance()
     before = acceptance.chances("new", proposal(4, 1))[0]
-    for _ in range(5):
+    for _ in range(20):
         acceptance.observe("copies", proposal(4), 1, 1)
         acceptance.observe("differs", proposal(4), 1, 0)
     copies, new, differs = (acceptance.chances(each, proposal(4, 1))[0] for each in ("copies", "new", "differs"))
     assert copies > 0.75
     assert new == pytest.approx(before, abs=0.1)
-    assert differs < 0.2
+    assert differs < 0.25
     acceptance.forget("copies")
     assert acceptance.chances("copies", proposal(4, 1))[0] == new
 
