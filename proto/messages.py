@@ -418,6 +418,9 @@ class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
 KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
 
 
+AtLeastOne = Annotated[float, msgspec.Meta(ge=1.0)]
+
+
 class Load(Message, frozen=True, kw_only=True):
     """Load of a worker, in quantities that can be added, and two means over its latest steps."""
 
@@ -446,9 +449,9 @@ class Load(Message, frozen=True, kw_only=True):
     """Sequences that were preempted and wait, suspended ones included: while there are any, nothing is reserved."""
     blocks_copied: int = 0
     """Cached blocks that are evicted first, because the worker that computed them has them too."""
-    tokens_per_step: float = 1.0
+    tokens_per_step: AtLeastOne = 1.0
     """Tokens that a step gives to a sequence that decodes: more than 1 with accepted drafts or forced tokens."""
-    rows_per_step: float = 1.0
+    rows_per_step: AtLeastOne = 1.0
     """Rows that a step computes for such a sequence: its last token, forced ones before it, and drafts behind it."""
 
 

@@ -366,7 +366,8 @@ class WorkerView:
     open_breakers: tuple[str, ...] = ()
     """One line for each circuit breaker of the worker that is not closed: leg, since when, next trial."""
     steps: StepCoefficients | None = None
-    """The step times that placement assumes; None before any was measured."""
+    """The times that placement assumes, of prompts and of one token of each sequence that decodes; None before any was
+    measured. Without drafts they are those of a step."""
 
     @property
     def takes_requests(self) -> bool:

@@ -65,7 +65,7 @@ def openings(worker: Worker, num_blocks: int, room: int, output_tokens: float) -
         num_places, num_free = num_places - 1, num_free - num_blocks
         yield 0.0
     num_places = max(0, num_places)
-    step_ms = worker.around_ms
+    step_ms = worker.token_ms
     for left_tokens, blocks in sorted(_ends(worker, output_tokens)):
         num_places, num_free = num_places + 1, num_free + blocks
         while num_places > 0 and num_free >= num_blocks:

@@ -403,7 +403,7 @@ class WorkerBucket:
         and for how many milliseconds a sequence keeps its place."""
         workers = list(islice(self.members.values(), limit))
         found = [when for worker in workers for when in openings(worker, num_blocks, self._room, output_tokens)]
-        return found, output_tokens * max((worker.around_ms for worker in workers), default=0.0)
+        return found, output_tokens * max((worker.token_ms for worker in workers), default=0.0)
 
     def wait_ms(self, demand: Demand, worker: Worker, output_tokens: float) -> float:
         """Milliseconds until a member can begin with a request of which it has nothing cached, if nothing else is

@@ -134,7 +134,7 @@ class Weight(msgspec.Struct, frozen=True, gc=False):
     barrier_ms: float = 0.0
     """The barrier term of the KV utilization after joining."""
     step_ms: float = 0.0
-    """Milliseconds of one decode step."""
+    """Milliseconds of one token: of a decode step, divided by the tokens that it gives to a sequence."""
 
 
 class Shortlist(NamedTuple):

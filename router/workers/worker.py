@@ -88,7 +88,11 @@ class Worker:
     num_sequences: int = 0
     """Number of assigned sequences."""
     around_ms: float = 0.0
-    """Predicted milliseconds of a step without prompt tokens: of its decodes, or the fixed cost alone."""
+    """Predicted milliseconds that a step with prompt tokens takes without these: those of its decodes, each with one
+    row, or the fixed cost alone."""
+    token_ms: float = 0.0
+    """Predicted milliseconds from one token of its decodes to the next, in steps without prompt tokens: such a step
+    with all its rows, divided by the tokens that it gives to each."""
     backlog_ms: float = 0.0
     """Milliseconds until the outstanding prompt tokens are computed."""
     has_slot: bool = True
@@ -109,6 +113,13 @@ class Worker:
     attended_ms: float = 0.0
     decode_ms: float = 0.0
     context_ms: float = 0.0
+
+    # The same for one token of each sequence, see `token_ms`.
+    token_base_ms: float = 0.0
+    joining_ms: float = 0.0
+    """Milliseconds that a further sequence adds, without its context."""
+    attending_ms: float = 0.0
+    """Milliseconds that each token of its context adds."""
 
     heard_at: float = -math.inf
     """When its latest message came."""
@@ -176,8 +187,11 @@ class Worker:
 
     @property
     def coefficients(self) -> StepCoefficients:
-        """The coefficients of its step times, as of the latest report."""
-        return StepCoefficients(self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms)
+        """The coefficients of prompts and of one token of each sequence that decodes, as of the latest report. Without
+        drafts and forced tokens they are those of a step."""
+        return StepCoefficients(
+            self.token_base_ms, self.prefill_token_ms, self.attended_ms, self.joining_ms, self.attending_ms
+        )
 
     def note_refused(self, num_blocks: int) -> None:
         """Note that it refused a sequence of `num_blocks` blocks: larger ones are not placed on it until its next
@@ -232,10 +246,11 @@ class Worker:
                 context += round(self._others_context)
             self.num_decodes = num_decodes
             self.around_ms = self.base_ms + num_decodes * self.decode_ms + context * self.context_ms
+            self.token_ms = self.token_base_ms + num_decodes * self.joining_ms + context * self.attending_ms
             room = info.token_budget - num_decodes
             self.prompt_room = room if room > 1 else 1
         else:
-            self.around_ms = self.base_ms
+            self.around_ms = self.token_ms = self.base_ms
             self.prompt_room = info.token_budget
         if tokens:
             pairs = assigned.pairs * tokens / assigned.tokens
@@ -260,8 +275,8 @@ class Worker:
         return max(0.0, (until - now) * 1e3), pace_ms
 
     def _find_saved(self, now: float, output_tokens: float) -> tuple[float, float]:
-        least_ms, pace_ms, step_ms = math.inf, math.inf, self.around_ms
-        base_ms = self.base_ms + self.decode_ms
+        least_ms, pace_ms, step_ms = math.inf, math.inf, self.token_ms
+        base_ms = self.token_base_ms + self.joining_ms
         for assignment in self.assigned.assignments.values():
             tpot_ms = assignment.tpot_ms
             if tpot_ms == math.inf or assignment.tokens:
@@ -272,7 +287,7 @@ class Worker:
             paced_ms = left_ms = tpot_ms * (max(0, num_done - 1) + rest)
             if assignment.first_at < now:
                 left_ms -= (now - assignment.first_at) * 1e3
-            ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.context_ms, paced_ms)
+            ms = slack_ms(left_ms, rest, step_ms, base_ms + assignment.context * self.attending_ms, paced_ms)
             if ms is None:
                 continue
             if ms < least_ms:
@@ -288,6 +303,9 @@ class Worker:
         self.free_tokens = (max(0, num_free - load.blocks_apart) + load.blocks_copied) * info.block_size
         coefficients = self.model.coefficients
         self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
+        rows, tokens = load.rows_per_step, load.tokens_per_step
+        self.token_base_ms = self.base_ms / tokens
+        self.joining_ms, self.attending_ms = self.decode_ms * rows / tokens, self.context_ms * rows / tokens
 
 
 def longest_sequence(info: WorkerInfo) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
-from disagg.proto.messages import BlocksSnapshot, StepSample, WorkerInfo
+from disagg.proto.messages import BlocksSnapshot, Load, StepSample, WorkerInfo
 from disagg.router.config import PolicyName, RouterConfig
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.placement import Choice, Demand, choose
@@ -15,6 +15,8 @@ from disagg.router.workers.assignments import Assignment, marks_of
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 from tests.support.router import in_turn, routed_request, worker_info, worker_report
+
+LOAD = Load()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,11 @@ class Busy:
     """KV blocks."""
     context: int = 0
     """Of all its sequences."""
+    load: Load = LOAD
 
 
-def busy(worker: WorkerInfo | str, **state: int) -> Busy:
-    return Busy(info=worker_info(worker) if isinstance(worker, str) else worker, **state)
+def busy(worker: WorkerInfo | str, load: Load = LOAD, **state: int) -> Busy:
+    return Busy(info=worker_info(worker) if isinstance(worker, str) else worker, load=load, **state)
 
 
 class Placing:
@@ -59,7 +62,7 @@ class Placing:
         self.fleet.up(info, 0.0)
         self.fleet.pairs_to_form(info.worker_id)
         hashes = self.request.block_hashes[: state.cached // 16]
-        assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes)), 0.0)
+        assert self.fleet.report(worker_report(info.worker_id, 0, BlocksSnapshot(hashes=hashes), load=state.load), 0.0)
         worker = self.fleet.worker(info.worker_id)
         for number in range(state.seqs):
             assignment = Assignment()

@@ -95,7 +95,7 @@ class Elastic(Joint):
         if target == math.inf:
             return super().weigh_decode(demand, candidate)
         worker, num_steps = candidate.worker, demand.num_steps
-        step = worker.around_ms + worker.decode_ms + demand.context * worker.context_ms
+        step = worker.token_ms + worker.joining_ms + demand.context * worker.attending_ms
         if self._splits:
             delay = self._split_delay(worker, num_steps, step, target)
         else:
@@ -138,7 +138,7 @@ class Elastic(Joint):
             finish = wait + compute + worker.around_ms
             spare, pace = worker.saved(demand.now, demand.answer_tokens)
             if finish > spare:
-                share = max(_LEAST_SHARE, 1 - MARGIN * worker.around_ms / pace)
+                share = max(_LEAST_SHARE, 1 - MARGIN * worker.token_ms / pace)
                 finish = spare + (finish - spare) / share
             prefill = max(0.0, finish - wait)
             if self._gathers:
@@ -152,7 +152,7 @@ class Elastic(Joint):
 
     @staticmethod
     def _split_delay(worker: Worker, num_steps: float, step: float, target: float) -> float:
-        delay = num_steps * (worker.num_decodes + 1) * (step - worker.around_ms)
+        delay = num_steps * (worker.num_decodes + 1) * (step - worker.token_ms)
         if step > target:
             delay += _LATE_PRICE * (worker.num_decodes + 1) * num_steps * (step - target)
         if worker.is_for_prompts:
@@ -163,5 +163,5 @@ class Elastic(Joint):
 def _taken_ms(worker: Worker, step_ms: float, target_ms: float) -> float:
     """Milliseconds that one more sequence takes from prompts in each step. The first sequence also takes the fixed cost
     of the step."""
-    before = worker.around_ms if worker.num_decodes else 0.0
+    before = worker.token_ms if worker.num_decodes else 0.0
     return min(step_ms, target_ms) - min(before, target_ms)

@@ -1,12 +1,15 @@
 """`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
 all requests.
 
-    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * decode step; also
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * time of a token; also
                 the time to form the pair, if it is not formed yet
-    of others   the added time of each step on D, for all its steps, times the sequences there; if D computes the
+    of others   the added time of each token on D, for all its tokens, times the sequences there; if D computes the
                 prompt, also the time of the prefill times the sequences there; and the time to compute again the
                 tokens evicted from a full cache, times the probability of reuse
     barrier     barrier_ms * k / (1 - k), k being the KV utilization after joining, on both sides
+
+The time of a token is that of a decode step, divided by the tokens that a step gives to a sequence: more than one where
+drafts are accepted (`Worker.token_ms`).
 
 The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
 
@@ -65,7 +68,7 @@ class Joint:
         """The wait, the added cost of one more sequence in a step, and the barrier."""
         cost = worker.backlog_ms + self._barrier_of(worker, 0)
         if worker.decodes:
-            cost += worker.around_ms + worker.num_decodes * worker.decode_ms
+            cost += worker.token_ms + worker.num_decodes * worker.joining_ms
         return cost
 
     def start(self, turn: int, count: int) -> int:
@@ -87,8 +90,8 @@ class Joint:
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
         """Decode steps, delay of the other sequences, barrier."""
         worker, num_steps = candidate.worker, demand.num_steps
-        joining = worker.decode_ms + demand.context * worker.context_ms
-        step = worker.around_ms + joining
+        joining = worker.joining_ms + demand.context * worker.attending_ms
+        step = worker.token_ms + joining
         decode = num_steps * step
         delay = num_steps * joining * worker.num_decodes
         barrier = self._barrier_of(worker, candidate.num_blocks)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from disagg.proto.ids import AttemptKey, RequestId, WorkerId
+from disagg.proto.messages import Load
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.placement.placement import Candidate, Demand
 from disagg.router.placement.policies.elastic import Elastic
 from disagg.router.workers.assignments import Assignment
 from tests.support.placing import Placing, busy, samples
-from tests.support.router import Scenario, routed_request, tokens_update, worker_info
+from tests.support.router import Scenario, routed_request, tokens_update, worker_info, worker_report
 
 SPEED = samples(base_ms=2.0, prefill_token_ms=1.0, decode_ms=0.5)
 NUM_TOKENS = 64
@@ -48,6 +49,20 @@ def test_spread_computes_and_decodes_where_the_prompt_is_finished_first() -> Non
     it = placing("spread")
     decode_on(it, "w0", 3, tpot_ms=20.0)
     assert where(it) == "- w1"
+
+
+def test_the_time_of_a_token_counts_where_drafts_are_accepted() -> None:
+    """4 sequences with 4 rows each take (2 + 16 * 0.5) / 2.5 ms a token, 3 of them 3.2 ms."""
+    it = placing("split:1")
+    worker = it.fleet.worker(WorkerId("w0"))
+    decode_on(it, "w0", 3, tpot_ms=20.0)
+    load = Load(tokens_per_step=2.5, rows_per_step=4.0)
+    assert it.fleet.report(worker_report("w0", 1, load=load), 0.0)
+    weight = it.policy.weigh_decode(Demand(num_tokens=64, output_tokens=11.0, tpot_ms=20.0), Candidate(worker))
+    assert weight.step_ms == pytest.approx(4.0, rel=1e-3)
+    assert weight.delay_ms == pytest.approx(10 * 4 * (4.0 - 3.2), rel=1e-3)
+    spare, _ = worker.saved(0.05, 100.0)
+    assert spare == pytest.approx(0.98 * 20.0 * 99 - 50 - 1.2 * 90 * 3.2, rel=0.01)
 
 
 def test_what_sequences_have_saved_is_time_for_a_prompt() -> None:

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from disagg.proto.messages import KvLayout, StepSample
+from disagg.proto.messages import KvLayout, Load, StepSample
 from disagg.router.config import RouterConfig
 from disagg.router.placement.placement import Demand
 from disagg.router.requests.explain import Placed
-from tests.support.placing import Busy, Placing, busy, samples
+from tests.support.placing import LOAD, Busy, Placing, busy, samples
 from tests.support.router import worker_info
 
 SPEED = samples(base_ms=2.0, prefill_token_ms=1.0, decode_ms=0.5)
@@ -18,8 +18,8 @@ AUTO = RouterConfig(watermark=0.0, kv_barrier_ms=0.0)
 NEVER = RouterConfig(watermark=0.0, kv_barrier_ms=0.0, local_prefill="never")
 
 
-def worker(name: str, speed: tuple[StepSample, ...] = SPEED, **state: int) -> Busy:
-    return busy(worker_info(name, calibration=speed, num_blocks=1024, max_num_seqs=64), **state)
+def worker(name: str, speed: tuple[StepSample, ...] = SPEED, load: Load = LOAD, **state: int) -> Busy:
+    return busy(worker_info(name, calibration=speed, num_blocks=1024, max_num_seqs=64), load, **state)
 
 
 def test_the_cost_is_the_sum_of_its_parts() -> None:
@@ -55,6 +55,58 @@ def test_context_and_attention_cost_as_measured() -> None:
     # 74.5 tokens of its own on average, 1,000 of the others.
     assert choice.decode_weight.step_ms == pytest.approx(2 + 3 * 0.5 + 0.01 * 1074.5, rel=0.02)
     assert choice.decode_weight.delay_ms == pytest.approx(20 * 2 * (0.5 + 0.01 * 74.5), rel=0.02)
+
+
+# ---------------------------------------------------------------- drafts
+
+DRAFTS = Load(tokens_per_step=2.5, rows_per_step=4.0)
+
+
+def test_a_token_takes_a_step_with_all_its_rows_divided_by_the_tokens_that_it_gives() -> None:
+    it = Placing("joint", worker("p0"), worker("d0", load=DRAFTS, seqs=3, context=300), config=NEVER)
+    choice = it.choose(output_tokens=11.0)
+    assert choice is not None
+    # A step has 4 * 4 rows of 0.5 ms. The fourth sequence adds 4 of them, for the others too.
+    assert choice.decode_weight.step_ms == pytest.approx((2 + 16 * 0.5) / 2.5, rel=1e-3)
+    assert choice.decode_weight.decode_ms == pytest.approx(10 * (2 + 16 * 0.5) / 2.5, rel=1e-3)
+    assert choice.decode_weight.delay_ms == pytest.approx(10 * 3 * 4 * 0.5 / 2.5, rel=1e-3)
+
+
+def test_each_row_attends_to_the_context() -> None:
+    speed = samples(base_ms=2.0, prefill_token_ms=1.0, decode_ms=0.5, context_ms=0.01)
+    it = Placing("joint", worker("p0", speed), worker("d0", speed, DRAFTS, seqs=2, context=1000), config=NEVER)
+    choice = it.choose(output_tokens=21.0)
+    assert choice is not None
+    assert choice.decode_weight.step_ms == pytest.approx((2 + 4 * (3 * 0.5 + 0.01 * 1074.5)) / 2.5, rel=1e-3)
+    assert choice.decode_weight.delay_ms == pytest.approx(20 * 2 * 4 * (0.5 + 0.01 * 74.5) / 2.5, rel=1e-3)
+
+
+def test_steps_with_prompts_have_no_drafts() -> None:
+    it = Placing("joint", worker("d0", load=DRAFTS, seqs=3), config=AUTO)
+    choice = it.choose()
+    assert choice is not None
+    assert choice.decode_weight.prefill_ms == pytest.approx(2 + 3 * 0.5 + 64, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tokens_per_step", "place"), [(2.0, "p0 d0"), (3.9, "p0 d1")])
+def test_d_whose_drafts_are_accepted_wins_over_one_with_fewer_sequences(tokens_per_step: float, place: str) -> None:
+    """A sequence alone takes 2.5 ms a token. Two with 4 rows each take 3 ms or 1.54, of which the other loses a third."""
+    load = Load(tokens_per_step=tokens_per_step, rows_per_step=4.0)
+    it = Placing("joint", worker("p0"), worker("d0"), worker("d1", load=load, seqs=1), config=NEVER)
+    assert it.where(output_tokens=100.0) == place
+
+
+def test_a_target_is_met_where_drafts_are_accepted() -> None:
+    it = Placing("joint", worker("p0"), worker("d0", load=DRAFTS, seqs=3), config=NEVER)
+    choices = [it.choose(tpot_ms=tpot_ms) for tpot_ms in (4.1, 3.9)]
+    assert [choice and choice.decode_weight.num_misses for choice in choices] == [0, 1]
+
+
+def test_views_have_the_time_of_a_token() -> None:
+    it = Placing("joint", worker("d0", load=DRAFTS), config=AUTO)
+    [view] = it.fleet.views(0.0)
+    assert view.steps is not None
+    assert view.steps == pytest.approx((2 / 2.5, 1.0, 0.0, 4 * 0.5 / 2.5, 0.0), abs=1e-3)
 
 
 # ---------------------------------------------------------------- prefixes
