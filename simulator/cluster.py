@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import SpeculationOptions, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
@@ -34,6 +34,9 @@ from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, 
 from disagg.simulator.world.surroundings import Answers, Surroundings
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 from disagg.step_times.interface import StepTimes
+
+NO_SPECULATION = SpeculationOptions(method="off")
+"""Simulated tokens mean nothing, so nothing is looked up in them; see `durations/drafts.py`."""
 
 
 class Sample(NamedTuple):
@@ -281,7 +284,9 @@ class SimulatedCluster(Surroundings):
             return
         pool = member.pool
         member.num_starts += 1
-        config = msgspec.structs.replace(pool.worker, worker_id=worker_id, num_blocks=pool.num_blocks)
+        config = msgspec.structs.replace(
+            pool.worker, worker_id=worker_id, num_blocks=pool.num_blocks, speculation=NO_SPECULATION
+        )
         slow_times = self._slow_times(worker_id, "steps")
         times = SlowedSteps(pool.times, slow_times, self.loop) if slow_times else pool.times
         calibration = self._calibration(pool, config, factor_before(slow_times, self.loop.now))

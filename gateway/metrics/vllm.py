@@ -47,9 +47,8 @@ def _counters(view: ClusterView, model: str) -> Iterator[Metric]:
     prompt_tokens = int(stats.prompt_tokens.total)
     workers = view.counters.values()
     preemptions = sum(metrics.preemptions for metrics in workers)
-    runs = [
-        sum(counts) for counts in zip(*(metrics.draft_runs for metrics in workers if metrics.draft_runs), strict=True)
-    ]
+    runs_of_each = [metrics.draft_runs for metrics in workers if metrics.draft_runs]
+    runs = [sum(counts) for counts in zip(*runs_of_each, strict=True)]
     for name, text, count in (
         ("vllm:prompt_tokens", "Prompt tokens of answered requests.", prompt_tokens),
         ("vllm:generation_tokens", "Output tokens.", stats.num_output_tokens),

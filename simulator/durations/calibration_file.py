@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
+from disagg.simulator.durations.drafts import Drafts
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 
 FORMAT: Final = "disagg-step-times"
@@ -47,6 +48,8 @@ class StepRecording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     overheads: Overheads = NO_OVERHEADS
     sharing: Sharing | None = None
     """Slowdown of workers by others on one machine; the samples do not include it. None if not recorded."""
+    drafts: Drafts | None = None
+    """Means of steps with drafts; None if there were none."""
     samples: tuple[StepSample, ...]
     """The steps, each as `[ms, prefill_tokens, prefill_attended, num_decodes, decode_context]`."""
 

@@ -18,12 +18,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import RequestId, WorkerId
-from disagg.proto.messages import StepSample, WorkerInfo
+from disagg.proto.messages import Load, StepSample, WorkerInfo
 from disagg.router.requests.events import Event, FromWorker, Submit, WorkerReported, WorkerUp
+from disagg.simulator.durations.drafts import Drafts
 from disagg.simulator.durations.fitted import MIN_SAMPLES, features, work_of
 from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.step_times.least_squares import Moments
@@ -62,6 +64,8 @@ class WorkerTrace:
     steps: list[TimedStep] = field(default_factory=list)
     messages: list[tuple[float, int]] = field(default_factory=list)
     """The time and the number of tokens of each update."""
+    decoding: list[Load] = field(default_factory=list)
+    """The loads of reports of a worker that decodes."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -91,6 +95,8 @@ class Calibration(NamedTuple):
     sharing: Sharing | None
     """The slowdown by neighbours; None where no worker had a neighbour."""
     overheads: Overheads
+    drafts: Drafts | None = None
+    """Means of steps with drafts; None where there were none."""
 
 
 def trace(events: Iterable[tuple[float, Event]]) -> Trace:
@@ -103,7 +109,9 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
             case WorkerUp(info=info):
                 found.workers.setdefault(info.worker_id, WorkerTrace()).info = info
             case WorkerReported(report=report):
-                found.workers.setdefault(report.worker_id, WorkerTrace())
+                worker = found.workers.setdefault(report.worker_id, WorkerTrace())
+                if report.load.num_running and any(sample.num_decodes for sample in report.steps):
+                    worker.decoding.append(report.load)
                 reports.setdefault(report.worker_id, []).append((now, report.steps))
             case FromWorker(worker_id=worker_id, update=update):
                 worker = found.workers.setdefault(worker_id, WorkerTrace())
@@ -116,23 +124,24 @@ def trace(events: Iterable[tuple[float, Event]]) -> Trace:
             case _:
                 """Other events have no durations."""
     for worker_id, worker in found.workers.items():
-        worker.steps = _timed(reports.get(worker_id, ()), worker.messages)
+        has_drafts = any(load.rows_per_step > 1.0 for load in worker.decoding)
+        worker.steps = _timed(reports.get(worker_id, ()), worker.messages, has_drafts=has_drafts)
     return found
 
 
 def _timed(
-    reports: Iterable[tuple[float, tuple[StepSample, ...]]], messages: Sequence[tuple[float, int]]
+    reports: Iterable[tuple[float, tuple[StepSample, ...]]], messages: Sequence[tuple[float, int]], *, has_drafts: bool
 ) -> list[TimedStep]:
     """The steps of a worker's reports with their times. A step ended when the first message came that has as many
     tokens as the step sampled and belongs to no earlier step; at the latest when its report came, less the steps after
-    it."""
+    it. With drafts a step has as many tokens as rows at the most."""
     times = [time for time, _ in messages]
     found: list[TimedStep] = []
     first = 0
     for now, samples in reports:
         latest = [now - after_ms / 1e3 for after_ms in accumulate((each.ms for each in samples[:0:-1]), initial=0.0)]
         for sample, end in zip(samples, reversed(latest), strict=False):
-            least = max(1, sample.num_decodes)
+            least = 1 if has_drafts else max(1, sample.num_decodes)
             most = sample.num_decodes + (MOST_ENDED if sample.prefill_tokens else 0)
             at = max(first, bisect_left(times, end - (SEEN_S if sample.num_decodes else SAME_S)))
             while at < len(times) and times[at] <= end + SAME_S and not least <= messages[at][1] <= most:
@@ -167,7 +176,16 @@ def calibrate(traces: Sequence[Trace], *, is_one_machine: bool) -> Calibration:
             update_s=update_s,
             token_s=token_s,
         )
-    return Calibration(samples, sharing, Overheads(message_s=_message_s(traces, own_s), step_s=own_s))
+    return Calibration(samples, sharing, Overheads(message_s=_message_s(traces, own_s), step_s=own_s), _drafts(traces))
+
+
+def _drafts(traces: Sequence[Trace]) -> Drafts | None:
+    """The means of all reports of workers that decode; None where each step gave each sequence one token."""
+    loads = [load for each in traces for worker in each.workers.values() for load in worker.decoding]
+    if not any(load.rows_per_step > 1.0 for load in loads):
+        return None
+    tokens = fmean(load.tokens_per_step for load in loads)
+    return Drafts(tokens_per_step=tokens, rows_per_step=max(tokens, fmean(load.rows_per_step for load in loads)))
 
 
 # ---------------------------------------------------------------- between two steps

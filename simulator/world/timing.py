@@ -7,6 +7,7 @@
     overheads: {message_s: 5.0e-4, ...}                   see `simulator/durations/overheads.py`
     sharing: {decode_by_decode: 0.2, ...}                 where all workers run on one machine
     cold_start_s: 30
+    drafts: {tokens_per_step: 1.8, rows_per_step: 3.5}    of workers with speculation, see `durations/drafts.py`
 
 A recording of steps (`format: disagg-step-times`) can be used, too: its steps are fitted, see
 `simulator/durations/fitted.py`.
@@ -19,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from disagg.simulator.durations.calibration_file import FORMAT, StepRecording, check_samples
+from disagg.simulator.durations.drafts import DraftedSteps, Drafts
 from disagg.simulator.durations.fitted import MIN_SAMPLES, fit
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 from disagg.simulator.world.settings import DEFAULT_LINK
@@ -59,6 +61,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     link: _Link | None = None
     overheads: Overheads = NO_OVERHEADS
     sharing: Sharing | None = None
+    drafts: Drafts | None = None
     cold_start_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
 
 
@@ -73,10 +76,14 @@ class Timing(NamedTuple):
     cold_start_s: float
     sharing: Sharing | None = None
     """How much workers on one machine slow each other down; None if each has its own machine."""
+    drafts: Drafts | None = None
+    """Means of steps with drafts; None if not known."""
 
-    def of_pool(self, name: str) -> StepTimes:
-        """The step times of a pool's workers."""
-        return self.pools.get(name, self.step)
+    def of_pool(self, name: str, *, has_drafts: bool = False) -> StepTimes:
+        """The step times of a pool's workers. `has_drafts`: whether they compute drafts, which changes nothing where
+        the file does not say how many."""
+        times = self.pools.get(name, self.step)
+        return DraftedSteps(times, self.drafts) if has_drafts and self.drafts is not None else times
 
 
 def read_timing(raw: Any) -> Timing:
@@ -92,7 +99,16 @@ def read_timing(raw: Any) -> Timing:
     link = DEFAULT_LINK
     if file.link is not None:
         link = LinkTimes(bandwidth_bytes_per_s=file.link.bandwidth_bytes_per_s, latency_s=file.link.latency_s)
-    return Timing(file.step, file.pools, file.kv_bytes_per_token, link, file.overheads, file.cold_start_s, file.sharing)
+    return Timing(
+        file.step,
+        file.pools,
+        file.kv_bytes_per_token,
+        link,
+        file.overheads,
+        file.cold_start_s,
+        file.sharing,
+        file.drafts,
+    )
 
 
 def _of_recording(recording: StepRecording) -> Timing:
@@ -102,4 +118,4 @@ def _of_recording(recording: StepRecording) -> Timing:
     if recording.kv_bytes_per_token < 1:
         raise ValueError("kv_bytes_per_token: expected at least 1")
     step, per_token = fit(recording.samples), recording.kv_bytes_per_token
-    return Timing(step, {}, per_token, DEFAULT_LINK, recording.overheads, 0.0, recording.sharing)
+    return Timing(step, {}, per_token, DEFAULT_LINK, recording.overheads, 0.0, recording.sharing, recording.drafts)

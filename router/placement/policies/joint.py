@@ -1,8 +1,8 @@
 """`joint`: one cost in milliseconds for a pair (P, D) or for one worker alone: the time that this placement adds to
 all requests.
 
-    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * time of a token; also
-                the time to form the pair, if it is not formed yet
+    its own     wait + prefill of the uncached suffix + visible transfer + expected output tokens * time of a token;
+                also the time to form the pair, if it is not formed yet
     of others   the added time of each token on D, for all its tokens, times the sequences there; if D computes the
                 prompt, also the time of the prefill times the sequences there; and the time to compute again the
                 tokens evicted from a full cache, times the probability of reuse

@@ -90,7 +90,7 @@ def test_steps_with_prompts_have_no_drafts() -> None:
 
 @pytest.mark.parametrize(("tokens_per_step", "place"), [(2.0, "p0 d0"), (3.9, "p0 d1")])
 def test_d_whose_drafts_are_accepted_wins_over_one_with_fewer_sequences(tokens_per_step: float, place: str) -> None:
-    """A sequence alone takes 2.5 ms a token. Two with 4 rows each take 3 ms or 1.54, of which the other loses a third."""
+    """A sequence alone takes 2.5 ms a token, two with 4 rows each take 3 ms or 1.54, and the other one is delayed."""
     load = Load(tokens_per_step=tokens_per_step, rows_per_step=4.0)
     it = Placing("joint", worker("p0"), worker("d0"), worker("d1", load=load, seqs=1), config=NEVER)
     assert it.where(output_tokens=100.0) == place

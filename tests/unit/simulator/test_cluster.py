@@ -5,15 +5,18 @@ Both engines; what they do differently is in `test_agreement.py`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from disagg.engine.config import TransferLimits
+from disagg.engine.config import SpeculationOptions, TransferLimits
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.workload import MultiTurnWorkload, RandomWorkload
 from disagg.proto.ids import WorkerId
 from disagg.router.config import RouterConfig
 from disagg.simulator.cluster import SimulatedCluster
+from disagg.simulator.durations.drafts import DraftedSteps, Drafts
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.settings import EngineKind, Fault
 from disagg.simulator.world.users import Habits
@@ -59,6 +62,28 @@ def test_a_prompt_shares_its_step_with_who_decodes(engine: EngineKind) -> None:
     first, second = (times(record) for record in result.records)
     assert first == [0.110, 0.172, 0.186, 0.198]
     assert second == [0.172, 0.186]
+
+
+@both
+def test_tokens_come_faster_with_drafts_but_not_beside_prompts(engine: EngineKind) -> None:
+    spec = cluster_spec(colocated=1, engine=engine)
+    drafted = DraftedSteps(spec.pools[0].times, Drafts(tokens_per_step=2, rows_per_step=4))
+    spec = dataclasses.replace(spec, pools=[dataclasses.replace(spec.pools[0], times=drafted)])
+    result = simulated(spec, asked((0.0, 100, 5), (0.115, 50, 2)))
+    # 4 rows take 18 ms and give 2 tokens, 8 rows 26 ms. The step with the second prompt has one row.
+    first, second = (times(record) for record in result.records)
+    assert first == [0.110, 0.119, 0.181, 0.194, 0.203]
+    assert second == [0.181, 0.194]
+
+
+@both
+def test_simulated_workers_look_nothing_up(engine: EngineKind) -> None:
+    requests = asked(*[(0.01 * number, 100, 100) for number in range(4)], same=True)
+    plain, looking = (
+        simulated(cluster_spec(colocated=1, engine=engine, speculation=SpeculationOptions(method=method)), requests)
+        for method in ("off", "lookup")
+    )
+    assert looking.records == plain.records
 
 
 @both

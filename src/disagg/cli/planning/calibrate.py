@@ -186,7 +186,7 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
     if len({(info.fingerprint, info.kv_layout) for info in infos}) != 1:
         raise ConfigError("--recording: the workers in it are of several models, or there is none; record one model")
     is_one_machine = all(len({info.address.rpartition(":")[0] for info in each.infos}) == 1 for each in traces)
-    samples, sharing, overheads = calibrate(traces, is_one_machine=is_one_machine)
+    samples, sharing, overheads, drafts = calibrate(traces, is_one_machine=is_one_machine)
     layout = infos[0].kv_layout
     recording = StepRecording(
         model=model or infos[0].fingerprint,
@@ -197,6 +197,7 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
         kv_bytes_per_token=layout.bytes_per_token,
         overheads=overheads,
         sharing=sharing,
+        drafts=drafts,
         samples=samples,
     )
     out.write_bytes(encode_recording(recording))
@@ -207,6 +208,9 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
             if value:
                 found_s.add_row(name, f"{value:.3f} of a step" if "_by_" in name else f"{value * 1e3:.3f}")
     console.print(found_s)
+    if drafts is not None:
+        per_step = f"{drafts.tokens_per_step:.2f} tokens and {drafts.rows_per_step:.2f} rows"
+        console.print(f"with drafts a decode step has {per_step} for each sequence", highlight=False)
     console.print(f"written to {out}; next: {command(f'simulate ... --times {out}')}", highlight=False, soft_wrap=True)
 
 

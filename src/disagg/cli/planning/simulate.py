@@ -116,7 +116,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
                 size=pool.size,
                 worker=msgspec.structs.replace(worker, tp=1),
                 num_blocks=num_blocks,
-                times=timing.of_pool(name),
+                times=timing.of_pool(name, has_drafts=worker.speculation.method != "off"),
                 cold_start_s=timing.cold_start_s,
             )
         )

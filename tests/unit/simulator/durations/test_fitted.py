@@ -108,7 +108,7 @@ RECORDING = StepRecording(
 def test_a_recording_survives_its_file() -> None:
     content = encode_recording(RECORDING)
     assert decode_recording(content, "steps.json") == RECORDING
-    assert content.decode().count("\n") == 20  # one line a field, one a step
+    assert content.decode().count("\n") == 21  # one line a field, one a step
 
 
 @pytest.mark.parametrize(

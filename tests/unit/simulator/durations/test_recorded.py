@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from disagg.loadtests.workload.workload import RandomWorkload
 from disagg.proto.errors import ConfigError
-from disagg.router.requests.events import Command, Event
+from disagg.router.requests.events import Command, Event, WorkerReported
 from disagg.router.requests.router_core import RouterCore
 from disagg.simulator.cluster import SimulatedCluster
+from disagg.simulator.durations.drafts import Drafts
 from disagg.simulator.durations.fitted import fit
 from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.simulator.durations.recorded import Trace, calibrate, trace
@@ -31,13 +33,22 @@ SHARING = Sharing(
 LENGTHS = RandomWorkload(isl=(16, 700), osl=(32, 200))
 
 
-def record(monkeypatch: pytest.MonkeyPatch, rate_per_s: float, sharing: Sharing | None, pools: dict[str, Any]) -> Trace:
-    """What the router of a simulated cluster is given."""
+def record(
+    monkeypatch: pytest.MonkeyPatch,
+    rate_per_s: float,
+    sharing: Sharing | None,
+    pools: dict[str, Any],
+    drafts: tuple[float, float] = (1.0, 1.0),
+) -> Trace:
+    """What the router of a simulated cluster is given, whose workers report these tokens and rows of a step."""
     spec = cluster_spec(**pools, times=TIMES, overheads=OVERHEADS, sharing=sharing, router=NO_LOCAL, jump_s=0.0)
     events: list[tuple[float, Event]] = []
     handle = RouterCore.handle
 
     def recorded(core: RouterCore, event: Event, now: float) -> list[Command]:
+        if isinstance(event, WorkerReported):
+            load = replace(event.report.load, tokens_per_step=drafts[0], rows_per_step=drafts[1])
+            event = WorkerReported(replace(event.report, load=load))
         events.append((now, event))
         return handle(core, event, now)
 
@@ -57,7 +68,8 @@ def recordings(monkeypatch: pytest.MonkeyPatch, sharing: Sharing | None) -> list
 
 
 def test_steps_sharing_and_overheads_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, sharing, overheads = calibrate(recordings(monkeypatch, SHARING), is_one_machine=True)
+    samples, sharing, overheads, drafts = calibrate(recordings(monkeypatch, SHARING), is_one_machine=True)
+    assert drafts is None
     assert sharing is not None
     assert msgspec.structs.asdict(sharing) == pytest.approx(msgspec.structs.asdict(SHARING), rel=0.12, abs=2e-5)
     assert overheads.step_s == pytest.approx(OVERHEADS.step_s, rel=0.1)
@@ -73,12 +85,21 @@ def test_steps_sharing_and_overheads_are_found_again(monkeypatch: pytest.MonkeyP
 
 
 def test_workers_with_machines_of_their_own_take_nothing_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, sharing, overheads = calibrate(recordings(monkeypatch, None), is_one_machine=False)
+    samples, sharing, overheads, _ = calibrate(recordings(monkeypatch, None), is_one_machine=False)
     assert sharing is None
     assert overheads.step_s == pytest.approx(OVERHEADS.step_s, rel=0.05)
     for sample in samples:
         work = StepWork(*msgspec.structs.astuple(sample)[1:])
         assert sample.ms == pytest.approx(TIMES.step_s(work) * 1e3, rel=1e-3)
+
+
+def test_the_drafts_of_a_recording_are_those_of_the_reports_of_workers_that_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = {"prefill": 1, "decode": 1}
+    traces = [record(monkeypatch, 2.0, None, pools, drafts) for drafts in ((1.5, 3.0), (1.5, 3.0))]
+    found = calibrate(traces, is_one_machine=False)
+    assert found.drafts == Drafts(tokens_per_step=1.5, rows_per_step=3.0)
 
 
 def test_a_recording_without_steps_is_refused() -> None:

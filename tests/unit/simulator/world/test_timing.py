@@ -45,6 +45,20 @@ def test_what_is_left_out_has_a_default_and_what_is_there_counts() -> None:
     assert (whole.overheads.message_s, whole.cold_start_s) == (0.001, 3)
 
 
+def test_pools_with_drafts_have_the_time_of_a_token() -> None:
+    drafts = {"tokens_per_step": 2, "rows_per_step": 4}
+    for raw in (
+        {**RAW, "drafts": drafts},
+        {**RECORDED, "samples": [[2, 1, 1, 0, 0], [2, 0, 0, 1, 1]] * 8, "drafts": drafts},
+    ):
+        timing = read_timing(raw)
+        work, rows = StepWork(0, 0, 3, 300), StepWork(0, 0, 12, 1200)
+        assert timing.of_pool("decode") is timing.step
+        assert timing.of_pool("decode", has_drafts=True).step_s(work) == timing.step.step_s(rows) / 2
+    plain = read_timing(RAW)
+    assert plain.of_pool("decode", has_drafts=True) is plain.step
+
+
 def test_a_recording_of_steps_is_fitted() -> None:
     samples = [[5.0 + 0.4 * n, n, n * (n + 1) // 2, 0, 0] for n in (16, 64, 128, 256, 512)]
     samples += [[5.0 + 0.5 * n, 0, 0, n, 300 * n] for n in (1, 8, 32, 64)]
@@ -62,6 +76,12 @@ def test_a_recording_of_steps_is_fitted() -> None:
         ({**RAW, "speed": 1}, "speed"),
         ({**RAW, "step": {**STEP, "base_ms": 0}}, r"base_ms|step"),
         ({**RAW, "link": {"bandwidth_bytes_per_s": 0}}, "bandwidth_bytes_per_s"),
+        ({**RAW, "drafts": {"tokens_per_step": 0.5, "rows_per_step": 1}}, "tokens_per_step"),
+        ({**RAW, "drafts": {"tokens_per_step": 1, "rows_per_step": 17}}, "rows_per_step"),
+        (
+            {**RAW, "drafts": {"tokens_per_step": 3, "rows_per_step": 2}},
+            "rows_per_step: a row gives a token at most; expected at least tokens_per_step, 3, not 2",
+        ),
         ({**RAW, "overheads": {"message_s": -1}}, "message_s: expected a time of at least 0"),
         ({**RECORDED, "samples": []}, "samples: expected 1 to 100000 steps, not 0"),
         ({**RECORDED, "samples": [[1, 1, 1, 0, 0]] * 7}, "samples: 7 steps are too few"),
