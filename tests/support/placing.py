@@ -38,7 +38,7 @@ class Busy:
     load: Load = LOAD
 
 
-def busy(worker: WorkerInfo | str, load: Load = LOAD, **state: int) -> Busy:
+def busy(worker: WorkerInfo | str, load: Load = LOAD, /, **state: int) -> Busy:
     return Busy(info=worker_info(worker) if isinstance(worker, str) else worker, load=load, **state)
 
 
