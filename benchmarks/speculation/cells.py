@@ -14,6 +14,9 @@ from benchmarks.speculation.methods import LOOKUP, OFF
 from benchmarks.speculation.rig import Answer, Decoded
 from tests.support.reports import percentile
 
+WORKS = ("copying", "chat", "hostile")
+"""Works whose times count."""
+
 
 def in_order(methods: Sequence[str], turn: int) -> Sequence[str]:
     """The methods in the order of a turn."""
@@ -87,24 +90,19 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     cells = [cell for cell in cells_of(rows) if LOOKUP in methods_of(rows, cell)]
     speedups = {cell: ratio(rows, cell, LOOKUP, OFF) for cell in cells}
     bests = {cell: best for cell in cells if (best := best_fixed(rows, cell)) is not None}
-    summary: dict[str, float | None] = {
-        f"copying_b{batch}": speedups.get(("copying", batch))
-        for batch in sorted({1, 4, 8, *_batches(cells, "copying")})
-    }
-    summary |= {f"{work}_b{batch}": value for (work, batch), value in speedups.items() if work in ("chat", "hostile")}
+    summary: dict[str, float | None] = {f"copying_b{batch}": None for batch in (1, 4, 8)}
+    summary |= {f"{work}_b{batch}": value for (work, batch), value in speedups.items() if work in WORKS}
     summary |= {
         "chat_min": _least([value for (work, _), value in speedups.items() if work == "chat"]),
         "hostile": _least([value for (work, _), value in speedups.items() if work == "hostile"]),
         "differing_answers": float(sum(row["differing"] for row in rows)),
         "compared_answers": float(sum(row["answers"] for row in rows if row["method"] != OFF)),
         "of_best_fixed_k_min": _least([ratio(rows, cell, LOOKUP, best) for cell, best in bests.items()]),
-        "itl_p99_ratio_max": max((ratio(rows, cell, LOOKUP, OFF, "itl_p99_ms") for cell in cells), default=None),
     }
+    for work in dict.fromkeys(work for work, _ in cells if work in WORKS):
+        ratios = [ratio(rows, cell, LOOKUP, OFF, "itl_p99_ms") for cell in cells if cell[0] == work]
+        summary[f"itl_p99_{work}"] = max(ratios)
     return summary
-
-
-def _batches(cells: Sequence[tuple[str, int]], work: str) -> list[int]:
-    return [batch for name, batch in cells if name == work]
 
 
 def _least(found: Sequence[float]) -> float | None:

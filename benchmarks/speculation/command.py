@@ -11,7 +11,8 @@ hostile               text that makes lookup always wrong (hostile.py), the leas
 differing_answers     answers whose tokens are not those of the same request without speculation, of
 compared_answers      so many
 of_best_fixed_k_min   lookup over the best number of drafts that stays the same, none among them; the least of all cells
-itl_p99_ratio_max     p99 of the time between two steps that give a stream tokens; the largest of all cells
+itl_p99_<work>        p99 of the time between two steps that give a stream tokens, over that without speculation: the
+                      largest of all batches
 llamacpp_copying_b1   the peers' own ratios, on the same requests
 vllm_copying_b<B>
 
@@ -41,7 +42,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.shell.cpu_dtype import cpu_dtype_here
 from tests.support.reports import positive, print_table, report, write_json
 
-PARTS = ("copying", "chat", "hostile", "kinds")
+PARTS = (*cells.WORKS, "kinds")
 SWEPT = ("copying", "chat")
 """Works that are measured with fixed numbers of drafts, too."""
 BATCH_OF_KINDS = 8
@@ -150,7 +151,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--fixed", type=positive, nargs="*", default=[*FIXED], help="numbers of drafts of the sweep")
-    parser.add_argument("--turns", type=positive, default=6)
+    parser.add_argument("--turns", type=positive, default=4)
     parser.add_argument("--requests", type=positive, default=8, help="of a turn, at least; twice the batch otherwise")
     parser.add_argument("--of-each-kind", type=positive, default=64, help="requests of each way to choose tokens")
     parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer")
@@ -160,10 +161,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes, for a first look")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
+    if options.quick:
+        parser.set_defaults(batches=[1, 4], fixed=[2], turns=1, requests=4, of_each_kind=4, max_tokens=48)
+        options = parser.parse_args(argv)
     if options.llamacpp and options.model != DEFAULT_MODEL:
         parser.error("--llamacpp needs the default model: llama.cpp is given its GGUF file")
-    if options.quick:
-        vars(options).update(batches=[1, 4], fixed=[2], turns=1, requests=4, of_each_kind=4, max_tokens=48)
     return options
 
 

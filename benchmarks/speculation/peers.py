@@ -43,7 +43,6 @@ VLLM_SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "prompt_look
 VLLM_TIMEOUT_S = 600.0
 _ENCODED = re.compile(r"encoded\s+(\d+) tokens")
 _DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
-_ACCEPTED = re.compile(r"n_drafted\s+= (\d+)[\s\S]*n_accept\s+= (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,22 +165,21 @@ class LlamaLookup:
                 timeout=LLAMA_TIMEOUT_S, check=False,
                 env={**os.environ, "OMP_NUM_THREADS": self._command[-1]},
             )  # fmt: skip
-        return parse_llama(done.stdout + done.stderr, prompt, len(request.prompt))
+        return parse_llama(done.stdout, done.stderr, prompt, len(request.prompt))
 
 
-def parse_llama(output: str, prompt: str, num_prompt: int) -> tuple[str, int, float]:
-    """The answer, its tokens, and the seconds in which they were decoded.
+def parse_llama(output: str, log: str, prompt: str, num_prompt: int) -> tuple[str, int, float]:
+    """The answer, which follows the prompt in the output, its tokens, and the seconds in which they were decoded.
 
     Raises:
         RuntimeError: the figures are not there, or the prompt has another number of tokens.
     """
-    encoded, decoded = _ENCODED.search(output), _DECODED.search(output)
+    encoded, decoded = _ENCODED.search(log), _DECODED.search(log)
     if encoded is None or decoded is None:
-        raise RuntimeError(f"{LLAMA_LOOKUP} gave no figures: {output[-1000:]}")
+        raise RuntimeError(f"{LLAMA_LOOKUP} gave no figures: {log[-1000:]}")
     if int(encoded[1]) != num_prompt:
         raise RuntimeError(f"{LLAMA_LOOKUP} made {encoded[1]} tokens of a prompt of {num_prompt}")
-    answer = output[: encoded.start()].rpartition(prompt.rstrip()[-40:])[2]
-    return answer.strip(), int(decoded[1]), float(decoded[2])
+    return output.partition(prompt)[2].strip(), int(decoded[1]), float(decoded[2])
 
 
 # ---------------------------------------------------------------- vLLM

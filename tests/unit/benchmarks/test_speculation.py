@@ -171,7 +171,9 @@ def test_ratios_are_those_of_each_turn() -> None:
         "differing_answers": 3.0,
         "compared_answers": 40.0,
         "of_best_fixed_k_min": 0.9,  # of 200 / 250 and 150 / 150
-        "itl_p99_ratio_max": 1.1,
+        "itl_p99_copying": 1.0,
+        "itl_p99_chat": 1.1,
+        "itl_p99_hostile": 1.0,
     }
 
 
@@ -209,28 +211,21 @@ def test_small_sizes_and_the_methods_of_a_command_line() -> None:
 # ---------------------------------------------------------------- peers
 
 
-LLAMA_OUTPUT = """
-<|im_start|>user
-Say it.<|im_end|>
-<|im_start|>assistant
-So it is.<|im_end|>
+LLAMA_LOG = """
+0.01.959.395 I encoded   12 tokens in    0.010 seconds, speed: 1200.000 t/s
+0.01.959.419 I decoded    5 tokens in    0.250 seconds, speed:   20.000 t/s
 
-encoded   12 tokens in    0.010 seconds, speed: 1200.000 t/s
-decoded    5 tokens in    0.250 seconds, speed:   20.000 t/s
-
-n_draft      = 8
-n_drafted    = 4
-n_accept     = 2
+0.01.959.445 I n_draft      = 8
 """
 
 
 def test_figures_of_llama_cpp() -> None:
     prompt = "<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n"
-    assert peers.parse_llama(LLAMA_OUTPUT, prompt, 12) == ("So it is.<|im_end|>", 5, 0.25)
+    assert peers.parse_llama(f"\n\n{prompt}So it is.\n\n", LLAMA_LOG, prompt, 12) == ("So it is.", 5, 0.25)
     with pytest.raises(RuntimeError, match="made 12 tokens of a prompt of 13"):
-        peers.parse_llama(LLAMA_OUTPUT, prompt, 13)
+        peers.parse_llama("", LLAMA_LOG, prompt, 13)
     with pytest.raises(RuntimeError, match="no figures: error: no model"):
-        peers.parse_llama("error: no model", prompt, 12)
+        peers.parse_llama("", "error: no model", prompt, 12)
 
 
 class OnePeer:
