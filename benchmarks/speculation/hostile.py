@@ -1,8 +1,13 @@
 """Texts that make lookup always wrong. Pure functions of token ids.
 
 The answer is known before its prompt is: at `TEMPERATURE` every token of the vocabulary is as probable as any other, so
-that the token drawn at each place depends on the seed alone. The prompt then holds each trigram of that answer with a
-continuation that is not the answer's. Every step therefore finds a match, and each first draft is wrong.
+that the token drawn at each place depends on the seed alone. The prompt then holds, for each place of that answer, the
+tokens before it with a continuation that is not the answer's. Every step therefore finds a match, and each first draft
+is wrong.
+
+The matches have all lengths in `LENGTHS` in turn, so that nothing can be learned of a length. What stands in the prompt
+for a later place has the tokens of earlier ones in it, with the right continuation. That must be no better match: so
+lengths grow by 1 from place to place, and later places stand first, because the latest of equal matches is taken.
 """
 
 from __future__ import annotations
@@ -10,15 +15,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from benchmarks.speculation.copying import ORDER
-
 TEMPERATURE = 1e9
+LENGTHS = range(3, 11)
+"""Lengths of matches."""
 
 
-def hostile_prompt(answer: Sequence[int], vocab_size: int, seed: int, num_wrong: int = 4) -> list[int]:
-    """A prompt in which each trigram of the answer is followed by `num_wrong` tokens that are not in the answer.
-
-    The prompt ends with a token of its own, so that the trigrams over its end are in no match.
+def hostile_prompt(answer: Sequence[int], vocab_size: int, seed: int, num_wrong: int = 3) -> list[int]:
+    """A prompt in which the last tokens before each place of the answer are followed by `num_wrong` tokens that are not
+    in the answer. It ends with such a token, so that no match reaches over its end.
 
     Raises:
         ValueError: the answer has all tokens of the vocabulary.
@@ -27,8 +31,9 @@ def hostile_prompt(answer: Sequence[int], vocab_size: int, seed: int, num_wrong:
     if not wrong:
         raise ValueError("no token is left that is not in the answer")
     dice = random.Random(seed)
-    prompt: list[int] = []
-    for end in range(ORDER, len(answer)):
-        prompt += answer[end - ORDER : end]
+    prompt = [dice.choice(wrong)]
+    for place in range(len(answer) - 1, LENGTHS[0] - 1, -1):
+        length = LENGTHS[(place - LENGTHS[0]) % len(LENGTHS)]
+        prompt += answer[place - length : place]
         prompt += dice.choices(wrong, k=num_wrong)
-    return [*prompt, dice.choice(wrong)]
+    return prompt

@@ -4,6 +4,7 @@ rig on the model without weights."""
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.speculation.works import Work
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.engine.request import dummy_sequence
+from disagg.engine.speculation.lookup import Lookup
 from disagg.proto.messages import Sampling
 from tests.support.reports import REPOSITORY
 
@@ -79,13 +81,23 @@ def longest_match(text: Sequence[int]) -> tuple[int, int]:
     return 0, -1
 
 
-def test_each_trigram_of_a_hostile_answer_is_found_with_a_wrong_continuation() -> None:
-    answer = [5, 90, 17, 3, 44, 2, 71, 60, 8, 33]
-    prompt = hostile_prompt(answer, vocab_size=100, seed=1)
-    for known in range(3, len(answer)):
-        length, following = longest_match([*prompt, *answer[:known]])
-        assert length == 3
-        assert following != answer[known]
+def test_every_place_of_a_hostile_answer_has_a_match_with_a_wrong_continuation() -> None:
+    answer = random.Random(0).sample(range(1000), 40)
+    prompt = hostile_prompt(answer, vocab_size=1000, seed=1)
+    matches = [longest_match([*prompt, *answer[:place]]) for place in range(3, len(answer))]
+    assert [length for length, _ in matches] == ([*range(3, 11)] * 5)[: len(matches)]
+    assert all(following not in answer for _, following in matches)
+
+
+def test_the_engine_looks_up_a_wrong_token_at_every_place_of_a_hostile_answer() -> None:
+    answer = random.Random(0).sample(range(1000), 40)
+    prompt = hostile_prompt(answer, vocab_size=1000, seed=1)
+    sequence, lookup = dummy_sequence(1, 0, 16), Lookup()
+    sequence.token_ids[:] = [*prompt, *answer[:2]]
+    for token_id in answer[2:-1]:
+        sequence.token_ids.append(token_id)
+        proposal = lookup.propose(sequence, 8)
+        assert proposal.token_ids[0] not in answer
 
 
 def test_a_hostile_prompt_needs_a_token_that_is_not_in_the_answer() -> None:
