@@ -13,8 +13,8 @@ hits         the same again: their prompts are in the prefix cache
 kills        workers are killed in turn, each as soon as all are ready again: SIGKILL, under load
 
 Half of the prompts are random tokens, after which many tokens are about equally probable, and half are texts; half of
-the answers are greedy, the others drawn. A pass must have what it is about (hits, kills, attempts that were lost), or
-nothing was tried. Exit status 1 if an answer differs, is missing, or a pass tried nothing.
+the answers are greedy, the others drawn. A pass must have what it is about (hits, kills, attempts that were lost,
+drafts that were accepted), or nothing was tried. Exit status 1 if an answer differs, is missing, or a pass tried nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ LENGTHS = (20, 300)
 VICTIMS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 LOST = "worker_lost"
 """Event that the router counts for each attempt that a lost worker had."""
+ACCEPTED = "disagg_engine_accepted_tokens_total"
+WITH_DRAFTS = ("many", "hits")
+"""Passes in which drafts must be accepted."""
 TIMEOUT_S = 120.0
 
 
@@ -78,6 +81,8 @@ class Pass:
     num_kills: int = 0
     num_lost: int = 0
     """Attempts that were lost with their workers."""
+    num_accepted: int = 0
+    """Drafts that became tokens; of workers that are not killed."""
     elapsed_s: float = 0.0
 
     def row(self, reference: Pass) -> dict[str, Any]:
@@ -94,6 +99,7 @@ class Pass:
             "with_hits": sum(one.cached_tokens > 0 for one in given),
             "kills": self.num_kills,
             "lost_attempts": self.num_lost,
+            "accepted_drafts": self.num_accepted,
             "elapsed_s": round(self.elapsed_s, 1),
             "errors": sorted({one.error for one in given if one.error})[:3],
         }
@@ -105,6 +111,8 @@ def tried_nothing(row: dict[str, Any]) -> str:
         return "too few prompts were in the prefix cache"
     if row["pass"] == "reference" and row["with_hits"]:
         return "prompts of the reference were in the prefix cache"
+    if row["pass"] in WITH_DRAFTS and not row["accepted_drafts"]:
+        return "no draft was accepted"
     if row["pass"] == "kills" and not (row["kills"] and row["lost_attempts"]):
         return "no attempt was lost"
     return ""
@@ -162,7 +170,7 @@ class Drill:
     async def run(self, name: str, concurrency: int, count: int, salt: str = "") -> Pass:
         """The first `count` requests, `concurrency` at a time. The prefix cache has what a pass of the name `salt` left
         of the same request, by default nothing."""
-        result, began = Pass(name=name), time.monotonic()
+        result, began, accepted = Pass(name=name), time.monotonic(), await self._accepted()
 
         async def one(number: int) -> None:
             own = f"{salt or name} {number}"
@@ -170,7 +178,13 @@ class Drill:
 
         await in_flight(one, range(count), concurrency)
         result.elapsed_s = time.monotonic() - began
+        result.num_accepted = max(0, await self._accepted() - accepted)
         return result
+
+    async def _accepted(self) -> int:
+        """Drafts that became tokens, over all workers since their starts."""
+        workers = [name for name in VICTIMS if name.startswith("decode")]
+        return int(sum([await self._up.metric(ACCEPTED, instance=worker) for worker in workers]))
 
     async def run_with_kills(self, name: str, concurrency: int, pause_s: float) -> Pass:
         """All requests, while a worker dies `pause_s` after the last one that did is ready again."""
@@ -270,7 +284,17 @@ def main() -> int:
     options = parse_arguments()
     rows = asyncio.run(drill(options))
     summary = summarize(rows)
-    columns = ("pass", "answers", "failed", "differing", "with_hits", "kills", "lost_attempts", "elapsed_s")
+    columns = (
+        "pass",
+        "answers",
+        "failed",
+        "differing",
+        "with_hits",
+        "kills",
+        "lost_attempts",
+        "accepted_drafts",
+        "elapsed_s",
+    )
     print_table("The same bits", columns, [[str(row[name]) for name in columns] for row in rows])
     for row in rows:
         if why := tried_nothing(row) or "; ".join(row["errors"]):

@@ -33,20 +33,25 @@ def test_answers_are_compared_with_those_of_the_same_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cached", "kills", "lost", "why"),
+    ("name", "cached", "kills", "lost", "accepted", "why"),
     [
-        ("hits", 0, 0, 0, "too few prompts were in the prefix cache"),
-        ("hits", 16, 0, 0, ""),
-        ("reference", 16, 0, 0, "prompts of the reference were in the prefix cache"),
-        ("reference", 0, 0, 0, ""),
-        ("kills", 0, 0, 0, "no attempt was lost"),
-        ("kills", 0, 3, 0, "no attempt was lost"),
-        ("kills", 0, 3, 2, ""),
-        ("many", 0, 0, 0, ""),
+        ("hits", 0, 0, 0, 5, "too few prompts were in the prefix cache"),
+        ("hits", 16, 0, 0, 5, ""),
+        ("hits", 16, 0, 0, 0, "no draft was accepted"),
+        ("reference", 16, 0, 0, 0, "prompts of the reference were in the prefix cache"),
+        ("reference", 0, 0, 0, 0, ""),
+        ("kills", 0, 0, 0, 0, "no attempt was lost"),
+        ("kills", 0, 3, 0, 0, "no attempt was lost"),
+        ("kills", 0, 3, 2, 0, ""),
+        ("many", 0, 0, 0, 0, "no draft was accepted"),
+        ("many", 0, 0, 0, 1, ""),
     ],
 )
-def test_a_pass_must_have_what_it_is_about(name: str, cached: int, kills: int, lost: int, why: str) -> None:
-    each = Pass(name=name, answers=given([1], [2], cached=cached), num_kills=kills, num_lost=lost)
+def test_a_pass_must_have_what_it_is_about(
+    name: str, cached: int, kills: int, lost: int, accepted: int, why: str
+) -> None:
+    answers = given([1], [2], cached=cached)
+    each = Pass(name=name, answers=answers, num_kills=kills, num_lost=lost, num_accepted=accepted)
     assert tried_nothing(each.row(each)) == why
 
 
