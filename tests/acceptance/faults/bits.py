@@ -14,7 +14,8 @@ kills        workers are killed in turn, each as soon as all are ready again: SI
 
 Half of the prompts are random tokens, after which many tokens are about equally probable, and half are texts; half of
 the answers are greedy, the others drawn. A pass must have what it is about (hits, kills, attempts that were lost,
-drafts that were accepted), or nothing was tried. Exit status 1 if an answer differs, is missing, or a pass tried nothing.
+drafts that were accepted), or nothing was tried. Exit status 1 if an answer differs or is missing, or a pass tried
+nothing.
 """
 
 from __future__ import annotations
