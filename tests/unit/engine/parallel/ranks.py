@@ -99,6 +99,7 @@ class Ranks:
         self.warm_up = runners[0].warm_up
         self.layout = runners[0].layout
         self.tp = runners[0].tp
+        self.proposer = runners[0].proposer
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The logits, from rank 0."""
