@@ -23,6 +23,7 @@ ANSWER: Options = {
     "logit_bias": {REPEATED: 100.0},
 }
 """A bias makes the tiny model repeat a token."""
+PLAIN: Options = {**ANSWER, "speculation": "off"}
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ async def test_drafts_are_accepted_counted_and_refused_by_a_request(cluster: Pro
         assert decode.tokens_per_step > 1.25
         assert decode.accepted_tokens == counted(with_drafts, "accepted")
 
-        plain = await client.generate(PROMPT, **ANSWER, speculation="off")
+        plain = await client.generate(PROMPT, **PLAIN)
         without = await answered(2)
         assert plain.token_ids == drafted.token_ids
         assert [counted(without, name) for name in ("drafted", "accepted")] == [
