@@ -1,4 +1,4 @@
-"""Drafts by lookup through real processes: a request's choice, the same tokens with and without, and what is counted."""
+"""Drafts by lookup through real processes: a request's choice, the same tokens with and without, what is counted."""
 
 from __future__ import annotations
 
