@@ -203,10 +203,12 @@ class Steps:
             return self._failed(plan, error)
         self.last_plan, self.last_began = plan, began
         events = self._scheduler.apply(plan, result)
-        self.num_sampled += sum(isinstance(event, TokenSampled) for event in events)
+        num_tokens = sum(isinstance(event, TokenSampled) for event in events)
+        self.num_sampled += num_tokens
         if plan.decodes:
             keys = {entry.sequence.key for entry in plan.decodes}
-            num_tokens = sum(isinstance(event, TokenSampled) and event.key in keys for event in events)
+            if plan.prefills:  # whose first tokens are not of a decode
+                num_tokens = sum(isinstance(event, TokenSampled) and event.key in keys for event in events)
             self.means.observe(len(keys), len(plan.decodes), num_tokens)
         return events
 

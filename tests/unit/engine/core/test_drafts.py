@@ -116,6 +116,14 @@ def test_the_load_tells_tokens_and_rows_of_a_step() -> None:
     assert (wrong.load().tokens_per_step, wrong.load().rows_per_step) == (1.0, 5.0)
 
 
+def test_tokens_of_prompts_are_not_among_those_of_a_step() -> None:
+    core = core_of(max_num_seqs=8)
+    decode_until(core, 1)
+    handle_all(core, Add(make_spec("b", PROMPT)))
+    core.step(0.0)  # the first token of b beside the second one of a
+    assert (core.load().tokens_per_step, core.load().rows_per_step) == (1.0, 1.0)
+
+
 def test_wrong_drafts_change_nothing_and_are_overwritten() -> None:
     core = core_of(right=0.0)
     events = handle_all(core, Add(spec_of())) + run_until_idle(core)
