@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from disagg.engine.request import Sequence
 from disagg.engine.speculation.draft_counts import Acceptance, RowTimes, choose, may_gain
+from disagg.engine.speculation.looks import Looks
 from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
 from disagg.proto.messages import MAX_DRAFT, StepSample
 
@@ -48,6 +49,8 @@ class _Proposed:
     proposal: Proposal
     num_tokens: int
     """Length of the text that it continues."""
+    num_drafted: int = 0
+    """How many of it are computed."""
 
 
 TRY_AGAIN = 32
@@ -73,6 +76,7 @@ class Speculation:
         self._proposed: dict[Sequence, _Proposed] = {}
         self._num_without = 0
         """Steps in a row for which a costly proposer was not asked."""
+        self._looks = Looks()
 
     def plan(
         self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int, most_ms: float
@@ -87,12 +91,13 @@ class Speculation:
             most_ms: longest step that the tightest sequence allows.
         """
         nothing: list[tuple[int, ...]] = [()] * len(sequences)
+        if self._rests():
+            return nothing
         most_rows = self._fitting(num_rows, context, most_rows, most_ms)
         mosts = [min(most, self._max_draft) for _, most in sequences]
         if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
+            self._looks.looked(num_rows, 0.0)
             return nothing
-        for sequence, _ in sequences:
-            self._learn(sequence)
         if self._proposer.is_costly:
             mosts = self._chosen(sequences, _unknown(mosts), num_rows, context, most_rows)
             self._num_without = 0 if any(mosts) else self._num_without + 1
@@ -106,19 +111,28 @@ class Speculation:
         else:
             proposed = self._propose(sequences, mosts)
             numbers = self._chosen(sequences, proposed, num_rows, context, most_rows)
+        self._looks.looked(num_rows, self._price(sequences, numbers, num_rows, context))
         if not any(numbers):
             return nothing
         self.totals.steps_with_drafts += 1
+        for (sequence, _), number in zip(sequences, numbers, strict=True):
+            if number:
+                self._proposed[sequence].num_drafted = number
         return [proposal.token_ids[:number] for proposal, number in zip(proposed, numbers, strict=True)]
 
     def would_plan(self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int) -> bool:
         """Whether `plan` would have drafts, for sequences of which the last token is not known yet: by what was
         proposed behind the token before it."""
-        mosts = [min(most, self._max_draft) for _, most in sequences]
-        if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
+        if self._rests():
             return False
-        proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
-        return any(self._chosen(sequences, proposals, num_rows, context, most_rows))
+        mosts = [min(most, self._max_draft) for _, most in sequences]
+        found = may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows))
+        if found:
+            proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
+            found = any(self._chosen(sequences, proposals, num_rows, context, most_rows))
+        if not found:
+            self._looks.looked(num_rows, 0.0)
+        return found
 
     def observe(self, rows: int, context: int, ms: float) -> None:
         """A step without prompts was measured. `context`: sum over all its rows, drafts among them, of the tokens that
@@ -127,6 +141,7 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended or left."""
+        self._learn(sequence)
         self._proposed.pop(sequence, None)
         self._acceptance.forget(sequence)
         self._proposer.forget(sequence)
@@ -147,6 +162,23 @@ class Speculation:
             else:
                 too_many = middle
         return fits
+
+    def _rests(self) -> bool:
+        """Learn from the last look, and whether the next step passes without one. A costly proposer is asked only for
+        what is worth its time."""
+        for sequence in list(self._proposed):
+            self._learn(sequence)
+        if not any(proposed.num_drafted for proposed in self._proposed.values()):
+            self._looks.settle()
+        return not self._proposer.is_costly and self._looks.rests()
+
+    def _price(self, sequences: Seq[tuple[Sequence, int]], numbers: Seq[int], num_rows: int, context: int) -> float:
+        """Tokens that the time of so many drafts gives without them."""
+        if not any(numbers):
+            return 0.0
+        attended = sum(sequence.num_tokens * number for (sequence, _), number in zip(sequences, numbers, strict=True))
+        ms = self._times.ms(num_rows + sum(numbers), context + attended)
+        return num_rows * (ms / self._times.ms(num_rows, context) - 1.0)
 
     def _propose(self, sequences: Seq[tuple[Sequence, int]], mosts: Seq[int]) -> list[Proposal]:
         asked = [(sequence, most) for (sequence, _), most in zip(sequences, mosts, strict=True) if most > 0]
@@ -185,6 +217,7 @@ class Speculation:
         while num_accepted < num_known and drafts[num_accepted] == text[start + num_accepted]:
             num_accepted += 1
         self._acceptance.observe(sequence, proposed.proposal, num_known, num_accepted)
+        self._looks.accepted(min(num_accepted, proposed.num_drafted))
         del self._proposed[sequence]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.speculation.looks import LONGEST_REST
 from disagg.engine.speculation.lookup import Lookup
 from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
 from disagg.engine.speculation.speculation import Speculation
@@ -129,8 +130,52 @@ def test_drafts_that_were_not_computed_are_learned_from_as_well() -> None:
     num_steps, num_tokens = speculation.totals.steps_with_drafts, its.num_tokens
     while plan(speculation, its) == [()]:
         its.token_ids.append(1)
-    assert 0 < its.num_tokens - num_tokens < 10
+    assert 0 < its.num_tokens - num_tokens < 45
     assert num_steps < 40
+
+
+def test_where_nothing_comes_of_it_most_steps_pass_without_a_look() -> None:
+    proposer, its = Scripted(1), sequence(7)
+    speculation = Speculation(proposer, CALIBRATION, max_draft=1)
+    for _ in range(1000):
+        plan(speculation, its)
+        its.token_ids.append(9)
+    proposer.asked.clear()
+    for _ in range(900):
+        plan(speculation, its)
+        its.token_ids.append(9)
+    assert len(proposer.asked) == 100
+
+
+def test_steps_are_queued_unless_drafts_are_likely() -> None:
+    its, proposer = sequence(7), Scripted(1)
+    speculation = Speculation(proposer, CALIBRATION, max_draft=1)
+
+    def would_plan(most: int) -> bool:
+        return speculation.would_plan([(its, most)], num_rows=1, context=0, most_rows=32)
+
+    assert would_plan(1)
+    assert not would_plan(0)
+    its.token_ids.append(1)
+    assert plan(speculation, its) == [(1,)]
+    its.token_ids.append(1)
+    for _ in range(1000):
+        would_plan(0)
+    while speculation._looks._num_resting:
+        would_plan(0)
+    would_plan(0)
+    proposer.asked.clear()
+    assert [would_plan(1) for _ in range(LONGEST_REST + 1)] == [*[False] * LONGEST_REST, True]
+    assert len(proposer.asked) == 1
+
+
+def test_drafts_of_a_sequence_that_ended_count() -> None:
+    speculation = Speculation(Scripted(1), CALIBRATION, max_draft=1)
+    for _ in range(200):
+        its = sequence(7)
+        assert plan(speculation, its) == [(1,)]
+        its.token_ids += [1, 2]
+        speculation.forget(its)
 
 
 # ---------------------------------------------------------------- in virtual time
